@@ -1,0 +1,35 @@
+"""Every error that Baton raises on purpose.
+
+    BatonError
+    ├── UserError (also a ValueError)   the user can mend it: printed as one sentence, without a traceback
+    │   └── TaskExhausted               a task holds fewer distinct problems than were asked for
+    ├── EngineFault                     an engine or its worker failed; names the worker and the lease
+    ├── DeadlineExceeded                something was waited for too long; names who
+    └── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
+
+Staleness, an abort and a full buffer are outcomes, not errors. Our own invariants are `assert` with a message.
+"""
+
+
+class BatonError(Exception):
+    """Root of the tree above."""
+
+
+class UserError(BatonError, ValueError):
+    """A mistake in what the user gave: says what, what was got, what is allowed, and where."""
+
+
+class TaskExhausted(UserError):
+    """A task holds fewer distinct problems than were asked for."""
+
+
+class EngineFault(BatonError):
+    """An engine or the worker that holds it failed."""
+
+
+class DeadlineExceeded(BatonError):
+    """A wait ran out; the message names who was waited for and for how long."""
+
+
+class TrainingDiverged(BatonError):
+    """A loss or a gradient is not finite."""

@@ -1,0 +1,65 @@
+"""The seam between whoever schedules rollouts and whatever generates tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from baton.settings import Settings
+from baton.types import FromWorker, Lease, PolicyVersion
+
+
+class EngineSettings(Settings):
+    """[engine] the embedded engine's shape."""
+
+    slots: int = 64
+    """Trajectories generated at once; a multiple of 8 (smaller widths would make a row depend on its batch)."""
+    max_context_tokens: int = 1024
+    """Prompt plus response; the KV cache is allocated for slots × max_context_tokens when the engine starts."""
+    dtype: str = "float32"
+    """Weights and KV cache: float32 or bfloat16."""
+    report_every_tokens: int = 256
+    """A trajectory's new tokens are reported at least this often, so that a dead worker costs no more."""
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters since the engine started."""
+
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    """Sampled tokens."""
+    decode_steps: int = 0
+    decode_rows: int = 0
+    """Sum of the decode width over steps; decoded_tokens / decode_rows is the occupancy."""
+
+
+class Engine(Protocol):
+    """One engine: leases in, reports out. Single-threaded: the caller drives it with `step`."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights that produce the next logits."""
+        ...
+
+    def submit(self, lease: Lease) -> None:
+        """Queue a lease. Raises UserError for what no engine of this shape can serve (longer than its context)."""
+        ...
+
+    def abort(self, lease_id: int) -> None:
+        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
+        ...
+
+    def step(self) -> list[FromWorker]:
+        """Admit what fits, decode one token for every running lease, and return what is to be reported."""
+        ...
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Switch to new weights at once; running leases keep their KV cache and go on under the new version."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        ...

@@ -1,0 +1,1 @@
+"""One batch in, one policy version out."""

@@ -1,0 +1,266 @@
+"""The nouns that flow: prompt → lease → segments → trajectory → group → batch, and the messages between hub and worker.
+
+All are frozen msgspec structs, so the same object is passed in memory, sent over a wire and written to disk.
+`L` is the number of tokens of one trajectory after its prompt; `G` is the group size.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+
+class Author(StrEnum):
+    """Who wrote a segment. Only the policy's tokens are trained."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+class FinishReason(StrEnum):
+    """Why a trajectory is complete; a partial one has none."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ENVIRONMENT = "environment"
+
+
+class PolicyVersion(msgspec.Struct, frozen=True):
+    """Identity of one set of weights."""
+
+    lineage: str
+    """Changes when a run goes back to a checkpoint, so that work of a dead lineage is never mistaken for the new one's."""
+    number: int
+    """Train steps since the start of the run; +1 per train step."""
+    digest: str = ""
+    """blake3 over the published tensors, hexadecimal."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One task given to the policy."""
+
+    prompt_id: str
+    """Digest of the canonical problem: equal for two wordings of the same problem."""
+    task: str
+    """Name under which the recipe lists the task."""
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    """Reference answer, as the task's scorer wants it."""
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What the task's scorer needs besides; plain JSON values."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A maximal run of tokens from one engine call under one policy version, or one insertion by the environment."""
+
+    token_ids: tuple[int, ...]
+    """[L_segment]"""
+    behavior_logprobs: tuple[float, ...]
+    """[L_segment] log π(token) at the sampling temperature over the whole vocabulary; 0.0 for environment tokens."""
+    policy_version: int
+    """Number of the weights behind these tokens' logits."""
+    author: Author = Author.POLICY
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or len(self.token_ids) != len(self.behavior_logprobs):
+            raise ValueError(
+                f"a segment needs as many behavior_logprobs as token_ids, and at least one: "
+                f"got {len(self.behavior_logprobs)} and {len(self.token_ids)}"
+            )
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One response being grown. `extended` is the only way it changes, and it only appends."""
+
+    group_id: int
+    """Unique within a run and never reused, also across restarts."""
+    sample_index: int
+    """0 ≤ sample_index < G; with the run's seed, group id and token position it keys the sampling noise."""
+    prompt_ids: tuple[int, ...]
+    """[prompt] the exact ids the engine saw."""
+    segments: tuple[Segment, ...] = ()
+    finish_reason: FinishReason | None = None
+
+    def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
+        """Return this trajectory with whole segments appended.
+
+        Adjacent policy segments of one version are merged, so that a segment stays maximal however often it was
+        reported. Raises ValueError when the trajectory is finished, or when a version is older than the last one.
+        """
+        if self.finish_reason is not None:
+            raise ValueError(
+                f"trajectory {self.name} is finished ({self.finish_reason}) and takes no more segments"
+            )
+        merged = list(self.segments)
+        for segment in segments:
+            last = merged[-1] if merged else None
+            if last is None:
+                merged.append(segment)
+                continue
+            if segment.policy_version < last.policy_version:
+                raise ValueError(
+                    f"trajectory {self.name}: a segment of version {segment.policy_version} cannot follow one of "
+                    f"version {last.policy_version}"
+                )
+            if (segment.author, segment.policy_version) == (last.author, last.policy_version):
+                merged[-1] = Segment(
+                    last.token_ids + segment.token_ids,
+                    last.behavior_logprobs + segment.behavior_logprobs,
+                    last.policy_version,
+                    last.author,
+                )
+            else:
+                merged.append(segment)
+        return msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
+
+    @property
+    def name(self) -> str:
+        """`group/sample`, for messages and logs."""
+        return f"{self.group_id}/{self.sample_index}"
+
+    @property
+    def num_tokens(self) -> int:
+        """L: tokens after the prompt."""
+        return sum(len(s.token_ids) for s in self.segments)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """[L]"""
+        return list(chain.from_iterable(s.token_ids for s in self.segments))
+
+    @property
+    def behavior_logprobs(self) -> list[float]:
+        """[L]"""
+        return list(chain.from_iterable(s.behavior_logprobs for s in self.segments))
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """[L] version number of each token."""
+        return [s.policy_version for s in self.segments for _ in s.token_ids]
+
+    @property
+    def is_policy(self) -> list[bool]:
+        """[L] whether the policy wrote each token."""
+        return [s.author is Author.POLICY for s in self.segments for _ in s.token_ids]
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What the judges said of one finished trajectory."""
+
+    reward: float
+    """Weighted sum of `parts`."""
+    parts: dict[str, float]
+    """Unweighted value of each reward part, by name."""
+    is_correct: bool
+    """Whether the task's scorer gave the full score; partial credit is not correct."""
+    answer: str | None = None
+    """What was extracted from the response, or None when the answer format was not met."""
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """A finished trajectory with its judgement."""
+
+    trajectory: Trajectory
+    judgement: Judgement
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The G finished and judged trajectories of one prompt."""
+
+    group_id: int
+    prompt: Prompt
+    members: tuple[Judged, ...]
+    """[G] ordered by sample_index."""
+
+    def __post_init__(self) -> None:
+        for index, member in enumerate(self.members):
+            trajectory = member.trajectory
+            assert (trajectory.group_id, trajectory.sample_index) == (self.group_id, index), (
+                f"group {self.group_id}, place {index} holds trajectory {trajectory.name}"
+            )
+            assert trajectory.finish_reason is not None, f"group {self.group_id} holds a partial, {trajectory.name}"
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What one train step consumes."""
+
+    step: int
+    """The train step that consumes it, from 1; it makes version `step`."""
+    groups: tuple[Group, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All members, group by group."""
+        return [member.trajectory for group in self.groups for member in group.members]
+
+
+# ---- messages between the hub's side (runner) and a worker -----------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How one trajectory is sampled. The budget counts all tokens after the prompt, whatever the number of resumes."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means the whole vocabulary."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the model's own end-of-sequence ids."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a trajectory once its text contains them; the tokens that complete one are kept."""
+
+
+class Lease(msgspec.Struct, frozen=True, tag=True):
+    """One trajectory given to one worker."""
+
+    lease_id: int
+    trajectory: Trajectory
+    """Prompt ids and the segments so far: a resume sends ids, never text."""
+    sampling: SamplingParams
+    noise_seed: int
+    """The run's seed for sampling noise; with group id, sample index and position it decides every draw."""
+    version: int
+    """Policy version asked for."""
+    is_exact: bool = True
+    """True: serve exactly this version or say retry. False: at least this version."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop a lease and report what there is. Harmless when the lease has already ended."""
+
+    lease_id: int
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """What a lease has grown since its last report."""
+
+    lease_id: int
+    token_offset: int
+    """Tokens after the prompt that the trajectory had before `segments`; appended only where it equals the length."""
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason | None = None
+    is_aborted: bool = False
+    """The lease has ended without finishing the trajectory."""
+
+
+class Retry(msgspec.Struct, frozen=True, tag=True):
+    """A worker's refusal of a lease whose version it does not hold."""
+
+    lease_id: int
+    has_version: int
+
+
+FromHub = Lease | Abort
+FromWorker = Report | Retry
