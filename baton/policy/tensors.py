@@ -1,0 +1,29 @@
+"""The tensors that make a policy version: their names, and the digest that identifies them on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from blake3 import blake3
+from transformers import PreTrainedModel
+
+
+def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the model's own tensors (not copies), detached, by their names in `state_dict`.
+
+    Tied weights appear once, under the name that safetensors files keep: loading them ties the others again.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return blake3 (hexadecimal) over name, dtype, shape and bytes of each tensor, in sorted order of the names."""
+    digest = blake3()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        # The header states how many bytes follow it, so no two sets of tensors share one stream.
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

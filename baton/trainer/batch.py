@@ -1,0 +1,207 @@
+"""Batch → rows → minibatches → microbatches. Everything here is a pure function of the batch and the settings.
+
+Shapes: B rows of a microbatch, S places of a padded row (prompt and response), K = S − first the places from the
+first one that may hold a response token, L tokens of one trajectory after its prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from baton.errors import UserError
+from baton.trainer.advantages import has_equal_rewards
+from baton.types import Batch, FinishReason, Group
+
+PAD_ID = 0
+"""Fills a row after its end; no place is trained on it and no token sees it, so any id of the vocabulary serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trajectory, ready for training."""
+
+    group_id: int
+    token_ids: tuple[int, ...]
+    """[prompt + L]"""
+    prompt_length: int
+    """Tokens."""
+    is_trained: tuple[bool, ...]
+    """[L] whether the policy wrote the token."""
+    behavior_logprobs: tuple[float, ...]
+    """[L]"""
+    policy_versions: tuple[int, ...]
+    """[L]"""
+    advantage: float
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that get a gradient."""
+        return sum(self.is_trained)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows for one forward and backward pass, padded on the right."""
+
+    group_ids: tuple[int, ...]
+    """[B] each row's group, to name the rows when something is wrong with them."""
+    input_ids: torch.Tensor
+    """[B, S] int64"""
+    first: int
+    """First place whose logprob is wanted: the shortest prompt's length. K = S − first."""
+    mask: torch.Tensor
+    """[B, K] bool: the token is trained."""
+    behavior_logprobs: torch.Tensor
+    """[B, K] float32; 0 outside the mask."""
+    policy_versions: torch.Tensor
+    """[B, K] int64; 0 outside the mask."""
+    advantages: torch.Tensor
+    """[B] float32"""
+    num_tokens: int
+    """Without padding: B × S less this is the waste."""
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """What one optimiser update consumes."""
+
+    microbatches: tuple[MicroBatch, ...]
+    """Rows without a trained token are in none of them, but are counted below."""
+    num_trajectories: int
+    num_trained_tokens: int
+
+
+def rows(groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> list[Row]:
+    """Return one row per member, in the order of the batch. Advantages are looked up by group id and sample index."""
+    found = []
+    for group in groups:
+        for member in group.members:
+            trajectory = member.trajectory
+            assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token no logits"
+            found.append(
+                Row(
+                    group_id=group.group_id,
+                    token_ids=(*trajectory.prompt_ids, *trajectory.token_ids),
+                    prompt_length=len(trajectory.prompt_ids),
+                    is_trained=tuple(trajectory.is_policy),
+                    behavior_logprobs=tuple(trajectory.behavior_logprobs),
+                    policy_versions=tuple(trajectory.policy_versions),
+                    advantage=advantages[group.group_id][trajectory.sample_index],
+                )
+            )
+    return found
+
+
+def minibatches(
+    groups: Sequence[Group],
+    advantages: Mapping[int, Sequence[float]],
+    *,
+    num_minibatches: int,
+    max_tokens_per_microbatch: int,
+    device: torch.device,
+) -> list[MiniBatch]:
+    """Split a batch by whole groups, in order, as evenly as they go, and each part into microbatches."""
+    found = []
+    for part in split_evenly(groups, num_minibatches):
+        part_rows = rows(part, advantages)
+        trained = [row for row in part_rows if row.num_trained]
+        chunks = under_budget(trained, max_tokens_per_microbatch)
+        found.append(
+            MiniBatch(
+                microbatches=tuple(pad(chunk, device) for chunk in chunks),
+                num_trajectories=len(part_rows),
+                num_trained_tokens=sum(row.num_trained for row in trained),
+            )
+        )
+    return found
+
+
+def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+    """Cut into `num_parts` runs whose sizes differ by at most one. Raises UserError when there are fewer groups."""
+    if num_parts > len(groups):
+        raise UserError(
+            f"trainer.num_minibatches: got {num_parts}, but each needs a group and the batch has {len(groups)}"
+        )
+    cuts = [len(groups) * part // num_parts for part in range(num_parts + 1)]
+    return [groups[start:end] for start, end in pairwise(cuts)]
+
+
+def under_budget(all_rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (rows × the longest).
+
+    A row longer than the budget stands alone. Rows of one length keep their order.
+    """
+    chunks: list[list[Row]] = []
+    for row in sorted(all_rows, key=lambda row: -len(row.token_ids)):
+        # Longest first: the first row of a chunk sets its width, and what does not fit in memory fails at once.
+        if chunks and (len(chunks[-1]) + 1) * len(chunks[-1][0].token_ids) <= max_tokens:
+            chunks[-1].append(row)
+        else:
+            chunks.append([row])
+    return chunks
+
+
+def pad(chunk: Sequence[Row], device: torch.device) -> MicroBatch:
+    """Lay rows side by side, padded on the right to the longest."""
+    width = max(len(row.token_ids) for row in chunk)
+    first = min(row.prompt_length for row in chunk)
+
+    def kept(values: Callable[[Row], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+        """[B, K] from [L] values per row; what is not a trained token gets 0."""
+        padded = []
+        for row in chunk:
+            trained = [v if t else 0 for v, t in zip(values(row), row.is_trained, strict=True)]
+            padded.append([0] * (row.prompt_length - first) + trained + [0] * (width - len(row.token_ids)))
+        return torch.tensor(padded, dtype=dtype, device=device)
+
+    input_ids = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
+    return MicroBatch(
+        group_ids=tuple(row.group_id for row in chunk),
+        input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
+        first=first,
+        mask=kept(lambda row: row.is_trained, torch.bool),
+        behavior_logprobs=kept(lambda row: row.behavior_logprobs, torch.float32),
+        policy_versions=kept(lambda row: row.policy_versions, torch.int64),
+        advantages=torch.tensor([row.advantage for row in chunk], dtype=torch.float32, device=device),
+        num_tokens=sum(len(row.token_ids) for row in chunk),
+    )
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return what can be said of a batch without a model: rewards, lengths and staleness.
+
+    `reward/std` is over all trajectories (divisor N); `reward/zero_std_frac` the share of groups whose rewards are
+    all equal; lengths count all tokens after the prompt; staleness is over policy tokens, against version step − 1.
+    """
+    members = [member for group in batch.groups for member in group.members]
+    values = [member.judgement.reward for member in members]
+    lengths = [member.trajectory.num_tokens for member in members]
+    by_part: dict[str, list[float]] = {}
+    for member in members:
+        for name, value in member.judgement.parts.items():
+            by_part.setdefault(name, []).append(value)
+    ages = [
+        batch.step - 1 - version
+        for member in members
+        for version, is_policy in zip(member.trajectory.policy_versions, member.trajectory.is_policy, strict=True)
+        if is_policy
+    ]
+    num_cut = sum(member.trajectory.finish_reason is FinishReason.LENGTH for member in members)
+    return {
+        "reward/mean": statistics.fmean(values),
+        "reward/std": statistics.pstdev(values),
+        "reward/zero_std_frac": statistics.fmean(has_equal_rewards(group) for group in batch.groups),
+        **{f"reward/{name}/mean": statistics.fmean(part) for name, part in sorted(by_part.items())},
+        "accuracy/mean": statistics.fmean(member.judgement.is_correct for member in members),
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": num_cut / len(members),
+        "staleness/mean": statistics.fmean(ages) if ages else 0.0,
+        "staleness/max": float(max(ages, default=0)),
+        "tokens/trained": float(len(ages)),
+    }

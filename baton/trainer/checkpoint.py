@@ -1,0 +1,148 @@
+"""Checkpoints that are whole or absent, and that any Hugging Face tool can load.
+
+    checkpoints/step_000050/
+        config.json  generation_config.json  model.safetensors     float32, for AutoModelForCausalLM.from_pretrained
+        tokenizer.json  tokenizer_config.json  chat_template.jinja
+        baton/optimizer.safetensors                                the optimiser's moments, by parameter name
+        baton/state.json                                           `State`; nothing in here is pickled
+
+A checkpoint is written beside its place, flushed to the disk and renamed into it. The hidden name of an unfinished
+one is never listed, and neither is a directory without `baton/state.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from baton.errors import UserError
+from baton.types import PolicyVersion
+
+_NAME = re.compile(r"step_(\d{6,})")
+_FORMAT = 1
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """`baton/state.json`: what a resume needs beside tensors, and what the run was made with."""
+
+    format: int = _FORMAT
+    version: PolicyVersion
+    """Of the weights beside it, with their digest."""
+    num_updates: int
+    """Optimiser updates since the start of the run."""
+    libraries: dict[str, str]
+    """Name → version of what decides the bits."""
+    num_threads: int
+    """torch threads; another number may change the last bits."""
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `path`; when the block ends well, it takes that name in one step.
+
+    What already lay at `path` is replaced. When the block raises, `path` is as it was and the rest is removed.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished, replaced = path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.replaced")
+    for leftover in (unfinished, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    for entry in [*unfinished.rglob("*"), unfinished]:
+        _fsync(entry)
+    if path.exists():
+        path.rename(replaced)  # a directory cannot be renamed over a full one
+    unfinished.rename(path)
+    _fsync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_checkpoint(
+    path: Path, *, model: Any, tokenizer: Any, optimizer: Mapping[str, torch.Tensor], state: State
+) -> None:
+    """Write a checkpoint of a Hugging Face model and tokenizer, atomically."""
+    with atomic_directory(path) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        (directory / "baton").mkdir()
+        # A copy on the host: safetensors wants tensors that lie by themselves.
+        tensors = {name: tensor.cpu().clone() for name, tensor in optimizer.items()}
+        save_file(tensors, directory / "baton" / "optimizer.safetensors")
+        (directory / "baton" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+
+
+def read_state(path: Path) -> State:
+    """Read what lies beside the tensors. Raises UserError when `path` is no complete checkpoint of this format."""
+    file = path / "baton" / "state.json"
+    try:
+        state = msgspec.json.decode(file.read_bytes(), type=State)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is no checkpoint that can be resumed: it has no baton/state.json") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if state.format != _FORMAT:
+        raise UserError(f"{file} has format {state.format}, but this version of Baton reads format {_FORMAT}")
+    return state
+
+
+def read_optimizer(path: Path) -> dict[str, torch.Tensor]:
+    """Read the optimiser's tensors onto the CPU. Raises UserError when they are missing or cut short."""
+    file = path / "baton" / "optimizer.safetensors"
+    try:
+        return load_file(file)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be resumed: its optimizer state {file.name} is missing or damaged") from error
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Return where the checkpoint after train step `step` lies."""
+    return root / f"step_{step:06d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Return the complete checkpoints under `root`, oldest first."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        matched = _NAME.fullmatch(path.name)
+        if matched and (path / "baton" / "state.json").is_file():
+            found.append((int(matched[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """Return the newest complete checkpoint under `root`, or None."""
+    return next(reversed(list_checkpoints(root)), None)
+
+
+def prune_checkpoints(root: Path, keep_last: int) -> list[Path]:
+    """Remove all complete checkpoints but the newest `keep_last`, and return what was removed."""
+    assert keep_last >= 1, "a run without its last checkpoint cannot be resumed"
+    removed = list_checkpoints(root)[:-keep_last]
+    for path in removed:
+        doomed = path.with_name(f".{path.name}.removed")
+        path.rename(doomed)  # whole or absent on the way out, too
+        shutil.rmtree(doomed)
+    return removed
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""AdamW as language models are trained with it, and its learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from baton.errors import UserError
+from baton.trainer.settings import Decay
+
+
+def learning_rate(
+    step: int, *, lr: float, warmup_steps: int, decay: Decay, total_steps: int, min_lr_frac: float
+) -> float:
+    """Return the learning rate of train step `step` (from 1) of `total_steps`, the same for all its updates.
+
+    Warm-up rises linearly and reaches `lr` at step `warmup_steps`; no step has rate 0. From the next step on it
+    decays from `lr` towards `lr × min_lr_frac`, which it would reach at step `total_steps + 1` and then keeps.
+    """
+    assert step >= 1, f"train steps count from 1: got {step}"
+    if step <= warmup_steps:
+        return lr * step / warmup_steps
+    if decay == "constant":
+        return lr
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps))
+    remaining = 1.0 - progress if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return lr * (min_lr_frac + (1.0 - min_lr_frac) * remaining)
+
+
+def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None:
+    """Raise UserError when no step is left to decay over."""
+    if decay != "constant" and warmup_steps >= total_steps:
+        raise UserError(
+            f"warmup_steps: got {warmup_steps}, but there are {total_steps} steps and the learning rate is to decay "
+            f"({decay}) after the warm-up; allowed are fewer"
+        )
+
+
+def make_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW over `parameters`. Matrices decay; gains and biases (fewer than two dimensions) do not."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # The fused kernel exists on CPU and CUDA and is one pass over memory; elsewhere torch chooses.
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters.values())
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, fused=fused or None)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let the next update use `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update."""
+    found = {}
+    for name, parameter in parameters.items():
+        for key, tensor in optimizer.state.get(parameter, {}).items():
+            found[f"{key}/{name}"] = tensor.detach()
+    return found
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Set the state that `optimizer_tensors` returned; what it does not name is left without a state.
+
+    Raises UserError for a parameter that this model does not have, or has in another shape.
+    """
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        key, _, name = full_name.partition("/")
+        if name not in parameters or (tensor.ndim and tensor.shape != parameters[name].shape):
+            raise UserError(
+                f"the optimizer state holds {full_name} of shape {tuple(tensor.shape)}, "
+                "which fits no parameter of this model"
+            )
+        by_name.setdefault(name, {})[key] = tensor
+    names = {parameter: name for name, parameter in parameters.items()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[str, Any] = optimizer.state_dict()
+    # load_state_dict clones nothing that is already in place, so the moments get their own memory here.
+    state["state"] = {
+        index: {key: tensor.clone() for key, tensor in by_name[name].items()}
+        for index, name in enumerate(ordered)
+        if name in by_name
+    }
+    optimizer.load_state_dict(state)
