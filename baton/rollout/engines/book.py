@@ -1,0 +1,255 @@
+"""Which lease runs in which slot, when it ends, and what is reported: the rules that every engine here shares.
+
+No torch: an engine asks the book which rows are new, computes one token per running row, and hands the tokens back.
+
+    submit ─▶ waiting ─▶ slot ─▶ token by token ─▶ Report(finish_reason)
+        │         └─ abort, new weights ─▶ Report(is_aborted), Retry
+        └─ wrong version, nothing left to grow ─▶ Retry, Report(length)
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+from baton.errors import EngineFault, UserError
+from baton.rollout.engine import EngineSettings
+from baton.types import Author, FinishReason, FromWorker, Lease, PolicyVersion, Report, Retry, Segment
+
+Text = Callable[[Sequence[int]], str]
+"""Ids to text, special tokens kept."""
+
+
+class Row:
+    """One lease being grown."""
+
+    __slots__ = (
+        "_closed",
+        "_end_ids",
+        "_from_offset",
+        "_logprobs",
+        "_max_length",
+        "_stop",
+        "_tokens",
+        "last_id",
+        "lease",
+        "length",
+        "position",
+        "prefix_ids",
+    )
+
+    def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
+        trajectory = lease.trajectory
+        ids = (*trajectory.prompt_ids, *trajectory.token_ids)
+        self.lease = lease
+        self.length = trajectory.num_tokens
+        """Tokens after the prompt; also the position that keys the noise of the next draw."""
+        self.prefix_ids = ids[:-1]
+        """[prompt + L - 1] the ids whose keys and values must lie in the cache before the first decode step."""
+        self.last_id = ids[-1]
+        """The id that the next decode step is fed."""
+        self.position = len(ids) - 1
+        """Of `last_id`, from the start of the prompt."""
+        self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
+        self._end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
+        self._stop = stop
+        self._closed: list[Segment] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._from_offset = self.length
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether budget or context leave no room for another token."""
+        return self.length >= self._max_length
+
+    @property
+    def num_unreported(self) -> int:
+        """Tokens grown since the last report."""
+        return self.length - self._from_offset
+
+    def append(self, token: int, logprob: float) -> FinishReason | None:
+        """Append one token, and say whether and why it ends the trajectory."""
+        self._tokens.append(token)
+        self._logprobs.append(logprob)
+        self.last_id = token
+        self.position += 1
+        self.length += 1
+        if token in self._end_ids or (self._stop is not None and self._stop.ends_with(token)):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.length >= self._max_length else None
+
+    def close_segment(self, version: int) -> None:
+        """End the open segment, whose tokens were all drawn under `version`."""
+        if self._tokens:
+            self._closed.append(Segment(tuple(self._tokens), tuple(self._logprobs), version))
+            self._tokens, self._logprobs = [], []
+
+    def report(self, version: int, finish_reason: FinishReason | None = None, *, is_aborted: bool = False) -> Report:
+        """Return everything grown since the last report."""
+        self.close_segment(version)
+        report = Report(self.lease.lease_id, self._from_offset, tuple(self._closed), finish_reason, is_aborted)
+        self._closed, self._from_offset = [], self.length
+        return report
+
+
+class StopText:
+    """Watches one trajectory's text for its stop strings.
+
+    Only the policy's own words count, since the environment's last insertion. A stop string of n bytes is completed
+    within n tokens that carry text, so the tail that is looked at is short.
+    """
+
+    def __init__(self, lease: Lease, text: Text) -> None:
+        self._stop = lease.sampling.stop
+        self._text = text
+        self._window = max(len(s.encode()) for s in self._stop) + 8
+        self._tail: list[int] = []
+        for segment in lease.trajectory.segments:
+            self._tail = [*self._tail, *segment.token_ids] if segment.author is Author.POLICY else []
+
+    def ends_with(self, token: int) -> bool:
+        """Take one more token; say whether the text now contains a stop string."""
+        self._tail.append(token)
+        del self._tail[: -self._window]
+        text = self._text(self._tail)
+        return any(s in text for s in self._stop)
+
+
+class LeaseBook:
+    """The slots, the queue before them, and the reports behind them."""
+
+    def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
+        self.version = version
+        self.rows: list[Row | None] = [None] * settings.slots
+        """[slots]"""
+        self.num_running = 0
+        self.waiting_prefixes: Counter[tuple[int, ...]] = Counter()
+        """How many waiting leases share each prefix."""
+        self._settings = settings
+        self._end_ids = end_ids
+        self._text = text
+        self._waiting: OrderedDict[int, Row] = OrderedDict()
+        self._aborted: set[int] = set()
+        self._outbox: list[FromWorker] = []
+
+    def submit(self, lease: Lease) -> None:
+        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
+        trajectory, room = lease.trajectory, self._settings.max_context_tokens
+        if not 1 <= len(trajectory.prompt_ids) < room:
+            raise UserError(
+                f"trajectory {trajectory.name}: its prompt has {len(trajectory.prompt_ids)} tokens, allowed 1 to "
+                f"{room - 1} (engine.max_context_tokens is {room}, and at least one token must be generated)"
+            )
+        assert trajectory.finish_reason is None, f"trajectory {trajectory.name} is finished and cannot be leased"
+        assert not self._knows(lease.lease_id), f"lease {lease.lease_id} was submitted twice"
+        if not _serves(lease, self.version.number):
+            self._outbox.append(Retry(lease.lease_id, self.version.number))
+            return
+        stop = StopText(lease, self._text) if lease.sampling.stop else None
+        row = Row(lease, self._end_ids, room, stop)
+        if row.is_spent:
+            self._outbox.append(row.report(self.version.number, FinishReason.LENGTH))
+            return
+        self._waiting[lease.lease_id] = row
+        self.waiting_prefixes[row.prefix_ids] += 1
+
+    def abort(self, lease_id: int) -> None:
+        """End a lease at the next `open_step`. Harmless for one that is unknown or has ended."""
+        if self._knows(lease_id):
+            self._aborted.add(lease_id)
+
+    def switch(self, version: PolicyVersion) -> None:
+        """Take a new version: open segments end here, and leases that must not be served by it are put down."""
+        for row in self.rows:
+            if row is not None:
+                row.close_segment(self.version.number)
+                if not _serves(row.lease, version.number):
+                    self._aborted.add(row.lease.lease_id)
+        for row in [row for row in self._waiting.values() if not _serves(row.lease, version.number)]:
+            self._unqueue(row)
+            self._aborted.discard(row.lease.lease_id)
+            self._outbox.append(Retry(row.lease.lease_id, version.number))
+        self.version = version
+
+    def open_step(self) -> list[FromWorker]:
+        """Free the slots of aborted leases; return what is to be reported before the next token."""
+        reports, self._outbox = self._outbox, []
+        for lease_id in [i for i in self._aborted if i in self._waiting]:
+            row = self._waiting[lease_id]
+            self._unqueue(row)
+            reports.append(row.report(self.version.number, is_aborted=True))
+        if self._aborted:
+            for slot, row in self.running():
+                if row.lease.lease_id in self._aborted:
+                    reports.append(row.report(self.version.number, is_aborted=True))
+                    self._free(slot)
+            self._aborted.clear()
+        return reports
+
+    def admit(self) -> list[tuple[int, Row]]:
+        """Move waiting leases into free slots, the oldest first and the lowest first; return the new (slot, row)s."""
+        admitted: list[tuple[int, Row]] = []
+        if not self._waiting:
+            return admitted
+        for slot, row in enumerate(self.rows):
+            if row is None and self._waiting:
+                row = next(iter(self._waiting.values()))
+                self._unqueue(row)
+                self.rows[slot] = row
+                self.num_running += 1
+                admitted.append((slot, row))
+        return admitted
+
+    def compact(self, width: int) -> list[tuple[int, int]]:
+        """Move the rows in slots from `width` on into free ones below it; return the (source, destination) slots."""
+        assert self.num_running <= width, f"{self.num_running} rows do not fit into {width} slots"
+        free = (slot for slot in range(width) if self.rows[slot] is None)
+        moves = [(slot, next(free)) for slot in range(width, len(self.rows)) if self.rows[slot] is not None]
+        for source, destination in moves:
+            self.rows[destination], self.rows[source] = self.rows[source], None
+        return moves
+
+    def running(self) -> list[tuple[int, Row]]:
+        """Return the occupied slots with their rows."""
+        return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
+
+    def commit(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[FromWorker]:
+        """Append one token to every running row; return the reports that are due, and free the slots that ended.
+
+        `token_ids` and `logprobs` are indexed by slot. Raises EngineFault when a logprob is not finite.
+        """
+        reports: list[FromWorker] = []
+        number, due = self.version.number, self._settings.report_every_tokens
+        for slot, row in self.running():
+            logprob = logprobs[slot]
+            if not -1e30 < logprob < 1e30:
+                name, lease_id = row.lease.trajectory.name, row.lease.lease_id
+                raise EngineFault(
+                    f"trajectory {name} (lease {lease_id}): the logits of token {row.length} under policy version "
+                    f"{number} are not finite"
+                )
+            finish_reason = row.append(token_ids[slot], logprob)
+            if finish_reason is not None:
+                reports.append(row.report(number, finish_reason))
+                self._free(slot)
+            elif row.num_unreported >= due:
+                reports.append(row.report(number))
+        return reports
+
+    def _knows(self, lease_id: int) -> bool:
+        return lease_id in self._waiting or any(r is not None and r.lease.lease_id == lease_id for r in self.rows)
+
+    def _unqueue(self, row: Row) -> None:
+        del self._waiting[row.lease.lease_id]
+        self.waiting_prefixes[row.prefix_ids] -= 1
+        if not self.waiting_prefixes[row.prefix_ids]:
+            del self.waiting_prefixes[row.prefix_ids]
+
+    def _free(self, slot: int) -> None:
+        self.rows[slot] = None
+        self.num_running -= 1
+
+
+def _serves(lease: Lease, number: int) -> bool:
+    return lease.version == number if lease.is_exact else lease.version <= number

@@ -1,0 +1,180 @@
+"""Continuous batching in torch over any Hugging Face causal LM, on CPU and CUDA by the same code.
+
+    step:  report aborts ─▶ fill free slots (prefill once per distinct prefix) ─▶ decode one token per row ─▶ report
+
+**All sampling goes through decode.** Prefill computes the keys and values of all ids but the last, and its logits are
+thrown away; the last id is the first that decode is fed. A fresh prompt, a prompt shared by its group and a resume
+from ids are thus one path.
+
+**A row does not depend on its neighbours** (law 5): a trajectory's tokens and logprobs are bit-equal alone and in a
+crowd, in any slot, while the batch drains (tested). `network.py` says by which shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from baton.errors import UserError
+from baton.rollout.engine import EngineSettings, EngineStats
+from baton.rollout.engines.book import LeaseBook, Row
+from baton.rollout.engines.cache import Prefix
+from baton.rollout.engines.network import Network, prefill_shape
+from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
+from baton.types import FromWorker, Lease, PolicyVersion
+
+if TYPE_CHECKING:
+    from baton.policy.tokenizer import Tokenizer
+
+_SLOTS_MULTIPLE = 8
+_KEPT_CONTEXTS = 8
+"""Prefixes kept for waiting siblings hold at most this many times max_context_tokens."""
+
+
+class EmbeddedEngine:
+    """An `Engine` that owns its model. Single-threaded: the caller drives it with `step`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        settings: EngineSettings,
+        version: PolicyVersion,
+        end_ids: tuple[int, ...],
+    ) -> None:
+        """Allocate the slots on the model's device.
+
+        model: its own copy, loaded in settings.dtype; `load_weights` writes into its parameters.
+        end_ids: ids that end a trajectory, beside a lease's own stop_token_ids.
+        Raises UserError for slots that are no multiple of 8, and for a model without an ordinary KV cache.
+        """
+        if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
+            raise UserError(f"engine.slots: got {settings.slots}, allowed a positive multiple of {_SLOTS_MULTIPLE}")
+        dtype = str(model.dtype).removeprefix("torch.")
+        assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
+        self._network = Network(model, settings.slots, settings.max_context_tokens)
+        self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
+        self._kept: dict[tuple[int, ...], Prefix] = {}
+        self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
+        self._params: RowParams | None = None
+        """None after the rows have changed."""
+        self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights that produce the next logits."""
+        return self._book.version
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)
+
+    def submit(self, lease: Lease) -> None:
+        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
+        self._book.submit(lease)
+
+    def abort(self, lease_id: int) -> None:
+        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
+        self._book.abort(lease_id)
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
+
+        Leases that asked for exactly another version are not served by this one: those running are put down (a report
+        with is_aborted), those waiting get a Retry. Raises EngineFault, with nothing changed, for tensors that do not
+        fit.
+        """
+        self._network.load(tensors)
+        self._kept.clear()
+        self._book.switch(version)
+
+    def step(self) -> list[FromWorker]:
+        """Admit what fits, decode one token for every running lease, and return what is to be reported."""
+        running = self._book.num_running
+        reports = self._book.open_step()
+        admitted = self._book.admit()
+        if admitted or self._book.num_running != running:
+            self._params = None
+        if admitted:
+            self._fill(admitted)
+        if self._book.num_running:
+            reports += self._decode()
+        return reports
+
+    def _fill(self, admitted: list[tuple[int, Row]]) -> None:
+        """Write the prefix of each new row into its slot, computing it where no sibling's is kept."""
+        wanted = dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids)
+        by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for ids in wanted:
+            if ids not in self._kept:
+                by_shape.setdefault(prefill_shape(len(ids)), []).append(ids)
+        for (rows, _), distinct in by_shape.items():
+            for start in range(0, len(distinct), rows):
+                batch = distinct[start : start + rows]
+                self._kept.update(zip(batch, self._network.prefill(batch), strict=True))
+                self._prefilled_tokens += sum(len(ids) for ids in batch)
+        with torch.inference_mode():
+            for slot, row in admitted:
+                if row.prefix_ids:
+                    self._network.cache.write(slot, self._kept[row.prefix_ids])
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop prefixes that no waiting sibling wants, and the oldest beyond the limit: they can be computed again."""
+        waiting = self._book.waiting_prefixes
+        self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}
+        excess = sum(prefix.num_tokens for prefix in self._kept.values()) - self._kept_limit
+        for ids in list(self._kept):
+            if excess <= 0:
+                break
+            excess -= self._kept.pop(ids).num_tokens
+
+    def _decode(self) -> list[FromWorker]:
+        """Draw one token for every running row."""
+        book, device = self._book, self._network.device
+        width = next(w for w in self._network.widths if w >= book.num_running)
+        if any(row is not None for row in book.rows[width:]):
+            self._compact(width)
+        rows = [*book.rows[:width], *[None] * (width - len(book.rows))]
+        if self._params is None or len(self._params.keys) != width:
+            self._params = row_params([_keyed(row) for row in rows], self._network.vocabulary, device)
+        state = np.array(
+            [(row.last_id, row.position, row.length) if row is not None else (0, 0, 0) for row in rows], dtype=np.int64
+        ).T.copy()
+        num_positions = int(state[1].max()) + 1
+        kv_length = next(n for n in self._network.kv_lengths if n >= num_positions)
+        state_W = torch.from_numpy(state).to(device)
+        with torch.inference_mode():
+            logits_WV = self._network.decode(state_W[0], state_W[1], kv_length)
+            ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._params.keys, state[2]))
+            ids, logprobs = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
+        self._decode_steps += 1
+        self._decode_rows += width
+        self._decoded_tokens += book.num_running
+        running = book.num_running
+        reports = book.commit(ids.astype(np.int64).tolist(), logprobs.tolist())
+        if book.num_running != running:
+            self._params = None
+        return reports
+
+    def _compact(self, width: int) -> None:
+        """Move running rows into the lowest slots, with their keys and values."""
+        with torch.inference_mode():
+            for source, destination in self._book.compact(width):
+                row = self._book.rows[destination]
+                assert row is not None
+                self._network.cache.move(source, destination, row.position)
+        self._params = None
+
+
+def _keyed(row: Row | None) -> tuple[int, Any] | None:
+    if row is None:
+        return None
+    trajectory = row.lease.trajectory
+    key = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
+    return key, row.lease.sampling

@@ -1,0 +1,89 @@
+"""An engine without a model, for tests: same slots, queue, endings and reports, scripted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.rollout.engine import EngineSettings, EngineStats
+from baton.rollout.engines.book import LeaseBook, Row
+from baton.types import FromWorker, Lease, PolicyVersion
+
+END_ID = 0
+"""Ends every scripted trajectory; no other token is 0."""
+
+
+class FakeEngine:
+    """An `Engine` whose token is a pure function of (group id, sample index, position, version).
+
+    `length(group_id, sample_index)` scripts how many tokens a trajectory has, its end id included. A trajectory's text,
+    for stop strings, is its ids in decimal with blanks between.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        version: PolicyVersion,
+        length: Callable[[int, int], int],
+        *,
+        vocabulary: int = 100,
+    ) -> None:
+        self._book = LeaseBook(settings, version, (END_ID,), lambda ids: " ".join(map(str, ids)))
+        self._length = length
+        self._vocabulary = vocabulary
+        self._prefilled_tokens = self._decoded_tokens = self._decode_steps = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that is written on the next tokens."""
+        return self._book.version
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start; siblings share no prefill here, and the decode width is the running rows."""
+        return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decoded_tokens)
+
+    def submit(self, lease: Lease) -> None:
+        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
+        self._book.submit(lease)
+
+    def abort(self, lease_id: int) -> None:
+        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
+        self._book.abort(lease_id)
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Switch to a new version; the tensors are not looked at."""
+        self._book.switch(version)
+
+    def step(self) -> list[FromWorker]:
+        """Admit what fits, give every running lease its next scripted token, and return what is to be reported."""
+        book = self._book
+        reports = book.open_step()
+        self._prefilled_tokens += sum(len(row.prefix_ids) for _, row in book.admit())
+        if book.num_running:
+            self._decode_steps += 1
+            self._decoded_tokens += book.num_running
+            tokens = [self._token(row) if row is not None else END_ID for row in book.rows]
+            reports += book.commit(tokens, [-(1 + token % 8) / 8 for token in tokens])
+        return reports
+
+    def _token(self, row: Row) -> int:
+        trajectory = row.lease.trajectory
+        return fake_token(
+            trajectory.group_id,
+            trajectory.sample_index,
+            row.length,
+            self.version.number,
+            length=self._length(trajectory.group_id, trajectory.sample_index),
+            vocabulary=self._vocabulary,
+        )
+
+
+def fake_token(
+    group_id: int, sample_index: int, position: int, version: int, *, length: int, vocabulary: int = 100
+) -> int:
+    """Return the token that a `FakeEngine` puts at a position after the prompt; its logprob is -(1 + token % 8) / 8."""
+    if position >= length - 1:
+        return END_ID
+    mixed = group_id * 1_000_003 + sample_index * 10_007 + position * 101 + version * 31
+    return 1 + mixed * 2_654_435_761 % 4_294_967_291 % (vocabulary - 1)

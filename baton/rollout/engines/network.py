@@ -1,0 +1,212 @@
+"""A Hugging Face causal LM as two functions of fixed shapes, prefill and decode, with weights that can be swapped.
+
+The shapes are what makes a trajectory independent of its neighbours (law 5). A matrix product takes its kernel, and
+with it the order of its sums, from its shape; within one shape neither a row's place nor the other rows' content
+changes its bits. So prefill's shape follows from the length of the ids alone, and decode has one shape, unless smaller
+ones give the same bits. Each new engine tries that on its own model and keeps those that do. Measured on a CPU:
+
+    rows       float32, one thread: the same bits from 16 rows on, other ones below; bfloat16 or two threads: never sure
+    positions  float32: the same bits at 64, 128, 192, 256 and multiples of 512, others between; bfloat16: at all
+
+It also proves on a few tokens that prefill and decode together give the logits of the plain forward, and refuses a
+model for which they do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from baton.errors import EngineFault, UserError
+from baton.rollout.engines.cache import (
+    KV_BUCKET,
+    Masks,
+    Prefix,
+    SlotCache,
+    masks_for,
+    prefill_cache,
+    prefixes,
+    round_up,
+)
+
+_PREFILL_TOKENS = 256
+"""A prefill computes this many tokens, or one row where the ids alone are longer."""
+_PREFILL_BUCKET = 32
+_LONG_BUCKET = 64
+MIN_WIDTH = 16
+"""Rows of the narrowest decode step."""
+
+
+def prefill_shape(num_tokens: int) -> tuple[int, int]:
+    """Return the (rows, length) in which ids of this length are prefilled, whatever else waits.
+
+    Multiples of 32 up to 256, of 64 beyond; 8 rows of 32, 4 of 64, 1 from 129 on: never fewer than 32 tokens at once.
+    """
+    length = round_up(num_tokens, _PREFILL_BUCKET)
+    if length > _PREFILL_TOKENS:
+        length = round_up(num_tokens, _LONG_BUCKET)
+    return max(1, _PREFILL_TOKENS // length), length
+
+
+class Network:
+    """The model, its slots and its masks."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, max_context_tokens: int) -> None:
+        """Allocate the slots. Raises UserError for a model that cannot be driven through them."""
+        self.model = model.requires_grad_(False)
+        self.model.train(False)
+        self.device: torch.device = model.device
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self._max_context_tokens = max_context_tokens
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and max_context_tokens > limit:
+            raise UserError(
+                f"engine.max_context_tokens: got {max_context_tokens}, allowed at most {limit} (the model's)"
+            )
+        self._masks: Masks = masks_for(model.config, max_context_tokens, model.dtype)
+        takes = inspect.signature(type(model).forward).parameters
+        self._keep_one: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._width = max(MIN_WIDTH, slots)
+        self.widths: tuple[int, ...] = ()
+        """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
+        self.kv_lengths: tuple[int, ...] = ()
+        """Ascending numbers of positions that a decode step may scan, likewise; the last is the whole cache."""
+        self.cache = self._proven_cache()
+
+    def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
+        """Compute the keys and values of sequences that share one `prefill_shape`, at most as many as its rows."""
+        rows, length = prefill_shape(len(ids[0]))
+        assert len(ids) <= rows, f"{len(ids)} sequences for a prefill of {rows} rows"
+        padded = [[*row, *[0] * (length - len(row))] for row in ids] + [[0] * length] * (rows - len(ids))
+        query_Q = torch.arange(length, device=self.device)
+        position_Q = query_Q.clamp(max=self._max_context_tokens - 1)
+        cache = prefill_cache()
+        with torch.inference_mode():
+            self.model(
+                input_ids=torch.tensor(padded, device=self.device),
+                attention_mask=self._masks.additive(query_Q[None, None, :, None], length),
+                position_ids=position_Q.expand(rows, length),
+                past_key_values=cache,
+                use_cache=True,
+                **self._keep_one,
+            )
+            return prefixes(cache, [len(row) for row in ids])
+
+    def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
+        """Feed one id per slot, from the lowest on, at its own position; return the logits [W, V]."""
+        with torch.inference_mode():
+            self.cache.focus(len(ids_W), kv_length, position_W)
+            output = self.model(
+                input_ids=ids_W[:, None],
+                attention_mask=self._masks.additive(position_W[:, None, None, None], kv_length),
+                position_ids=position_W[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            logits: Tensor = output.logits[:, -1]
+            return logits
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Copy new values into the parameters, which stay where they are, cast to their dtype.
+
+        Tied parameters may come under one of their names or all. Raises EngineFault, before anything has changed,
+        for parameters that are missing, names that the model does not have, and shapes that differ.
+        """
+        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        parameters = {id(p) for p in self.model.parameters()}
+        given = {id(own[name]) for name in tensors if name in own}
+        missing = [n for n, p in self.model.named_parameters() if id(p) not in given]
+        unexpected = [name for name in tensors if name not in own]
+        misshapen = [
+            f"{name} is {tuple(tensors[name].shape)} for {tuple(own[name].shape)}"
+            for name in tensors
+            if name in own and tuple(tensors[name].shape) != tuple(own[name].shape)
+        ]
+        faults = [
+            f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape:", misshapen))
+            if names
+        ]
+        if faults:
+            raise EngineFault(f"new weights do not fit the {type(self.model).__name__}: {'; '.join(faults)}")
+        assert given >= parameters
+        with torch.inference_mode():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+
+    def _proven_cache(self) -> SlotCache:
+        try:
+            cache, difference = self._probe()
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise UserError(
+                f"model.path: the embedded engine cannot drive {self.model.config.model_type!r} through a KV cache of "
+                f"its own: {type(error).__name__}: {line}"
+            ) from error
+        allowed = 0.2 if self.model.dtype == torch.bfloat16 else 1e-3
+        if not difference <= allowed:
+            raise UserError(
+                f"model.path: the embedded engine cannot drive {self.model.config.model_type!r}: with its KV cache "
+                f"the logits differ from the plain forward's by {difference:.2g} (relative), allowed {allowed}"
+            )
+        return cache
+
+    def _probe(self) -> tuple[SlotCache, float]:
+        """Allocate the slots, and measure how far prefill + decode is from the plain forward.
+
+        Long enough to leave the attention window, where there is one shorter than the context.
+        """
+        windows = [w for w in self._masks.windows.values() if w is not None]
+        length = min(max([*windows, 0]) + 12, self._max_context_tokens)
+        ids = [(7 * i + 1) % self.vocabulary for i in range(length)]
+        with torch.inference_mode():
+            plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False, **self._keep_one)
+            expected_V = plain.logits[0, -1].float()
+            prefix = self.prefill([ids[:-1]])[0]
+            if not prefix.keys:
+                raise ValueError("its forward does not write keys and values into the cache it is given")
+            self.cache = SlotCache(prefix, self._width, self._max_context_tokens)
+            self.cache.write(0, prefix)
+            ids_W = torch.full((self._width,), ids[-1], device=self.device)
+            got_V = self.decode(ids_W, torch.full_like(ids_W, length - 1), self.cache.length)[0].float()
+            self.widths, self.kv_lengths = self._same_shapes(prefix)
+            scale = expected_V.norm().clamp_min(1e-30)
+            return self.cache, float((got_V - expected_V).norm() / scale)
+
+    def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the decode widths and cache lengths, ascending, that give the same bits as the largest of each.
+
+        Tried with noise in every position of every slot. On CUDA a narrower step saves next to nothing.
+        """
+        generator = torch.Generator().manual_seed(0)
+        full = self.cache.length
+        noise = Prefix(
+            [torch.randn((k.shape[0], full, k.shape[2]), generator=generator) for k in like.keys],
+            [torch.randn((v.shape[0], full, v.shape[2]), generator=generator) for v in like.values],
+            full,
+        )
+        for slot in range(self._width):
+            self.cache.write(slot, noise)
+        ids_W = torch.arange(self._width, device=self.device) % self.vocabulary
+
+        def logits(width: int, position: int, kv_length: int) -> Tensor:
+            return self.decode(ids_W[:width], torch.full_like(ids_W[:width], position), kv_length)
+
+        last = self._max_context_tokens - 1
+        full_WV = logits(self._width, last, full)
+        narrower = [w for w in (MIN_WIDTH << i for i in range(12)) if w < self._width and self.device.type == "cpu"]
+        widths = [w for w in narrower if torch.equal(logits(w, last, full), full_WV[:w])]
+        shorter = [n for n in _kv_lengths(full) if n < full]
+        lengths = [n for n in shorter if torch.equal(logits(self._width, n - 1, n), logits(self._width, n - 1, full))]
+        return (*widths, self._width), (*lengths, full)
+
+
+def _kv_lengths(full: int) -> list[int]:
+    """Lengths worth a try: multiples of 64 up to 512, then two per doubling."""
+    doublings = [512 << i for i in range(full.bit_length())]
+    return [*range(KV_BUCKET, 512, KV_BUCKET), *[n for d in doublings for n in (d, d + d // 2)]]

@@ -1,0 +1,141 @@
+"""One token per row from its logits: counter-based noise, inverse of the distribution function in vocabulary order.
+
+A draw is a pure function of (noise seed, group id, sample index, position) and of the row's logits. Going through the
+vocabulary in order, a last-bit difference in the logits changes the token only where the draw falls within a last bit
+of a boundary, so the same noise usually gives the same text on other hardware and after a resume.
+`W` rows, `V` vocabulary, `F` rows with top-p or top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.types import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK_64 = (1 << 64) - 1
+_SCALE = float(1 << 50)
+"""Probabilities become integers in units of 2^-50: their running sum is exact in any order and never decreases."""
+
+
+def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
+    """Return the 64-bit key of one trajectory's noise."""
+    key = 0
+    for part in (noise_seed, group_id, sample_index):
+        key = _mix(key ^ _mix((part + _GOLDEN) & _MASK_64))
+    return key
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return one uniform draw in [0, 1) per row, with 53 random bits.
+
+    keys: [W] of `noise_key`. positions: [W] tokens after the prompt that the trajectory already has.
+    """
+    bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """How each of W rows is sampled, as arrays: built when the rows change, read at every step."""
+
+    keys: NDArray[np.uint64]
+    """[W] noise keys; 0 in empty rows."""
+    temperature_W1: Tensor | None
+    """None where every row has temperature 1; greedy rows hold 1."""
+    is_greedy_W: Tensor | None
+    """None where no row is greedy."""
+    filtered_F: Tensor | None
+    """Indices of the rows with top-p or top-k; None where there are none."""
+    top_k_F1: Tensor | None
+    top_p_F1: Tensor | None
+
+
+def row_params(rows: Sequence[tuple[int, SamplingParams] | None], vocabulary: int, device: torch.device) -> RowParams:
+    """Gather the (noise key, sampling parameters) of each row; empty rows are None and cost nothing."""
+    params = [row[1] if row is not None else None for row in rows]
+    temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
+    is_greedy = [p is not None and p.temperature == 0 for p in params]
+    filtered = [
+        (i, p)
+        for i, p in enumerate(params)
+        if p is not None and p.temperature != 0 and (p.top_p < 1 or 0 < p.top_k < vocabulary)
+    ]
+    return RowParams(
+        keys=np.array([row[0] if row is not None else 0 for row in rows], dtype=np.uint64),
+        temperature_W1=(
+            torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
+            if any(t != 1 for t in temperatures)
+            else None
+        ),
+        is_greedy_W=torch.tensor(is_greedy, device=device) if any(is_greedy) else None,
+        filtered_F=torch.tensor([i for i, _ in filtered], device=device) if filtered else None,
+        top_k_F1=torch.tensor([[p.top_k or vocabulary] for _, p in filtered], device=device) if filtered else None,
+        top_p_F1=(
+            torch.tensor([[p.top_p] for _, p in filtered], dtype=torch.float64, device=device) if filtered else None
+        ),
+    )
+
+
+def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    """Draw one token per row; return its ids [W] and its behavior logprobs [W].
+
+    The logprob is that of the whole vocabulary at the row's temperature (1 where the row is greedy), before top-p and
+    top-k. A row whose logits are not finite gets the logprob nan and an arbitrary id.
+    """
+    logits_WV = logits_WV.float()
+    if params.temperature_W1 is not None:
+        logits_WV = logits_WV / params.temperature_W1
+    logprobs_WV = torch.log_softmax(logits_WV, dim=-1)
+    mass_WV = logprobs_WV.exp().double().mul_(_SCALE).long()
+    if params.filtered_F is not None:
+        assert params.top_k_F1 is not None
+        assert params.top_p_F1 is not None
+        mass_WV[params.filtered_F] = _filtered(mass_WV[params.filtered_F], params.top_k_F1, params.top_p_F1)
+    ids_W = _pick(mass_WV, torch.from_numpy(uniform_W).to(mass_WV.device))
+    if params.is_greedy_W is not None:
+        ids_W = torch.where(params.is_greedy_W, logits_WV.argmax(dim=-1), ids_W)
+    return ids_W, logprobs_WV.gather(1, ids_W[:, None])[:, 0]
+
+
+def _pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
+    """Return the first id whose running sum exceeds the draw: never one of mass 0, never beyond the last."""
+    running_WV = mass_WV.cumsum(dim=-1)
+    total_W = running_WV[:, -1]
+    target_W = (uniform_W * total_W).long().minimum(total_W - 1)
+    ids_W = torch.searchsorted(running_WV, target_W[:, None], right=True)[:, 0]
+    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)
+
+
+def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
+    """Zero what lies outside the k likeliest tokens, then outside the smallest set of them that holds the share p.
+
+    Among equals the lower id is the likelier one. The likeliest token always stays.
+    """
+    sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
+    sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
+    running_FV = sorted_FV.cumsum(dim=-1)
+    before_FV = running_FV - sorted_FV
+    is_outside_FV = before_FV >= top_p_F1 * running_FV[:, -1:]
+    is_outside_FV[:, 0] = False
+    return torch.zeros_like(mass_FV).scatter(-1, order_FV, sorted_FV.masked_fill(is_outside_FV, 0))
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
