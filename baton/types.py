@@ -32,7 +32,7 @@ class PolicyVersion(msgspec.Struct, frozen=True):
     """Identity of one set of weights."""
 
     lineage: str
-    """Changes when a run goes back to a checkpoint, so that work of a dead lineage is never mistaken for the new one's."""
+    """Changes when a run goes back to a checkpoint: work of a dead lineage is never mistaken for the new one's."""
     number: int
     """Train steps since the start of the run; +1 per train step."""
     digest: str = ""
@@ -98,9 +98,7 @@ class Trajectory(msgspec.Struct, frozen=True):
         reported. Raises ValueError when the trajectory is finished, or when a version is older than the last one.
         """
         if self.finish_reason is not None:
-            raise ValueError(
-                f"trajectory {self.name} is finished ({self.finish_reason}) and takes no more segments"
-            )
+            raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}) and takes no more segments")
         merged = list(self.segments)
         for segment in segments:
             last = merged[-1] if merged else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -18,7 +18,7 @@ class EngineSettings(Settings):
     """Trajectories generated at once; a multiple of 8 (smaller widths would make a row depend on its batch)."""
     max_context_tokens: int = 1024
     """Prompt plus response; the KV cache is allocated for slots × max_context_tokens when the engine starts."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and KV cache: float32 or bfloat16."""
     report_every_tokens: int = 256
     """A trajectory's new tokens are reported at least this often, so that a dead worker costs no more."""

@@ -28,7 +28,7 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name. Raises TrainingDiverged, leaving the weights as they were."""
+        """Run one train step, return its metrics by name. Raises TrainingDiverged, leaving the weights as they were."""
         ...
 
     def publish(self) -> Weights:

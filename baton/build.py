@@ -1,0 +1,259 @@
+"""From a recipe to running parts: the one place where every actor is made and introduced to the others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from baton.config import Recipe, WarmStart, load_tasks
+from baton.errors import UserError
+from baton.evaluation import Evaluation, evaluate
+from baton.loop import Loop, LoopState, Observer
+from baton.metrics import MetricsWriter
+from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.port import LocalPort
+from baton.rollout.runner import Runner
+from baton.runs import RunDirectory
+from baton.tasks.dataset import read_demonstrations
+from baton.tasks.demonstrations import demonstrations
+from baton.tasks.rewards import Judge
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.checkpoint import atomic_directory, checkpoint_path, latest_checkpoint, prune_checkpoints
+from baton.trainer.local import LocalTrainer
+from baton.trainer.sft import Demonstration
+from baton.types import Message, PolicyVersion, SamplingParams
+
+LOOP_STATE = Path("baton") / "loop.json"
+"""Within a checkpoint: what the loop needs to go on."""
+
+
+def set_up_torch(threads: int) -> int:
+    """Fix the number of threads and switch deterministic algorithms on; return the number of threads."""
+    count = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads or os.cpu_count()
+    torch.set_num_threads(count or 1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
+    torch.use_deterministic_algorithms(True)
+    return count or 1
+
+
+def build_engine(recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion) -> EmbeddedEngine:
+    """Make the embedded engine with its own copy of the model at `path`."""
+    device = torch_device(recipe.model.device)
+    dtype = torch_dtype(recipe.engine.dtype)
+    model = load_model(path, dtype=dtype, device=device, attention=recipe.model.attention)
+    return EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
+
+
+def build_loop(
+    recipe: Recipe,
+    observer: Observer,
+    *,
+    resume: bool,
+    overwrite: bool,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Loop:
+    """Make every part of a run, from its beginning or from its latest checkpoint.
+
+    Raises UserError for everything that can be seen to be wrong before the first step.
+    """
+    threads = set_up_torch(recipe.run.threads)
+    tokenizer = load_tokenizer(recipe.model.path)
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    held_out = mixture.held_out(recipe.eval.num_prompts)
+    device = torch_device(recipe.model.device)
+    master = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
+    trainer = LocalTrainer(
+        master,
+        tokenizer,
+        recipe.trainer,
+        recipe.algorithm,
+        temperature=recipe.rollout.temperature,
+        total_steps=recipe.run.steps,
+        version=PolicyVersion(secrets.token_hex(4), 0),
+    )
+    run, state = _open_run(recipe, trainer, resume=resume, overwrite=overwrite)
+    if state.step == 0:
+        run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
+        tokenizer.hf.save_pretrained(run.tokenizer)
+    engine = build_engine(recipe, recipe.model.path, tokenizer, trainer.version)
+    port = LocalPort(engine)
+
+    def save_checkpoint(state: LoopState) -> Path:
+        path = checkpoint_path(run.checkpoints, state.step)
+        with atomic_directory(path) as directory:
+            trainer.save(directory)
+            (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
+        prune_checkpoints(run.checkpoints, recipe.checkpoint.keep)
+        return path
+
+    return Loop(
+        run=run,
+        stream=PromptStream(mixture, recipe.run.seed, state.position),
+        held_out=held_out,
+        judge=judge,
+        tokenizer=tokenizer,
+        port=port,
+        runner=Runner(port, recipe.rollout.stall_timeout_s),
+        trainer=trainer,
+        save_checkpoint=save_checkpoint,
+        metrics=MetricsWriter(run.path, resume_step=state.step if resume else -1),
+        observer=observer,
+        rollout=recipe.rollout,
+        eval=recipe.eval,
+        checkpoint=recipe.checkpoint,
+        seed=recipe.run.seed,
+        num_steps=recipe.run.steps,
+        state=state,
+        should_stop=should_stop,
+    )
+
+
+def _open_run(
+    recipe: Recipe, trainer: LocalTrainer, *, resume: bool, overwrite: bool
+) -> tuple[RunDirectory, LoopState]:
+    if not resume:
+        return RunDirectory.create(recipe.run.path, overwrite=overwrite), LoopState()
+    run = RunDirectory.open(recipe.run.path)
+    checkpoint = latest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        raise UserError(f"{run.path} has no complete checkpoint to resume from: begin again with --overwrite")
+    trainer.restore(checkpoint)
+    state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
+    if state.step >= recipe.run.steps:
+        raise UserError(
+            f"{run.path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
+            f"to go on, resume with a larger run.steps"
+        )
+    return run, state
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a recipe will need, as far as it can be known before starting."""
+
+    parameters: int
+    trainer_bytes: int
+    """float32 master weights, gradients and two AdamW moments."""
+    engine_bytes: int
+    """The engine's weights and its whole KV cache."""
+    trajectories_per_step: int
+    max_generated_tokens_per_step: int
+    updates_per_step: int
+
+
+def footprint(recipe: Recipe) -> Footprint:
+    """Work out memory and work of a recipe from the model's config alone; no weights are read."""
+    load_tokenizer(recipe.model.path)  # the same refusals as a start
+    config = AutoConfig.from_pretrained(recipe.model.path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    parameters = sum(p.numel() for p in model.parameters())
+    width = torch_dtype(recipe.engine.dtype).itemsize
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * width
+    trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
+    return Footprint(
+        parameters=parameters,
+        trainer_bytes=16 * parameters,
+        engine_bytes=width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token,
+        trajectories_per_step=trajectories,
+        max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
+        updates_per_step=recipe.trainer.num_minibatches * recipe.trainer.num_epochs,
+    )
+
+
+def evaluate_model(
+    path: Path,
+    recipe_path: Path | None,
+    *,
+    num_prompts: int | None = None,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> list[Evaluation]:
+    """Evaluate a run's latest checkpoint, a checkpoint or any model directory on a recipe's held-out prompts."""
+    run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
+    if recipe_path is None and run is None:
+        raise UserError(f"{path} is not part of a run, so its tasks are unknown: name a recipe with --recipe")
+    model_path = path
+    if run == path:
+        checkpoint = latest_checkpoint(RunDirectory(path).checkpoints)
+        if checkpoint is None:
+            raise UserError(f"{path} has no complete checkpoint to evaluate")
+        model_path = checkpoint
+    recipe = load_tasks(recipe_path or (run or path) / "recipe.toml")
+    set_up_torch(recipe.run.threads)
+    tokenizer = load_tokenizer(str(model_path))
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts)
+    device = torch_device("auto" if recipe.model is None else recipe.model.device)
+    model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
+    version = PolicyVersion("eval", 0)
+    engine = EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
+    longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
+    sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
+    results, _ = evaluate(
+        Runner(LocalPort(engine), recipe.rollout.stall_timeout_s),
+        judge,
+        tokenizer,
+        prompts,
+        sampling,
+        samples=samples if temperature else 1,
+        version=version.number,
+    )
+    return results
+
+
+def build_warm_start(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
+    """Make or load the model of a warm start, and the endless stream of its tokenised demonstrations."""
+    if recipe.model is not None:
+        tokenizer = load_tokenizer(recipe.model.path)
+        device = torch_device(recipe.model.device)
+        model = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
+    else:
+        assert recipe.scratch is not None
+        tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
+        model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
+    end = end_ids(model, tokenizer)[0]
+    examples = (
+        Demonstration(tokenizer.prompt_ids(messages), (*tokenizer.ids(response), end))
+        for messages, response in _conversations(recipe)
+    )
+    return model, tokenizer, examples
+
+
+def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str]]:
+    """Prompt messages and response of every demonstration, endlessly."""
+    if recipe.data is not None:
+        yield from read_demonstrations(recipe.data, recipe.run.seed)
+    else:
+        assert recipe.demonstrations is not None
+        stream = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed)
+        for prompt, response in demonstrations(stream, recipe.demonstrations, recipe.run.seed):
+            yield prompt.messages, response
+
+
+def _corpus(recipe: WarmStart) -> list[str]:
+    """Text that a tokenizer made from scratch learns its merges from: demonstrations, and the tasks in full wording."""
+    shown = [
+        "\n".join((*(m.content for m in messages), response))
+        for messages, response in islice(_conversations(recipe), 2000)
+    ]
+    originals = (s.model_copy(update={"form": "original"}).build() for s in recipe.task if s.path is None)
+    return [*shown, *(task.draw(recipe.run.seed, i).question for task in originals for i in range(300))]

@@ -1,0 +1,225 @@
+"""The `baton` command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+# before torch is imported: spinning threads of several processes would starve each other
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import msgspec
+import typer
+from rich.console import Console
+
+import baton
+from baton.errors import BatonError, UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Reinforcement learning of language models on whatever hardware you have. Begin with: "
+    "[bold]baton train recipes/quickstart.toml[/bold]",
+)
+out = Console()
+err = Console(stderr=True)
+
+RecipePath = Annotated[Path, typer.Argument(help="TOML file; recipes/ holds some to begin with.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as trainer.lr=3e-6 run.seed=7.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one sentence on stderr and exit code 2, another failure is 1."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        err.print(f"[bold red]error:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except BatonError as error:
+        err.print(f"[bold red]{type(error).__name__}:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out.print(baton.__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin again, removing a run of this name.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and print what it resolves to and needs; start nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model with reinforcement learning, as a recipe says.
+
+    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C finishes the step,
+    writes a checkpoint and stops: --resume goes on from there.
+    """
+    from baton.config import Recipe, load_recipe
+
+    loaded = load_recipe(Recipe, recipe, overrides or ())
+    if dry_run:
+        _print_dry_run(loaded, as_json)
+        return
+    from baton.build import build_loop
+    from baton.progress import TerminalObserver
+    from baton.report import print_report, summarise
+
+    stop = _StopRequest()
+    console = err if as_json else out
+    with TerminalObserver(console, loaded.run.steps) as observer, stop:
+        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=lambda: stop.is_requested)
+        loop.train()
+    report = summarise(loop.run)
+    loop.run.write_report(msgspec.to_builtins(report))
+    if as_json:
+        _print_json(report)
+    else:
+        print_report(out, report)
+    if loop.state.step < loaded.run.steps:
+        console.print(
+            f"stopped after step {loop.state.step} of {loaded.run.steps}; go on with the same command and --resume",
+            highlight=False,
+        )
+
+
+@app.command()
+def sft(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Fine-tune a model on demonstrations, or make one from nothing: a warm start for reinforcement learning.
+
+    The demonstrations are generated ([demonstrations]) or a JSONL file with prompt and completion (data = "...").
+    """
+    from baton.config import WarmStart, load_recipe
+
+    loaded = load_recipe(WarmStart, recipe, overrides or ())
+    from baton.warmstart import warm_start
+
+    result = warm_start(loaded, recipe, err if as_json else out)
+    if as_json:
+        _print_json(result)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(help="A run's directory (its latest checkpoint), a checkpoint, or any model directory.")
+    ],
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; the default is the run's own.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option("-n", "--num-prompts", help="Distinct held-out prompts.")] = None,
+    samples: Annotated[int, typer.Option("-k", "--samples", help="Responses per prompt: k of pass@k.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 takes all.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure a checkpoint's accuracy and pass@k on held-out prompts, with 95 % intervals."""
+    from baton.build import evaluate_model
+    from baton.report import print_evaluations
+
+    results = evaluate_model(
+        model, recipe, num_prompts=num_prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    if as_json:
+        _print_json(results)
+    else:
+        print_evaluations(out, results)
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")],
+    step: Annotated[int | None, typer.Option("--step", help="Train step; the default is the last one.")] = None,
+    group: Annotated[int | None, typer.Option("--group", help="Only the group of this id.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Longest response first.")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", help="How many trajectories.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Read the trajectories of a train step: prompt, response, answer, reward."""
+    from baton.show import ORDERS, print_trajectories, shown_trajectories
+
+    chosen = [name for name, is_on in zip(ORDERS, (best, worst, longest), strict=True) if is_on]
+    if len(chosen) > 1:
+        raise UserError(f"--{chosen[0]} and --{chosen[1]} exclude each other: give one order")
+    found = shown_trajectories(run, step, group=group, order=chosen[0] if chosen else None, limit=limit)
+    if as_json:
+        _print_json(found)
+    else:
+        print_trajectories(out, found)
+
+
+@app.command()
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="Only this task, with its parameters.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the tasks that come with reasoning-gym, each with an example."""
+    from baton.tasks.listing import list_tasks, print_tasks
+
+    listed = list_tasks(name)
+    if as_json:
+        _print_json(listed)
+    else:
+        print_tasks(out, listed)
+
+
+class _StopRequest:
+    """Ctrl-C once asks for a clean stop, twice leaves at once."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._before: Any = None
+
+    def __enter__(self) -> _StopRequest:
+        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on_interrupt(self, *_: object) -> None:
+        if self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+        err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
+
+
+def _print_dry_run(recipe: Any, as_json: bool) -> None:
+    from baton.build import footprint
+    from baton.report import print_dry_run
+
+    needs = footprint(recipe)
+    if as_json:
+        _print_json({"recipe": recipe.model_dump(mode="json"), "needs": msgspec.to_builtins(needs)})
+    else:
+        print_dry_run(out, recipe, needs)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def _escaped(error: BaseException) -> str:
+    return str(error).replace("[", r"\[")

@@ -1,0 +1,199 @@
+"""Recipes: one TOML per runnable configuration, dotted overrides, and one clear sentence for each mistake."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from baton.errors import UserError
+from baton.evaluation import EvalSettings
+from baton.loop import CheckpointSettings
+from baton.policy.settings import ModelSettings, ScratchSettings
+from baton.rollout.engine import EngineSettings
+from baton.rollout.runner import RolloutSettings
+from baton.settings import Settings
+from baton.tasks.demonstrations import DemonstrationSettings
+from baton.tasks.rewards import RewardSettings
+from baton.tasks.stream import AnswerSettings, TaskSettings
+from baton.trainer.settings import AlgorithmSettings, SftSettings, TrainerSettings
+
+
+class RunSettings(Settings):
+    """[run] name, length and seed."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run's directory."""
+    directory: str = "runs"
+    """Where run directories lie."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of prompts and sampling noise; the same seed on the same machine gives the same run."""
+    steps: int = Field(default=100, ge=1)
+    """Train steps."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of torch on the CPU; 0 takes all cores."""
+
+    @property
+    def path(self) -> Path:
+        """`directory/name`."""
+        return Path(self.directory) / self.name
+
+
+class Recipe(Settings):
+    """A reinforcement learning run."""
+
+    run: RunSettings
+    model: ModelSettings
+    task: tuple[TaskSettings, ...]
+    answer: AnswerSettings = AnswerSettings()
+    reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
+    rollout: RolloutSettings = RolloutSettings()
+    engine: EngineSettings = EngineSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
+                "trajectories of a group and needs at least 2"
+            )
+        longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
+        if longest >= self.engine.max_context_tokens:
+            raise ValueError(
+                f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but responses of {longest} tokens "
+                "and their prompts must fit into it"
+            )
+        if self.trainer.num_minibatches > self.rollout.batch_groups:
+            raise ValueError(
+                f"trainer.num_minibatches: got {self.trainer.num_minibatches}, but a batch has only "
+                f"rollout.batch_groups = {self.rollout.batch_groups} groups"
+            )
+        return self
+
+
+class WarmStart(Settings):
+    """A supervised warm start."""
+
+    run: RunSettings
+    output: str
+    """Directory that receives the model."""
+    model: ModelSettings | None = None
+    scratch: ScratchSettings | None = None
+    task: tuple[TaskSettings, ...] = ()
+    answer: AnswerSettings = AnswerSettings()
+    demonstrations: DemonstrationSettings | None = None
+    data: str | None = None
+    """JSONL file with `prompt` and `completion` in each row, in place of generated demonstrations."""
+    sft: SftSettings = SftSettings()
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> WarmStart:
+        if (self.model is None) == (self.scratch is None):
+            raise ValueError("give either [model] (continue from a model) or [scratch] (make one), not both")
+        if (self.demonstrations is None) == (self.data is None):
+            raise ValueError("give either [demonstrations] with [[task]] (generated) or data (a file), not both")
+        if self.demonstrations is not None and not self.task:
+            raise ValueError("[demonstrations] needs at least one [[task]] to demonstrate")
+        return self
+
+
+class TaskRecipe(BaseModel):
+    """What an evaluation needs of a recipe of either kind; the rest is ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    run: RunSettings
+    model: ModelSettings | None = None
+    task: tuple[TaskSettings, ...]
+    answer: AnswerSettings = AnswerSettings()
+    reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
+    rollout: RolloutSettings = RolloutSettings()
+    engine: EngineSettings = EngineSettings()
+    eval: EvalSettings = EvalSettings()
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
+    """Read a recipe file of a kind and apply `a.b=c` overrides. Raises UserError, one line for each mistake."""
+    if not path.is_file():
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"there is no recipe {path} (seen from {Path.cwd()}){hint}")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        lines = [_sentence(kind, problem) for problem in error.errors()]
+        raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
+
+
+def load_tasks(path: Path) -> TaskRecipe:
+    """Read what an evaluation needs from a recipe of either kind."""
+    return load_recipe(TaskRecipe, path)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"override {override!r}: allowed is section.key=value, such as trainer.lr=3e-6")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a text
+    *parents, last = key.strip().split(".")
+    node: Any = tree
+    try:
+        for parent in parents:
+            node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
+        if isinstance(node, list):
+            node[int(last)] = value
+        else:
+            node[last] = value
+    except (ValueError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"override {override!r}: the recipe has nothing at {key!r} that could be set") from error
+
+
+def _sentence(kind: type[BaseModel], problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = sorted(_fields_at(kind, problem["loc"][:-1]))
+        key = str(problem["loc"][-1])
+        near = get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        return f"unknown key {where}; {hint}"
+    if problem["type"] == "missing":
+        return f"{where} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:] if problem["type"] != "value_error" else message
+    got = problem["input"]
+    shown = f": got {got!r}" if where and not isinstance(got, (dict, BaseModel)) else ""
+    return f"{where}{shown}, {message}" if shown else f"{where}: {message}" if where else message
+
+
+def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """Known keys of the section that a validation error's location points into."""
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = kind.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not nested:
+            return []
+        kind = nested[0]
+    return list(kind.model_fields)

@@ -1,0 +1,129 @@
+"""How good a policy is on prompts nobody trains on: accuracy and pass@k, with intervals."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+from pydantic import Field
+
+from baton.policy.tokenizer import Tokenizer
+from baton.rollout.runner import Request, Runner
+from baton.settings import Settings
+from baton.tasks.rewards import Judge
+from baton.types import Group, Judged, Prompt, SamplingParams
+
+EVAL_NOISE = 0x5EED_E7A1
+"""Noise seed of evaluations: the same draws each time, so that two checkpoints differ by their weights alone."""
+Z_95 = 1.959964
+"""Two-sided 95 % quantile of the normal distribution."""
+
+
+class EvalSettings(Settings):
+    """[eval] the held-out evaluation."""
+
+    every: int = Field(default=20, ge=0)
+    """Train steps between evaluations; 0 evaluates only before the first and after the last step."""
+    num_prompts: int = Field(default=256, ge=1)
+    """Distinct held-out prompts."""
+    samples: int = Field(default=1, ge=1)
+    """Sampled responses per prompt (k of pass@k)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of the sampled responses."""
+    greedy: bool = True
+    """Whether a greedy response per prompt is judged too."""
+    max_new_tokens: int | None = None
+    """Longest response, tokens; the default is that of [rollout]."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A share with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The result of one task under one way of sampling."""
+
+    task: str
+    num_prompts: int
+    samples: int
+    temperature: float
+    """0 is greedy."""
+    accuracy: Interval
+    """avg@k: share of correct responses."""
+    pass_at_k: Interval
+    """Share of prompts with a correct response among k; equals accuracy for k = 1."""
+    mean_length_tokens: float
+    clip_ratio: float
+    """Share of responses cut at the longest length."""
+
+
+def evaluate(
+    runner: Runner,
+    judge: Judge,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    samples: int,
+    version: int,
+    on_tokens: Callable[[int], None] | None = None,
+) -> tuple[list[Evaluation], list[Group]]:
+    """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`."""
+    requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
+    members: list[list[Judged]] = [[] for _ in prompts]
+    for trajectory in runner.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
+        text = tokenizer.text(trajectory.token_ids)
+        judgement = judge.judge(prompts[trajectory.group_id], text)
+        members[trajectory.group_id].append(Judged(trajectory, judgement))
+    groups = [
+        Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
+        for index, m in enumerate(members)
+    ]
+    names = list(dict.fromkeys(p.task for p in prompts))
+    results = [_summary(name, [g for g in groups if g.prompt.task == name], sampling.temperature) for name in names]
+    if len(names) > 1:
+        results.append(_summary("all", groups, sampling.temperature))
+    return results, groups
+
+
+def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:
+    correct = [[m.judgement.is_correct for m in g.members] for g in groups]
+    lengths = [m.trajectory.num_tokens for g in groups for m in g.members]
+    cut = [m.trajectory.finish_reason == "length" for g in groups for m in g.members]
+    return Evaluation(
+        task,
+        len(groups),
+        len(correct[0]),
+        temperature,
+        share_interval(correct),
+        share_interval([[any(c)] for c in correct]),
+        sum(lengths) / len(lengths),
+        sum(cut) / len(cut),
+    )
+
+
+def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
+    """95 % interval of the share of true outcomes, [prompts][samples].
+
+    One sample per prompt: Wilson's score interval. Several: the samples of a prompt are not independent, so prompts are
+    resampled (2000 seeded bootstrap draws, percentiles).
+    """
+    shares = [sum(row) / len(row) for row in outcomes]
+    count = len(shares)
+    mean = sum(shares) / count
+    if all(len(row) == 1 for row in outcomes):
+        centre = (mean + Z_95**2 / (2 * count)) / (1 + Z_95**2 / count)
+        half = Z_95 / (1 + Z_95**2 / count) * math.sqrt(mean * (1 - mean) / count + Z_95**2 / (4 * count**2))
+        return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
+    dice = random.Random(0)
+    draws = sorted(sum(dice.choices(shares, k=count)) / count for _ in range(2000))
+    return Interval(mean, draws[49], draws[1949])

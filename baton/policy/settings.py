@@ -1,0 +1,42 @@
+"""[model] and [scratch] of a recipe. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from baton.settings import Settings
+
+DTypeName = Literal["float32", "bfloat16"]
+"""float16 is left out: it is two hundred times slower than bfloat16 on a CPU, and needs loss scaling on a GPU."""
+
+
+class ModelSettings(Settings):
+    """[model] which policy is trained."""
+
+    path: str
+    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or a name in the local hub cache."""
+    device: str = "auto"
+    """`auto` takes CUDA where there is one, else the CPU; or a torch device such as `cuda:1`."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers, for trainer and engine alike."""
+
+
+class ScratchSettings(Settings):
+    """[scratch] shape of a model made from nothing."""
+
+    vocab_size: int = Field(default=512, ge=300)
+    """Byte-level BPE: 256 bytes, the special tokens, and merges. Digits stay single."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Key/value heads."""
+    intermediate_size: int = 384
+    """Width of the gated MLP."""
+    max_context_tokens: int = 1024
+    """Longest prompt plus response."""

@@ -1,0 +1,66 @@
+"""A Hugging Face tokenizer behind the three things Baton asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import UserError
+from baton.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Turns conversations into ids, and ids into text."""
+
+    hf: Any
+    """The transformers tokenizer."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the ids of a conversation, up to and including the opening of the assistant's turn."""
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        ids = self.hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return tuple(int(i) for i in ids)
+
+    def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Return the text of ids, without special tokens unless asked to keep them."""
+        return str(self.hf.decode(list(token_ids), skip_special_tokens=not keep_special))
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of plain text, with no special tokens added."""
+        return list(self.hf.encode(text, add_special_tokens=False))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load the tokenizer of a model directory or a run. Raises UserError when it is missing or has no chat template."""
+    check_model_path(path, holding="tokenizer_config.json")
+    from transformers import AutoTokenizer  # takes seconds, and not every command needs it
+
+    try:
+        hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: no tokenizer could be loaded from {path!r}: {first_line(error)}") from error
+    if hf.chat_template is None:
+        raise UserError(
+            f"model.path: the tokenizer in {path!r} has no chat template; "
+            "put a chat_template.jinja beside it, or use an instruct model"
+        )
+    return Tokenizer(hf)
+
+
+def check_model_path(path: str, *, holding: str = "config.json") -> None:
+    """Raise UserError for a directory that is missing or holds no model; a name of the hub passes."""
+    directory = Path(path)
+    looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()
+    if directory.is_dir():
+        if not (directory / holding).is_file():
+            raise UserError(f"model.path: {path!r} is a directory without {holding}, so not a Hugging Face model")
+    elif looks_like_path:
+        raise UserError(f"model.path: there is no directory {path!r} (seen from {Path.cwd()})")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, for our own sentence about it."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,75 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from baton.evaluation import Evaluation
+
+
+class TerminalObserver:
+    """Prints a line per step; on a terminal, a bar shows the stage in between."""
+
+    def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._is_live = console.is_terminal if is_live is None else is_live
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._is_live,
+        )
+        self._steps = self._bar.add_task("train", total=num_steps)
+
+    def __enter__(self) -> TerminalObserver:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        """See `Observer`."""
+        task = self._bar.add_task(f"  {name}", total=total or None)
+        try:
+            yield lambda count: self._bar.advance(task, count)
+        finally:
+            self._bar.remove_task(task)
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        """See `Observer`."""
+        self._bar.update(self._steps, completed=step)
+        self._console.print(
+            f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
+            f"correct {100 * metrics['accuracy/mean']:5.1f} %  length {metrics['response_length/mean']:6.1f}  "
+            f"entropy {metrics['policy/entropy']:5.3f}  {metrics['perf/throughput']:7.0f} tok/s  "
+            f"{metrics['perf/step_time']:5.2f} s",
+            highlight=False,
+        )
+
+    def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
+        """See `Observer`."""
+        self._bar.update(self._steps, completed=step)
+        for result in results:
+            if result.task != results[-1].task:
+                continue  # the last task is the overall one; the others are in metrics.jsonl
+            way = "greedy" if result.temperature == 0 else f"at temperature {result.temperature:g}"
+            self._console.print(
+                f"[bold]held-out accuracy after step {step}[/bold], {way}: {result.accuracy} "
+                f"on {result.num_prompts} problems",
+                highlight=False,
+            )
+
+    def said(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.print(text, highlight=False)

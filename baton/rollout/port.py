@@ -1,0 +1,67 @@
+"""The seam between the runner and a worker: leases go out, reports come in, whatever lies between.
+
+In one process the port drives its engine itself; a subprocess or a network transport is another class with these
+methods, and the runner does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from baton.rollout.engine import Engine, EngineStats
+from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion
+
+
+class WorkerPort(Protocol):
+    """One worker, seen from the runner."""
+
+    @property
+    def name(self) -> str:
+        """Who is waited for, in error messages."""
+        ...
+
+    def send(self, message: FromHub) -> None:
+        """Hand over a lease or an abort; does not wait."""
+        ...
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        """Return what has come in, waiting at most `timeout_s` for the first message; an empty list is no error."""
+        ...
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Have the worker switch to a version, and return once it serves it."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        ...
+
+
+class LocalPort:
+    """A worker in this process: receiving runs the engine for one step."""
+
+    name = "the engine in this process"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def send(self, message: FromHub) -> None:
+        """See `WorkerPort`."""
+        match message:
+            case Lease():
+                self._engine.submit(message)
+            case Abort():
+                self._engine.abort(message.lease_id)
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        """See `WorkerPort`; one decode step, so it returns long before any sensible timeout."""
+        return self._engine.step()
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """See `WorkerPort`."""
+        self._engine.load_weights(tensors, version)
+
+    def stats(self) -> EngineStats:
+        """See `WorkerPort`."""
+        return self._engine.stats

@@ -1,0 +1,176 @@
+"""A run's directory: what it was started with, what it wrote, where it can go on.
+
+runs/<name>/
+  recipe.toml         resolved: every key, defaults included
+  run.json            commit, versions, seed, hardware, command line
+  metrics.jsonl       one row per step; tensorboard/ holds the same
+  evaluations.jsonl   held-out results with their intervals
+  trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included
+  checkpoints/        step_000050/: a Hugging Face directory, with what a resume needs in baton/
+  tokenizer/          to read the trajectories with
+  report.json         the end's summary
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+import baton
+from baton.errors import UserError
+from baton.evaluation import Evaluation
+from baton.types import Group
+
+RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
+
+
+class RecordedEvaluation(msgspec.Struct, frozen=True):
+    """An evaluation and the step after which it was made."""
+
+    step: int
+    result: Evaluation
+
+
+class RunDirectory:
+    """Paths and files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self._trajectories = path / "trajectories"
+        self._evaluations = path / "evaluations.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, *, overwrite: bool) -> RunDirectory:
+        """Make a new run's directory. Raises UserError when there is one already and it is not to be overwritten."""
+        if (path / "run.json").exists():
+            if not overwrite:
+                raise UserError(
+                    f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
+                    "or choose another run.name"
+                )
+            shutil.rmtree(path)
+        run = cls(path)
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        run._trajectories.mkdir(exist_ok=True)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Open an existing run. Raises UserError when there is none."""
+        if not (path / "run.json").is_file():
+            raise UserError(f"{path} is not a run: there is no run.json in it")
+        return cls(path)
+
+    def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
+        """Write the resolved recipe and the circumstances, before anything starts."""
+        (self.path / "recipe.toml").write_text(tomli_w.dumps(without_none(recipe)), encoding="utf-8")
+        facts = {
+            "baton": baton.__version__,
+            "commit": _commit(),
+            "seed": seed,
+            "threads": threads,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "packages": {name: _version(name) for name in RECORDED_PACKAGES},
+        }
+        (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+
+    def facts(self) -> dict[str, Any]:
+        """What `write_start` recorded."""
+        return msgspec.json.decode((self.path / "run.json").read_bytes(), type=dict[str, Any])
+
+    def write_groups(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep every trajectory of a step."""
+        lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
+        self._groups_file(step).write_bytes(gzip.compress(lines, compresslevel=4, mtime=0))
+
+    def groups(self, step: int) -> list[Group]:
+        """Read back the groups of a step. Raises UserError when there are none, naming the steps there are."""
+        file = self._groups_file(step)
+        if not file.is_file():
+            steps = self.recorded_steps()
+            there = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
+            raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
+        lines = gzip.decompress(file.read_bytes()).splitlines()
+        return [msgspec.json.decode(line, type=Group) for line in lines]
+
+    def recorded_steps(self) -> list[int]:
+        """Steps whose trajectories are kept, in order."""
+        return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
+
+    def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
+        """Keep the evaluations of a step, intervals included; a step written again replaces what follows it."""
+        kept = [r for r in self.evaluations() if r.step < step]
+        rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
+        self._evaluations.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def evaluations(self) -> list[RecordedEvaluation]:
+        """All evaluations so far, in order."""
+        if not self._evaluations.exists():
+            return []
+        lines = self._evaluations.read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=RecordedEvaluation) for line in lines]
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Write the end's summary."""
+        (self.path / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+
+    def _groups_file(self, step: int) -> Path:
+        return self._trajectories / f"step_{step:06d}.jsonl.gz"
+
+
+def without_none(value: Any) -> Any:
+    """TOML has no null: a key that is None is a key that is absent."""
+    if isinstance(value, dict):
+        return {key: without_none(v) for key, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _commit() -> str | None:
+    """Commit of the source tree Baton runs from, with `+changes` where files differ from it."""
+    root = Path(__file__).parent.parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return None if commit is None else commit + ("+changes" if git("status", "--porcelain") else "")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names: Iterator[str] = iter(())
+    if info.exists():
+        names = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
+    return next(names, platform.processor())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

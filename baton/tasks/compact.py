@@ -1,0 +1,63 @@
+"""Compact wordings for small models, and the canonical form of a problem.
+
+Two problems with the same canonical form are the same problem to the train/held-out split, whatever their wording:
+`5 - 3` is one problem in chain_sum and in basic_arithmetic; a knights-and-knaves puzzle is the same under other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Entry = dict[str, Any]
+
+
+def canonical_problem(gym_name: str, entry: Entry) -> str:
+    """Return the text that identifies a reasoning-gym entry's problem."""
+    metadata = entry["metadata"]
+    if gym_name in ("chain_sum", "basic_arithmetic"):
+        return f"arithmetic:{_expression(entry)}"
+    if gym_name == "countdown":
+        return f"countdown:{sorted(int(n) for n in metadata['numbers'])}:{int(metadata['target'])}"
+    if gym_name == "knights_knaves":
+        return f"knights_knaves:{_plain(metadata['statements'])}"
+    return f"{gym_name}:{' '.join(str(entry['question']).lower().split())}"
+
+
+def _expression(entry: Entry) -> str:
+    return str(entry["metadata"]["expression"]).replace(" ", "")
+
+
+def _countdown(entry: Entry) -> str:
+    metadata = entry["metadata"]
+    return f"{' '.join(str(n) for n in metadata['numbers'])} -> {metadata['target']}"
+
+
+def _knights_knaves(entry: Entry) -> str:
+    metadata = entry["metadata"]
+    terms, names = metadata["knight_knave_terms"], [str(n) for n in metadata["names"]]
+
+    def claim(statement: Any) -> str:
+        operator, *parts = statement
+        if operator in ("telling-truth", "lying"):
+            return f"{names[parts[0]]} is {terms['a_knight' if operator == 'telling-truth' else 'a_knave']}"
+        if operator == "not":
+            return f"not ({claim(parts[0])})"
+        return f" {operator} ".join(f"({claim(part)})" for part in parts)
+
+    said = "; ".join(f"{name}: {claim(s)}" for name, s in zip(names, metadata["statements"], strict=True))
+    answer = ", and ".join(f"{name} is a {terms['knight']}/{terms['knave']}" for name in names)
+    return f"{said}. Answer: {answer}"
+
+
+def _plain(value: Any) -> str:
+    return f"({','.join(_plain(v) for v in value)})" if isinstance(value, (tuple, list)) else str(value)
+
+
+COMPACT_FORMS: dict[str, Callable[[Entry], str]] = {
+    "chain_sum": _expression,
+    "basic_arithmetic": _expression,
+    "countdown": _countdown,
+    "knights_knaves": _knights_knaves,
+}
+"""reasoning-gym task → its question in as few tokens as possible."""

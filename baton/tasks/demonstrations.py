@@ -1,0 +1,161 @@
+"""Generated demonstrations for a supervised warm start: arithmetic worked out in visible steps, or guessed at once.
+
+Real pretrained models come to RL with many ways of answering, some better than others. The demonstrations give a model
+made from scratch the same starting point: it may think first, in one of two styles, or answer in haste; both are
+sometimes wrong. RL's part is to find out which way pays.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from baton.errors import UserError
+from baton.settings import Settings
+from baton.tasks.stream import PromptStream
+from baton.types import Prompt
+
+_SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+class DemonstrationSettings(Settings):
+    """[demonstrations] how the warm start's generated answers are made."""
+
+    direct_share: float = Field(default=0.6, ge=0, le=1)
+    """Share of demonstrations that answer at once, without steps."""
+    direct_wrong_share: float = Field(default=0.9, ge=0, le=1)
+    """Share of the direct ones whose answer is a near miss."""
+    slip_share: float = Field(default=0.08, ge=0, le=1)
+    """Share of the stepwise ones in which one step is miscalculated; the later steps carry the mistake on."""
+    restate_share: float = Field(default=0.3, ge=0, le=1)
+    """Share of the stepwise ones that restate the whole remaining expression at each step, which takes more tokens."""
+
+
+def demonstrations(stream: PromptStream, settings: DemonstrationSettings, seed: int) -> Iterator[tuple[Prompt, str]]:
+    """Yield training prompts with a demonstrated response each, endlessly. Only arithmetic prompts can be shown."""
+    dice = random.Random(f"demonstrations:{seed}")
+    while True:
+        for prompt in stream.take(256):
+            yield prompt, demonstrate(prompt.messages[-1].content, settings, dice)
+
+
+def demonstrate(expression: str, settings: DemonstrationSettings, dice: random.Random) -> str:
+    """Return one response to a compact arithmetic prompt such as `4-1+3`. Raises UserError for anything else."""
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        slip_free = _Working(None)
+        value = slip_free.value(tree)
+    except (SyntaxError, TypeError, KeyError) as error:
+        raise UserError(
+            f"demonstrations exist for the compact form of chain_sum and basic_arithmetic only, got {expression!r}"
+        ) from error
+    if dice.random() < settings.direct_share:
+        if dice.random() < settings.direct_wrong_share:
+            value += dice.choice([-1, 1]) * dice.randint(1, 9)
+        return f"<answer>{value}</answer>"
+    slip_at = dice.randrange(len(slip_free.lines)) if dice.random() < settings.slip_share and slip_free.lines else None
+    slip = dice.choice([-10, -2, -1, 1, 2, 10])
+    working = _Working(slip_at, slip)
+    value = working.value(tree)
+    if dice.random() < settings.restate_share:
+        steps = _restated(expression, tree, _Working(slip_at, slip))
+    else:
+        steps = working.lines
+    return f"<think>{chr(10).join(steps)}</think><answer>{value}</answer>"
+
+
+class _Working:
+    """Evaluates a tree in the order a person would write the steps, one line per operation."""
+
+    def __init__(self, slip_at: int | None, slip: int = 0) -> None:
+        self.lines: list[str] = []
+        self._slip_at = slip_at
+        self._slip = slip
+
+    def value(self, tree: ast.expr) -> int:
+        if (literal := _literal(tree)) is not None:
+            return literal
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            inner = self.value(tree.operand)
+            return self.step(f"-({inner})", -inner)
+        if isinstance(tree, ast.BinOp):
+            left, right = self.value(tree.left), self.value(tree.right)
+            symbol = _SYMBOLS[type(tree.op)]
+            return self.step(f"{left}{symbol}{right}", _apply(symbol, left, right))
+        raise TypeError(ast.dump(tree))
+
+    def step(self, work: str, result: int) -> int:
+        if self._slip_at == len(self.lines):
+            result += self._slip
+        self.lines.append(f"{work}={result}")
+        return result
+
+
+def _restated(expression: str, tree: ast.expr, working: _Working) -> list[str]:
+    """Lines of the form `whole expression: step`, the expression shrinking by the step before."""
+    lines = []
+    rest = tree
+    while _literal(rest) is None:
+        shown = _text(rest)
+        rest = _reduce_once(rest, working)
+        lines.append(f"{shown}: {working.lines[-1]}")
+    return lines
+
+
+def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:
+    """Replace the first operation whose operands are numbers by its result."""
+    if isinstance(tree, ast.UnaryOp):
+        if _literal(tree.operand) is None:
+            return ast.UnaryOp(tree.op, _reduce_once(tree.operand, working))
+        return ast.Constant(working.value(tree))
+    assert isinstance(tree, ast.BinOp)
+    if _literal(tree.left) is None:
+        return ast.BinOp(_reduce_once(tree.left, working), tree.op, tree.right)
+    if _literal(tree.right) is None:
+        return ast.BinOp(tree.left, tree.op, _reduce_once(tree.right, working))
+    return ast.Constant(working.value(tree))
+
+
+def _literal(tree: ast.expr) -> int | None:
+    """The value of a number as the task writes one: digits with at most one sign."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
+        return tree.value
+    if (
+        isinstance(tree, ast.UnaryOp)
+        and isinstance(tree.op, ast.USub)
+        and isinstance(tree.operand, ast.Constant)
+        and isinstance(tree.operand.value, int)
+        and tree.operand.value >= 0
+    ):
+        return -tree.operand.value
+    return None
+
+
+def _text(tree: ast.expr) -> str:
+    if (literal := _literal(tree)) is not None:
+        return str(literal)
+    if isinstance(tree, ast.UnaryOp):
+        return f"-({_text(tree.operand)})"
+    assert isinstance(tree, ast.BinOp)
+    symbol = _SYMBOLS[type(tree.op)]
+    left, right = _text(tree.left), _text(tree.right)
+    tight = symbol in "*/"
+    if isinstance(tree.left, ast.BinOp) and tight and _SYMBOLS[type(tree.left.op)] in "+-":
+        left = f"({left})"
+    if isinstance(tree.right, ast.BinOp) and (tight or _SYMBOLS[type(tree.right.op)] in "+-"):
+        right = f"({right})"
+    return f"{left}{symbol}{right}"
+
+
+def _apply(symbol: str, left: int, right: int) -> int:
+    match symbol:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+    return left // right if right else 0  # reasoning-gym divides with //; a slip may have made a divisor zero

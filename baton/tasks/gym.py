@@ -1,0 +1,120 @@
+"""Procedurally generated tasks with verifiers, from reasoning-gym.
+
+reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. Streams therefore take
+their seeds from a hash, 64 bits wide, and the train/held-out split never looks at seeds at all (see `Problem`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from difflib import get_close_matches
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from blake3 import blake3
+
+from baton.errors import UserError
+from baton.tasks.compact import COMPACT_FORMS, canonical_problem
+from baton.tasks.task import Problem
+
+BLOCK = 500
+"""Draws that share one reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
+NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
+"""Compiled modules that reasoning-gym imports at start, and the one task that uses each."""
+
+
+class GymTask:
+    """One reasoning-gym task with its parameters."""
+
+    def __init__(self, name: str, gym_name: str, params: dict[str, Any], *, is_compact: bool) -> None:
+        """Check name and parameters by generating one item. Raises UserError in one sentence for what does not work."""
+        self.name = name
+        self._gym_name = gym_name
+        self._params = params
+        self._is_compact = is_compact
+        known = gym_tasks()
+        if gym_name not in known:
+            near = get_close_matches(gym_name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "`baton tasks` lists them"
+            raise UserError(f"task {name!r}: reasoning-gym has no task {gym_name!r}; {hint}")
+        if is_compact and gym_name not in COMPACT_FORMS:
+            raise UserError(
+                f"task {name!r}: form = 'compact' is not available for {gym_name!r}, only for "
+                f"{', '.join(sorted(COMPACT_FORMS))}; use form = 'original'"
+            )
+        self._dataset = lru_cache(maxsize=8)(self._make_dataset)
+        self._entry = lru_cache(maxsize=65_536)(self._make_entry)
+        self._entry(0, 0)
+
+    def draw(self, seed: int, index: int) -> Problem:
+        """See `Task`."""
+        block, place = divmod(index, BLOCK)
+        gym_seed = int.from_bytes(blake3(f"{self._gym_name}:{seed}:{block}".encode()).digest(length=6), "big")
+        entry = self._entry(gym_seed, place)
+        question = COMPACT_FORMS[self._gym_name](entry) if self._is_compact else str(entry["question"])
+        return Problem(
+            question=question,
+            canonical=canonical_problem(self._gym_name, entry),
+            answer=None if entry["answer"] is None else str(entry["answer"]),
+            metadata={"gym_seed": gym_seed, "gym_index": place},
+        )
+
+    def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
+        """Score with reasoning-gym's verifier; the entry is generated again from its seed and index."""
+        if answer is None:
+            return 0.0
+        entry = self._entry(metadata["gym_seed"], metadata["gym_index"])
+        return float(self._dataset(metadata["gym_seed"]).score_answer(answer, entry))
+
+    def _make_dataset(self, gym_seed: int) -> Any:
+        gym = _import_gym()
+        try:
+            return gym.create_dataset(self._gym_name, seed=gym_seed, size=BLOCK, **self._params)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise UserError(f"task {self.name!r}: reasoning-gym refuses params {self._params}: {error}") from error
+
+    def _make_entry(self, gym_seed: int, place: int) -> dict[str, Any]:
+        try:
+            entry: dict[str, Any] = self._dataset(gym_seed)[place]
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"task {self.name!r}: reasoning-gym's {self._gym_name} cannot generate a problem with params "
+                f"{self._params} ({type(error).__name__}: {error}); change the params"
+            ) from error
+        return entry
+
+
+def gym_tasks() -> list[str]:
+    """Names of all reasoning-gym tasks. Raises UserError when reasoning-gym is not installed."""
+    _import_gym()
+    datasets = importlib.import_module("reasoning_gym.factory").DATASETS
+    return sorted(name for name in datasets if name != "composite")
+
+
+@lru_cache(maxsize=1)
+def _import_gym() -> Any:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError("reasoning-gym is not installed: run `pip install --no-deps reasoning-gym==0.1.25`")
+    stubs = [name for name in NEEDS_COMPILER if importlib.util.find_spec(name) is None]
+    for name in stubs:
+        sys.modules[name] = _NotCompiled(name)
+    try:
+        return importlib.import_module("reasoning_gym")
+    finally:
+        for name in stubs:  # reasoning-gym's modules keep their reference; nobody else shall find the stub
+            del sys.modules[name]
+
+
+class _NotCompiled(ModuleType):
+    """Stands in for a compiled module that is not installed, and says so when its task is used."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        name = self.__name__
+        raise UserError(f"task {NEEDS_COMPILER[name]!r} needs the module {name}: run `pip install {name}` (C compiler)")

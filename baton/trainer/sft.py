@@ -1,0 +1,99 @@
+"""Supervised fine-tuning: cross-entropy on demonstrated responses, the prompt left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from baton.errors import TrainingDiverged
+from baton.policy.load import torch_dtype
+from baton.policy.logprobs import compute_in, prefer_float32_attention, token_logprobs
+from baton.trainer.optimizer import check_schedule, learning_rate, make_optimizer, set_learning_rate
+from baton.trainer.settings import SftSettings
+
+
+class Demonstration(msgspec.Struct, frozen=True):
+    """One tokenised example."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """With the end-of-sequence id."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    examples: Iterator[Demonstration],
+    settings: SftSettings,
+    *,
+    on_step: Callable[[int, float, int], None],
+) -> None:
+    """Train the float32 `model` in place for `settings.steps` updates.
+
+    `on_step` hears of the step, its loss in nats per response token, and the tokens it processed.
+    Raises TrainingDiverged when the gradient is not finite, before the weights change.
+    """
+    check_schedule(warmup_steps=settings.warmup_steps, decay="cosine", total_steps=settings.steps)
+    if settings.dtype == "bfloat16":
+        prefer_float32_attention(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    model.eval()  # type: ignore[no-untyped-call]  # without dropout, as in reinforcement learning
+    for step in range(1, settings.steps + 1):
+        rows = sorted((next(examples) for _ in range(settings.batch_size)), key=lambda row: row.num_tokens)
+        num_targets = sum(len(row.response_ids) for row in rows)
+        loss, num_tokens = 0.0, 0
+        for part in _microbatches(rows, settings.max_tokens_per_microbatch):
+            summed, processed = _loss_sum(model, part, settings)
+            (summed / num_targets).backward()  # type: ignore[no-untyped-call]
+            loss += float(summed.detach()) / num_targets
+            num_tokens += processed
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise TrainingDiverged(f"warm start step {step}: the gradient is not finite (loss {loss})")
+        set_learning_rate(
+            optimizer,
+            learning_rate(
+                step,
+                lr=settings.lr,
+                warmup_steps=settings.warmup_steps,
+                decay="cosine",
+                total_steps=settings.steps,
+                min_lr_frac=settings.min_lr_frac,
+            ),
+        )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        on_step(step, loss, num_tokens)
+
+
+def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
+    """Cut rows, sorted by length, where rows × longest would exceed the budget; a row alone may exceed it."""
+    part: list[Demonstration] = []
+    for row in rows:
+        if part and (len(part) + 1) * row.num_tokens > max_tokens:
+            yield part
+            part = []
+        part.append(row)
+    yield part
+
+
+def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSettings) -> tuple[torch.Tensor, int]:
+    """Return the summed cross-entropy of the rows' response tokens, in nats, and the padded tokens processed."""
+    first = min(len(row.prompt_ids) for row in rows)
+    ids_BS = torch.zeros((len(rows), rows[-1].num_tokens), dtype=torch.long)
+    is_target_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        ids_BS[place, : row.num_tokens] = torch.tensor(row.prompt_ids + row.response_ids)
+        is_target_BS[place, len(row.prompt_ids) : row.num_tokens] = True
+    ids_BS, is_target_BS = ids_BS.to(model.device), is_target_BS.to(model.device)
+    with compute_in(torch_dtype(settings.dtype), model.device):
+        logprobs_BK, _ = token_logprobs(model, ids_BS, first=first, temperature=1.0)
+    return -logprobs_BK[is_target_BS[:, first:]].sum(), ids_BS.numel()

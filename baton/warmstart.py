@@ -1,0 +1,94 @@
+"""`baton sft`: a supervised warm start from its recipe to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from baton.build import build_warm_start, evaluate_model, set_up_torch
+from baton.config import WarmStart
+from baton.evaluation import Evaluation
+from baton.metrics import MetricsWriter
+from baton.report import print_evaluations
+from baton.runs import RunDirectory
+from baton.trainer.checkpoint import atomic_directory
+from baton.trainer.sft import fine_tune
+
+LOG_EVERY = 50
+"""Updates averaged into one row of metrics."""
+
+
+class WarmStartReport(msgspec.Struct, frozen=True):
+    """What a warm start made."""
+
+    output: str
+    parameters: int
+    loss: float
+    """Nats per response token over the last updates."""
+    seconds: float
+    evaluations: tuple[Evaluation, ...]
+    """Held-out accuracy of the result, sampled and greedy; empty where the recipe names no task."""
+
+
+def warm_start(recipe: WarmStart, recipe_path: Path, console: Console) -> WarmStartReport:
+    """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all."""
+    run = RunDirectory.create(recipe.run.path, overwrite=True)
+    threads = set_up_torch(recipe.run.threads)
+    run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
+    model, tokenizer, examples = build_warm_start(recipe)
+    metrics = MetricsWriter(run.path, resume_step=-1)
+    begin = time.perf_counter()
+    losses: list[float] = []
+    tokens = 0
+    with Progress(
+        TextColumn("warm start"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=recipe.sft.steps)
+
+        def on_step(step: int, loss: float, num_tokens: int) -> None:
+            nonlocal tokens
+            losses.append(loss)
+            tokens += num_tokens
+            bar.update(task, completed=step, description=f"loss {loss:.3f}")
+            if step % LOG_EVERY == 0 or step == recipe.sft.steps:
+                recent = losses[-LOG_EVERY:]
+                mean = sum(recent) / len(recent)
+                speed = tokens / (time.perf_counter() - begin)
+                metrics.write(step, {"sft/loss": mean, "perf/throughput": speed})
+                if not console.is_terminal and step % (4 * LOG_EVERY) == 0:
+                    console.print(
+                        f"step {step}/{recipe.sft.steps}  loss {mean:.4f}  {speed:.0f} tok/s", highlight=False
+                    )
+
+        fine_tune(model, examples, recipe.sft, on_step=on_step)
+    metrics.close()
+    output = Path(recipe.output)
+    with atomic_directory(output) as directory:
+        model.save_pretrained(directory)
+        tokenizer.hf.save_pretrained(directory)
+    results: list[Evaluation] = []
+    if recipe.task:
+        for temperature in (1.0, 0.0):
+            results += evaluate_model(output, recipe_path, temperature=temperature)
+        print_evaluations(console, results)
+    console.print(f"the model: {output}", highlight=False)
+    recent = losses[-LOG_EVERY:]
+    report = WarmStartReport(
+        str(output),
+        sum(p.numel() for p in model.parameters()),
+        sum(recent) / len(recent),
+        time.perf_counter() - begin,
+        tuple(results),
+    )
+    run.write_report(msgspec.to_builtins(report))
+    return report
