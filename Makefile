@@ -1,0 +1,32 @@
+# make demo: install, then train the shipped model in minutes.  make test, make check: for developers.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+export OMP_WAIT_POLICY := passive
+
+.PHONY: install demo test check clean
+
+install: $(INSTALLED)
+
+# reasoning-gym comes without its dependencies: two of them want a C compiler, the rest are in pyproject.toml
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps reasoning-gym==0.1.25
+	touch $(INSTALLED)
+
+demo: install
+	$(BIN)/baton train recipes/quickstart.toml --overwrite
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
