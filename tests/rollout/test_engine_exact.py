@@ -1,0 +1,216 @@
+"""The embedded engine computes what the model says, bit for bit the same whatever else it is doing."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, MistralConfig, Qwen3NextConfig, T5Config
+
+from baton.errors import UserError
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.network import prefill_shape
+from baton.types import PolicyVersion, Segment
+
+
+def prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(80) for _ in range(length)] for length in lengths]
+
+
+def teacher_forced(model, prompt_ids, token_ids):
+    """[L] log-probabilities of the tokens by one plain forward of the whole sequence."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 : -1].float()
+        return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+
+
+RAGGED = (1, 2, 7, 31, 32, 33, 34, 64, 65, 66, 100, 129, 130, 200, 257, 258, 290, 5, 5, 12)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_greedy_ids_equal_generate_and_logprobs_equal_the_full_forward(name, embedded, load, driver):
+    """20 ragged prompts through 8 slots, across every prefill bucket and the 64, 128 and 256 marks of the cache."""
+    model, given = load(name), prompts(RAGGED)
+    engine = embedded(name, max_context_tokens=400)
+    grown = driver.run(engine, [driver.lease(i, p, 12, temperature=0.0) for i, p in enumerate(given)])
+    for i, prompt in enumerate(given):
+        expected = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12, do_sample=False
+        )[0, len(prompt) :].tolist()
+        assert grown[i].token_ids == expected, f"prompt of {len(prompt)} tokens"
+        difference = teacher_forced(model, prompt, expected) - torch.tensor(grown[i].behavior_logprobs)
+        assert difference.abs().max() <= 1e-4
+    assert engine.stats.prefilled_tokens == sum(len(p) - 1 for p in given)
+    assert engine.stats.decoded_tokens == 12 * len(given)
+    assert len({tuple(t.token_ids) for t in grown.values()}) > 15, "the models must have something to say"
+
+
+def test_a_trajectory_is_bit_equal_alone_in_a_crowd_in_any_slot_and_while_the_batch_drains(embedded, driver):
+    """Lengths differ, so the 64-slot engine drains through 64, 32 and 16 rows, and caches of 64 to 512 positions."""
+    rng = random.Random(1)
+    given = prompts([rng.choice((1, 5, 20, 40, 60, 120, 250, 300, 420)) for _ in range(48)], seed=1)
+    leases = [
+        driver.lease(i, p, rng.choice((2, 8, 20, 70)), temperature=rng.choice((0.0, 1.0, 1.0, 0.7)), top_k=i % 3 * 5)
+        for i, p in enumerate(given)
+    ]
+    wide = embedded(slots=64, max_context_tokens=512)
+    crowd = driver.run(wide, leases)
+    assert wide.stats.decode_rows < 64 * wide.stats.decode_steps, "the batch must have drained"
+    few = driver.run(embedded(slots=24, max_context_tokens=512), leases[::-1])
+    single = embedded(slots=8, max_context_tokens=512)
+    for lease in leases:
+        i = lease.lease_id
+        alone = driver.run(single, [lease])[i] if i % 3 == 0 else crowd[i]
+        assert crowd[i].token_ids == few[i].token_ids == alone.token_ids
+        assert crowd[i].behavior_logprobs == few[i].behavior_logprobs == alone.behavior_logprobs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_resume_from_ids_at_every_position_continues_with_the_same_ids(temperature, embedded, driver):
+    prompt, length = prompts([23])[0], 24
+    engine = embedded()
+    whole = driver.run(engine, [driver.lease(0, prompt, length, group_id=5, temperature=temperature)])[0]
+    resumed = [
+        driver.lease(
+            cut,
+            prompt,
+            length,
+            group_id=5,
+            segments=(Segment(tuple(whole.token_ids[:cut]), tuple(whole.behavior_logprobs[:cut]), 0),),
+            temperature=temperature,
+        )
+        for cut in range(1, length)
+    ]
+    for cut, trajectory in driver.run(engine, resumed).items():
+        assert trajectory.token_ids == whole.token_ids, f"cut at {cut}"
+        torch.testing.assert_close(trajectory.behavior_logprobs, whole.behavior_logprobs, atol=1e-4, rtol=0)
+
+
+def test_samples_of_a_group_differ_and_the_run_seed_changes_them_all(embedded, driver):
+    prompt = prompts([9])[0]
+    leases = [driver.lease(i, prompt, 20, group_id=3, sample_index=i) for i in range(8)]
+    first = driver.run(embedded(), leases)
+    driver.noise_seed = 12
+    other = driver.run(embedded(), [driver.lease(i, prompt, 20, group_id=3, sample_index=i) for i in range(8)])
+    assert len({tuple(t.token_ids) for t in [*first.values(), *other.values()]}) == 16
+
+
+def test_a_group_is_prefilled_once_even_while_its_siblings_wait_for_slots(embedded, driver):
+    """20 siblings of 41 ids and 3 of 10 through 8 slots: 40 + 9 prefilled tokens."""
+    long, short = prompts([41, 10])
+    leases = [driver.lease(i, long, 4 + i, group_id=0, sample_index=i) for i in range(20)]
+    leases += [driver.lease(20 + i, short, 6, group_id=1, sample_index=i) for i in range(3)]
+    engine = embedded()
+    driver.run(engine, leases)
+    assert engine.stats.prefilled_tokens == 49
+    assert not engine._kept, "nothing is kept once nobody waits"
+
+
+def test_a_prompt_of_one_token_needs_no_prefill(embedded, driver):
+    engine = embedded()
+    driver.run(engine, [driver.lease(0, [4], 3)])
+    assert engine.stats.prefilled_tokens == 0
+
+
+def test_prefill_shapes_follow_from_the_length_alone_and_hold_it():
+    for length in range(1, 600):
+        rows, padded = prefill_shape(length)
+        assert length <= padded < length + 64
+        assert rows * padded <= 256 or rows == 1
+        assert padded % 32 == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=80, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+        MistralConfig(
+            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=16,
+        ),
+        Gemma3TextConfig(
+            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
+        ),
+    ],
+    ids=["learned positions", "sliding windows", "sliding and full layers"],
+)  # fmt: skip
+def test_other_architectures_equal_their_plain_forward(config, tokenizer, driver):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = EmbeddedEngine(
+        model, tokenizer, EngineSettings(slots=8, max_context_tokens=128), PolicyVersion("run", 0), ()
+    )
+    given = prompts([3, 30, 60])
+    for i, trajectory in driver.run(engine, [driver.lease(i, p, 24) for i, p in enumerate(given)]).items():
+        difference = teacher_forced(model, given[i], trajectory.token_ids) - torch.tensor(trajectory.behavior_logprobs)
+        assert difference.abs().max() <= 1e-4
+
+
+def test_bfloat16_agrees_with_its_own_forward_to_its_precision(load, tokenizer, driver):
+    model = load("llama").to(torch.bfloat16)
+    settings = EngineSettings(slots=8, max_context_tokens=64, dtype="bfloat16")
+    engine = EmbeddedEngine(model, tokenizer, settings, PolicyVersion("run", 0), ())
+    prompt = prompts([20])[0]
+    grown = driver.run(engine, [driver.lease(i, prompt, 20, sample_index=i) for i in range(5)])
+    for trajectory in grown.values():
+        difference = teacher_forced(model, prompt, trajectory.token_ids) - torch.tensor(trajectory.behavior_logprobs)
+        assert difference.abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (T5Config(vocab_size=80, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2), "encoder-decoder"),
+        (
+            Qwen3NextConfig(
+                vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+                num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+            ),
+            "linear_attention",
+        ),
+    ],
+    ids=["encoder-decoder", "linear attention"],
+)  # fmt: skip
+def test_a_model_without_an_ordinary_cache_is_refused_in_one_sentence(config, sentence, tokenizer):
+    from transformers import AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_config(config)
+    with pytest.raises(UserError, match=sentence) as caught:
+        EmbeddedEngine(model, tokenizer, EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("run", 0), ())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_cached_logits_are_wrong_is_refused(load, tokenizer, monkeypatch):
+    """Positions shifted by one while decoding: what a model that counts its own positions would do."""
+    model = load("llama")
+    plain = model.forward
+
+    def shifted(**inputs):
+        if inputs.get("position_ids") is not None and inputs["input_ids"].shape[1] == 1:
+            inputs["position_ids"] = inputs["position_ids"] // 2
+        return plain(**inputs)
+
+    monkeypatch.setattr(model, "forward", shifted)
+    with pytest.raises(UserError, match="differ from the plain forward"):
+        EmbeddedEngine(model, tokenizer, EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("run", 0), ())
+
+
+@pytest.mark.parametrize("settings", [{"slots": 12}, {"slots": 0}, {"max_context_tokens": 2000}])
+def test_shapes_that_cannot_be_are_refused(settings, embedded):
+    with pytest.raises(UserError, match="allowed"):
+        embedded(**settings)
+
+
+def test_the_shapes_of_decode_end_with_the_largest_whatever_the_cpu(embedded):
+    """Smaller ones are kept only where they give the same bits, and which do is the CPU's affair."""
+    network = embedded(slots=64, max_context_tokens=512)._network
+    assert network.widths[-1] == 64
+    assert network.kv_lengths[-1] == 512
+    assert all(a < b for a, b in pairwise(network.widths))
+    assert all(a < b for a, b in pairwise(network.kv_lengths))
