@@ -1,0 +1,314 @@
+"""A train step: what moves the weights, what must not, and what it says of itself."""
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from trainer_cases import (
+    VOCAB,
+    are_bit_equal,
+    environment,
+    largest_difference,
+    make_group,
+    make_trainer,
+    parameters,
+    policy,
+    random_batch,
+    tiny_model,
+)
+
+from baton.errors import TrainingDiverged, UserError
+from baton.policy.tensors import weights_digest
+from baton.trainer import local
+from baton.trainer.advantages import group_relative
+from baton.types import Batch, PolicyVersion
+
+
+def stepped(batch, model=None, **settings):
+    trainer = make_trainer(model, **settings)
+    metrics = trainer.step(batch)
+    return trainer, metrics
+
+
+# ---- what the update is ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
+def test_the_gradient_is_that_of_the_formula_trajectory_by_trajectory(aggregation):
+    batch, temperature = random_batch(1), 0.8
+    model, advantages = tiny_model(), group_relative(batch.groups)
+    # At ratio 1 the gradient of the objective is Σ_i w_i Σ_t A_i ∇ log π, unclipped: no microbatch, no padding here.
+    lengths = [t.num_tokens for t in batch.trajectories]
+    objective = torch.zeros(())
+    for trajectory in batch.trajectories:
+        ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.token_ids]])
+        logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        terms = logprobs[len(trajectory.prompt_ids) - 1 :] * advantages[trajectory.group_id][trajectory.sample_index]
+        objective = objective + (
+            terms.mean() / len(lengths) if aggregation == "sequence_mean" else terms.sum() / sum(lengths)
+        )
+    (-objective).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = math.sqrt(sum(float((g**2).sum()) for g in expected.values()))
+    settings = {"aggregation": aggregation, "temperature": temperature, "max_tokens_per_microbatch": 40}
+    trainer, metrics = stepped(batch, max_grad_norm=math.inf, **settings)
+    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_the_update_does_not_depend_on_how_it_is_cut_into_microbatches(aggregation, num_minibatches):
+    batch = random_batch(1, num_groups=5)
+    settings = {"aggregation": aggregation, "num_minibatches": num_minibatches}
+    whole, one = stepped(batch, max_tokens_per_microbatch=100_000, **settings)
+    cut, other = stepped(batch, max_tokens_per_microbatch=24, **settings)
+    assert largest_difference(parameters(whole), parameters(tiny_trainer())) > 1e-4  # something happened
+    assert largest_difference(parameters(whole), parameters(cut)) < 1e-5  # of moves of 1e-3 per update
+    for (name, a), b in zip(whole.model.named_parameters(), cut.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4, msg=name)
+    for name in ("policy/loss", "policy/entropy", "policy/grad_norm", "policy/mismatch_kl", "policy/logprob_diff_max"):
+        assert one[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+def tiny_trainer():
+    return make_trainer()
+
+
+def test_a_group_of_equal_rewards_moves_nothing():
+    batch = Batch(1, tuple(make_group(i, [0.7] * 3, [[policy(5, 6)], [policy(7)], [policy(8, 9, 10)]]) for i in (0, 1)))
+    trainer, metrics = stepped(batch)
+    assert are_bit_equal(parameters(trainer), parameters(tiny_trainer()))
+    assert (metrics["policy/grad_norm"], metrics["reward/zero_std_frac"]) == (0.0, 1.0)
+
+
+def test_what_the_environment_wrote_is_context_and_never_a_target():
+    def batch(*last):
+        responses = [[policy(5, 6), environment(*last)], [policy(7), environment(30, 31), policy(8)]]
+        return Batch(1, (make_group(0, [1.0, 0.0], responses),))
+
+    # Nothing follows the first trajectory's environment tokens, so as context they are of no consequence either.
+    a, metrics = stepped(batch(40, 41))
+    b, _ = stepped(batch(50, 51))
+    assert are_bit_equal(parameters(a), parameters(b))
+    assert metrics["tokens/trained"] == 4
+    # The second trajectory's stand before a policy token: there they matter.
+    moved = Batch(1, (make_group(0, [1.0, 0.0], [[policy(5, 6)], [policy(7), environment(33, 31), policy(8)]]),))
+    still = Batch(1, (make_group(0, [1.0, 0.0], [[policy(5, 6)], [policy(7), environment(30, 31), policy(8)]]),))
+    assert not are_bit_equal(parameters(stepped(moved)[0]), parameters(stepped(still)[0]))
+
+
+def test_a_rewarded_token_becomes_likely():
+    trainer = make_trainer(tiny_model(initializer_range=0.02), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+
+    def probs():
+        with torch.no_grad():
+            return trainer.model(torch.tensor([[2, 3]])).logits[0, -1].softmax(-1)
+
+    before = probs()[7].item()
+    for step in range(1, 11):
+        tokens = [torch.multinomial(probs(), 1, generator=generator).item() for _ in range(63)] + [7]
+        responses = [[policy(token, version=step - 1, logprob=probs()[token].log().item())] for token in tokens]
+        trainer.step(Batch(step, (make_group(step, [float(token == 7) for token in tokens], responses),)))
+    assert before < 0.03
+    assert probs()[7].item() > 0.5
+
+
+# ---- several updates in one step -------------------------------------------------------------------------------------
+
+
+def watched(monkeypatch):
+    """Record what the objective sees."""
+    seen, original = [], local.OBJECTIVES["grpo"]
+
+    def spy(inputs, shape):
+        result = original(inputs, shape)
+        seen.append((inputs, result, shape))
+        return result
+
+    monkeypatch.setitem(local.OBJECTIVES, "grpo", spy)
+    return seen
+
+
+def test_proximal_logprobs_are_fixed_over_minibatches_and_epochs(monkeypatch):
+    seen = watched(monkeypatch)
+    batch = random_batch(1)
+    stepped(batch, num_minibatches=2, num_epochs=2, lr=1e-2)
+    assert len(seen) == 4
+    (first, second, again, last) = seen
+    assert torch.equal(first[1].ratio, torch.ones_like(first[1].ratio))  # nothing has moved yet
+    assert not torch.equal(second[1].ratio, torch.ones_like(second[1].ratio))  # the first update has
+    for early, late in ((first, again), (second, last)):
+        assert torch.equal(early[0].proximal_logprobs, late[0].proximal_logprobs)
+        assert not torch.equal(early[0].logprobs, late[0].logprobs)
+    assert [shape.divisor for _, _, shape in seen] == [6.0] * 4  # two groups of three in each minibatch
+
+
+def test_the_clip_bites_once_the_policy_has_moved(monkeypatch):
+    _, metrics = stepped(random_batch(1), num_epochs=4, lr=3e-2)
+    assert metrics["policy/clip_frac"] > 0.05
+    _, metrics = stepped(random_batch(1), lr=3e-2)
+    assert metrics["policy/clip_frac"] == 0.0
+
+
+def test_a_single_update_needs_no_forward_beyond_its_own(monkeypatch):
+    calls, original = [], local.token_logprobs
+    monkeypatch.setattr(local, "token_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k))
+    stepped(random_batch(1), max_tokens_per_microbatch=100_000)
+    assert len(calls) == 1
+    stepped(random_batch(1), max_tokens_per_microbatch=100_000, num_epochs=2)
+    assert len(calls) == 1 + 3
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_engine_and_trainer_are_compared_on_tokens_of_the_current_version_only():
+    model = tiny_model()
+    with torch.no_grad():
+        own = model(torch.tensor([[2, 3, 5]])).logits[0].log_softmax(-1)
+    exact = own[1, 5].item()
+    first = [policy(5, version=1, logprob=exact - 0.1)]
+    stale = [policy(5, version=0, logprob=-40.0)]
+    trainer = make_trainer(model)
+    trainer._version = PolicyVersion("first", 1)
+    metrics = trainer.step(Batch(2, (make_group(0, [1.0, 0.0], [first, stale]),)))
+    assert metrics["policy/logprob_diff_mean"] == pytest.approx(0.1, abs=1e-5)
+    assert metrics["policy/logprob_diff_max"] == pytest.approx(0.1, abs=1e-5)
+    # log r = proximal − behavior = 0.1: k3 = e^0.1 − 1 − 0.1 = 0.0051709
+    assert metrics["policy/mismatch_kl"] == pytest.approx(0.0051709, abs=1e-5)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0.5, 1.0)
+    # both tokens follow the same two: the entropy of that one distribution
+    assert metrics["policy/entropy"] == pytest.approx(-(own[1].exp() * own[1]).sum().item(), abs=1e-4)
+
+
+def test_without_tokens_of_the_current_version_the_comparison_is_absent():
+    trainer = make_trainer()
+    trainer._version = PolicyVersion("first", 1)
+    metrics = trainer.step(Batch(2, (make_group(0, [1.0, 0.0]),)))
+    assert not any(name.startswith(("policy/mismatch", "policy/logprob_diff")) for name in metrics)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_reports_the_learning_rate_it_used():
+    trainer = make_trainer(lr=1e-3, warmup_steps=4)
+    assert [trainer.step(random_batch(step))["policy/lr"] for step in (1, 2)] == pytest.approx([2.5e-4, 5e-4])
+
+
+# ---- divergence ------------------------------------------------------------------------------------------------------
+
+
+def poisoned(step, group_id):
+    """A batch whose last group has an infinite reward, so that its advantages are not numbers."""
+    good = random_batch(step, num_groups=3)
+    bad = make_group(group_id, [math.inf, 0.0], [[policy(5, 6)], [policy(7)]])
+    return Batch(step, (*good.groups, bad))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_minibatches": 2}, {"num_minibatches": 4, "num_epochs": 2}])
+def test_a_diverged_step_leaves_weights_optimizer_and_version_alone(settings):
+    trainer, untouched = make_trainer(lr=1e-2, **settings), make_trainer(lr=1e-2, **settings)
+    for t in (trainer, untouched):
+        t.step(random_batch(1))
+    before = parameters(trainer)
+    with pytest.raises(TrainingDiverged, match=r"train step 2: the loss is nan .*\b77\b.*stay those of version 1"):
+        trainer.step(poisoned(2, 77))
+    assert are_bit_equal(parameters(trainer), before)
+    assert trainer.version.number == 1
+    # The optimiser, too: the next good step gives the same bits as if nothing had happened.
+    for t in (trainer, untouched):
+        t.step(random_batch(2))
+    assert are_bit_equal(parameters(trainer), parameters(untouched))
+
+
+def test_divergence_in_the_very_first_step_leaves_no_moments_behind():
+    trainer, untouched = make_trainer(num_minibatches=4), make_trainer(num_minibatches=4)
+    with pytest.raises(TrainingDiverged):
+        trainer.step(poisoned(1, 77))
+    for t in (trainer, untouched):
+        t.step(random_batch(1))
+    assert are_bit_equal(parameters(trainer), parameters(untouched))
+
+
+def test_an_infinite_gradient_is_noticed_before_the_weights_change():
+    trainer = make_trainer()
+    before = parameters(trainer)
+    trainer.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(
+        TrainingDiverged, match=r"train step 1: the gradient's norm is (nan|inf) over groups 0, 1, 2, 3;"
+    ):
+        trainer.step(random_batch(1))
+    assert are_bit_equal(parameters(trainer), before)
+
+
+def test_the_microbatch_at_fault_is_named_and_no_other():
+    # The shortest rows come last, and under this budget the poisoned pair is alone.
+    long = make_group(3, [1.0, 0.0], [[policy(*range(5, 15))], [policy(*range(15, 25))]])
+    bad = make_group(77, [math.inf, 0.0], [[policy(5)], [policy(7)]])
+    trainer = make_trainer(max_tokens_per_microbatch=24)
+    with pytest.raises(TrainingDiverged, match="over groups 77;"):
+        trainer.step(Batch(1, (long, bad)))
+
+
+# ---- versions and publishing -----------------------------------------------------------------------------------------
+
+
+def test_each_step_makes_the_next_version_of_the_same_lineage():
+    trainer, _ = stepped(random_batch(1))
+    assert trainer.version == PolicyVersion("first", 1)
+    with pytest.raises(AssertionError, match="batch of train step 1 came to version 1"):
+        trainer.step(random_batch(1))
+
+
+def test_published_weights_are_a_copy_under_the_names_of_the_file(tmp_path):
+    trainer, _ = stepped(random_batch(1))
+    published = trainer.publish()
+    trainer.model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert published.tensors.keys() == names  # tied weights once
+    assert "lm_head.weight" not in names
+    assert published.version == trainer.version == PolicyVersion("first", 1, weights_digest(published.tensors))
+    copies = {name: tensor.clone() for name, tensor in published.tensors.items()}
+    trainer.step(random_batch(2))
+    assert are_bit_equal(dict(published.tensors), copies)
+    assert trainer.publish().version.digest != published.version.digest
+    # what engines do with it
+    other = tiny_model(seed=5)
+    assert not other.load_state_dict(dict(published.tensors), strict=False).unexpected_keys
+    ids = torch.tensor([[2, 3, 4]])
+    assert torch.equal(other.lm_head.weight, copies["model.embed_tokens.weight"])
+    assert other(ids).logits.shape == (1, 3, VOCAB)
+
+
+def test_the_digest_sees_names_shapes_types_and_every_byte():
+    base = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    same = {"b": torch.ones(2), "a": torch.arange(6.0).view(2, 3)}
+    others = [
+        {"a": base["a"], "c": base["b"]},
+        {"a": base["a"].view(3, 2), "b": base["b"]},
+        {"a": base["a"], "b": base["b"].to(torch.int32)},
+        {"a": base["a"].index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(5.0000005)), "b": base["b"]},
+        {"a": base["a"], "b": base["b"].bfloat16()},
+    ]
+    assert weights_digest(base) == weights_digest(same)
+    assert len({weights_digest(tensors) for tensors in [base, *others]}) == 6
+
+
+def test_greedy_rollouts_cannot_be_trained_on():
+    with pytest.raises(UserError, match="got temperature 0"):
+        make_trainer(temperature=0.0)
+
+
+def test_bfloat16_training_keeps_float32_master_weights_and_follows_float32():
+    batch = random_batch(1)
+    exact, _ = stepped(batch, max_grad_norm=math.inf)
+    half, metrics = stepped(batch, dtype="bfloat16", max_grad_norm=math.inf)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+    a = torch.cat([p.grad.flatten() for p in exact.model.parameters()])
+    b = torch.cat([p.grad.flatten() for p in half.model.parameters()])
+    assert torch.cosine_similarity(a, b, dim=0) > 0.99
+    assert metrics["policy/clip_frac"] == 0.0

@@ -1,0 +1,117 @@
+"""What the tests of this folder are made of: a tiny policy, and batches written down token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from baton.policy.scratch import scratch_tokenizer
+from baton.policy.tokenizer import Tokenizer
+from baton.trainer.local import LocalTrainer
+from baton.trainer.settings import AlgorithmSettings, TrainerSettings
+from baton.types import (
+    Author,
+    Batch,
+    FinishReason,
+    Group,
+    Judged,
+    Judgement,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+)
+
+VOCAB = 64
+
+
+def tiny_model(seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A random Qwen3 in float32; with a larger init than usual, so that probabilities differ visibly."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**{**shape, **changes})).eval()
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    return scratch_tokenizer(["a tiny corpus"], 300)
+
+
+def make_trainer(model: PreTrainedModel | None = None, *, temperature: float = 1.0, **settings: object) -> LocalTrainer:
+    algorithm = AlgorithmSettings(**{k: settings.pop(k) for k in ("aggregation", "clip_high") if k in settings})
+    return LocalTrainer(
+        model if model is not None else tiny_model(),
+        tiny_tokenizer(),
+        TrainerSettings(**{"lr": 1e-3, **settings}),
+        algorithm,
+        temperature=temperature,
+        total_steps=10,
+        version=PolicyVersion("first", 0),
+    )
+
+
+def policy(*token_ids: int, version: int = 0, logprob: float = -4.0) -> Segment:
+    return Segment(token_ids, (logprob,) * len(token_ids), version)
+
+
+def environment(*token_ids: int, version: int = 0) -> Segment:
+    return Segment(token_ids, (0.0,) * len(token_ids), version, Author.ENVIRONMENT)
+
+
+def make_group(
+    group_id: int,
+    rewards: Sequence[float],
+    responses: Sequence[Sequence[Segment]] | None = None,
+    *,
+    prompt_ids: tuple[int, ...] = (2, 3),
+    finish_reason: FinishReason = FinishReason.STOP,
+) -> Group:
+    responses = responses if responses is not None else [[policy(5 + index)] for index in range(len(rewards))]
+    members = []
+    for index, (reward, segments) in enumerate(zip(rewards, responses, strict=True)):
+        trajectory = Trajectory(group_id, index, prompt_ids, tuple(segments), finish_reason)
+        members.append(Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0)))
+    return Group(group_id, Prompt(f"prompt {group_id}", "case", ()), tuple(members))
+
+
+def random_batch(step: int, *, seed: int = 0, num_groups: int = 4, group_size: int = 3, first_id: int = 0) -> Batch:
+    """Groups of random tokens with prompts and responses of different lengths, and rewards that differ."""
+    rng = random.Random(1000 * seed + step)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return [rng.randrange(2, VOCAB) for _ in range(rng.randint(low, high))]
+
+    groups = []
+    for group_id in range(first_id, first_id + num_groups):
+        responses = [[policy(*tokens(1, 12), version=step - 1)] for _ in range(group_size)]
+        rewards = [1.0, *(float(rng.random() < 0.5) for _ in range(group_size - 2)), 0.0]
+        groups.append(make_group(group_id, rewards, responses, prompt_ids=tuple(tokens(1, 7))))
+    return Batch(step, tuple(groups))
+
+
+def parameters(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def are_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((a[name] - b[name]).abs().max().item() for name in a)
