@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from baton.config import Recipe, WarmStart, load_tasks
 from baton.errors import UserError
@@ -40,11 +41,13 @@ LOOP_STATE = Path("baton") / "loop.json"
 
 def set_up_torch(threads: int) -> int:
     """Fix the number of threads and switch deterministic algorithms on; return the number of threads."""
-    count = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads or os.cpu_count()
-    torch.set_num_threads(count or 1)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = threads or allowed
+    torch.set_num_threads(count)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
     torch.use_deterministic_algorithms(True)
-    return count or 1
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
+    return count
 
 
 def build_engine(recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion) -> EmbeddedEngine:

@@ -171,6 +171,21 @@ def show(
 
 
 @app.command()
+def keys(
+    section: Annotated[str | None, typer.Argument(help="Only this section, such as rollout.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every key of a recipe with its default and meaning."""
+    from baton.keys import print_keys, recipe_keys
+
+    found = recipe_keys(section)
+    if as_json:
+        _print_json(found)
+    else:
+        print_keys(out, found)
+
+
+@app.command()
 def tasks(
     name: Annotated[str | None, typer.Argument(help="Only this task, with its parameters.")] = None,
     as_json: Json = False,

@@ -65,6 +65,11 @@ class Evaluation(msgspec.Struct, frozen=True):
     clip_ratio: float
     """Share of responses cut at the longest length."""
 
+    @property
+    def way(self) -> str:
+        """How the responses were sampled, in words."""
+        return "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+
 
 def evaluate(
     runner: Runner,

@@ -75,10 +75,6 @@ class Observer(Protocol):
         """A held-out evaluation is done."""
         ...
 
-    def said(self, text: str) -> None:
-        """Something worth a line has happened."""
-        ...
-
 
 @dataclass(slots=True)
 class Clock:

@@ -51,10 +51,10 @@ class TerminalObserver:
         self._bar.update(self._steps, completed=step)
         self._console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
-            f"correct {100 * metrics['accuracy/mean']:5.1f} %  length {metrics['response_length/mean']:6.1f}  "
-            f"entropy {metrics['policy/entropy']:5.3f}  {metrics['perf/throughput']:7.0f} tok/s  "
-            f"{metrics['perf/step_time']:5.2f} s",
+            f"length {metrics['response_length/mean']:6.1f}  entropy {metrics['policy/entropy']:5.3f}  "
+            f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s",
             highlight=False,
+            soft_wrap=True,
         )
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
@@ -63,13 +63,9 @@ class TerminalObserver:
         for result in results:
             if result.task != results[-1].task:
                 continue  # the last task is the overall one; the others are in metrics.jsonl
-            way = "greedy" if result.temperature == 0 else f"at temperature {result.temperature:g}"
             self._console.print(
-                f"[bold]held-out accuracy after step {step}[/bold], {way}: {result.accuracy} "
+                f"[bold]held-out accuracy after step {step}[/bold], {result.way}: {result.accuracy} "
                 f"on {result.num_prompts} problems",
                 highlight=False,
+                soft_wrap=True,
             )
-
-    def said(self, text: str) -> None:
-        """See `Observer`."""
-        self._console.print(text, highlight=False)

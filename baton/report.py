@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import tomli_w
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.evaluation import Evaluation
 from baton.metrics import read_metrics
@@ -81,21 +81,21 @@ def print_report(console: Console, report: RunReport) -> None:
     """Print the summary as a table."""
     table = Table(title=f"{report.directory}: {report.steps} train steps, seed {report.seed}", title_justify="left")
     for heading in ("held-out accuracy", "before", "after", "gain"):
-        table.add_column(heading, justify="left" if heading.startswith("held") else "right")
+        table.add_column(heading, justify="left" if heading.startswith("held") else "right", no_wrap=True)
     for change in report.changes:
-        way = "greedy" if change.before.temperature == 0 else f"temperature {change.before.temperature:g}"
         table.add_row(
-            f"{change.before.task}, {way}",
+            f"{change.before.task}, {change.before.way}",
             str(change.before.accuracy),
             str(change.after.accuracy),
             f"{change.points:+.1f}",
         )
-    console.print(table)
+    console.print(table, soft_wrap=True)
     console.print(
         f"training reward {report.reward_before:.3f} → {report.reward_after:.3f}; "
         f"{report.generated_tokens:,.0f} tokens generated at {report.generate_tokens_per_s:,.0f} tokens/s; "
         f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(
         f"curves: {report.directory}/metrics.jsonl (and tensorboard --logdir {report.directory}/tensorboard)\n"
@@ -107,21 +107,16 @@ def print_report(console: Console, report: RunReport) -> None:
 
 
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
-    """Print evaluations as a table."""
-    table = Table("task", "sampling", "prompts", "accuracy [95 %]", "pass@k [95 %]", "mean length", "cut")
+    """Print evaluations as a table; the intervals are of 95 %."""
+    with_pass = any(r.samples > 1 for r in results)
+    headings = ("task", "sampling", "prompts", "accuracy", *(("pass@k",) if with_pass else ()), "tokens", "cut")
+    table = Table(*(Column(heading, no_wrap=True) for heading in headings))
     for r in results:
-        way = "greedy" if r.temperature == 0 else f"temperature {r.temperature:g}"
-        k = r.samples
-        table.add_row(
-            r.task,
-            way if k == 1 else f"{way}, {k} samples",
-            str(r.num_prompts),
-            str(r.accuracy),
-            "" if k == 1 else f"k = {k}: {r.pass_at_k}",
-            f"{r.mean_length_tokens:.1f}",
-            f"{100 * r.clip_ratio:.1f} %",
-        )
-    console.print(table)
+        cells = [r.task, r.way, str(r.num_prompts), str(r.accuracy)]
+        if with_pass:
+            cells.append("" if r.samples == 1 else f"k={r.samples}: {r.pass_at_k}")
+        table.add_row(*cells, f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %")
+    console.print(table, soft_wrap=True)
 
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
