@@ -146,6 +146,9 @@ def _open_run(
 class Footprint:
     """What a recipe will need, as far as it can be known before starting."""
 
+    example_prompt: str
+    """The first training prompt as the engine will see it, special tokens included."""
+    example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
     """float32 master weights, gradients and two AdamW moments."""
@@ -157,9 +160,13 @@ class Footprint:
 
 
 def footprint(recipe: Recipe) -> Footprint:
-    """Work out memory and work of a recipe from the model's config alone; no weights are read."""
-    load_tokenizer(recipe.model.path)  # the same refusals as a start
-    config = AutoConfig.from_pretrained(recipe.model.path)
+    """Work out memory and work of a recipe; opens its tasks as a start would, but reads no weights."""
+    tokenizer = load_tokenizer(recipe.model.path)
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    mixture.held_out(recipe.eval.num_prompts)
+    prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
+    config = AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     parameters = sum(p.numel() for p in model.parameters())
@@ -170,6 +177,8 @@ def footprint(recipe: Recipe) -> Footprint:
     kv_bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * width
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     return Footprint(
+        example_prompt=tokenizer.text(prompt_ids, keep_special=True),
+        example_prompt_tokens=len(prompt_ids),
         parameters=parameters,
         trainer_bytes=16 * parameters,
         engine_bytes=width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token,

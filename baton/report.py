@@ -123,6 +123,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
     """Print what a recipe resolves to and needs."""
     console.print(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), highlight=False, markup=False)
     console.print(
+        f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}\n"
         f"parameters: {needs.parameters:,}\n"
         f"memory: trainer {_size(needs.trainer_bytes)} (float32 weights, gradients, AdamW), "
         f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations\n"
@@ -130,6 +131,8 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"
         f"the recipe is valid; nothing was started",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
 
 

@@ -15,7 +15,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
     check_model_path(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            path, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from baton.errors import UserError
 from baton.types import Message
 
@@ -39,7 +41,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     from transformers import AutoTokenizer  # takes seconds, and not every command needs it
 
     try:
-        hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: no tokenizer could be loaded from {path!r}: {first_line(error)}") from error
     if hf.chat_template is None:
@@ -51,7 +53,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Raise UserError for a directory that is missing or holds no model; a name of the hub passes."""
+    """Raise UserError for a directory that is missing or holds no model; or a name that is not in the local cache."""
     directory = Path(path)
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()
     if directory.is_dir():
@@ -59,6 +61,10 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
             raise UserError(f"model.path: {path!r} is a directory without {holding}, so not a Hugging Face model")
     elif looks_like_path:
         raise UserError(f"model.path: there is no directory {path!r} (seen from {Path.cwd()})")
+    elif not isinstance(try_to_load_from_cache(path, holding), str):
+        raise UserError(
+            f"model.path: {path!r} is no directory and not in the Hugging Face cache: run `hf download {path}`"
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -14,6 +14,9 @@ from baton.policy.logprobs import compute_in, prefer_float32_attention, token_lo
 from baton.trainer.optimizer import check_schedule, learning_rate, make_optimizer, set_learning_rate
 from baton.trainer.settings import SftSettings
 
+LENGTH_MULTIPLE = 8
+"""Rows are padded to multiples of this many tokens."""
+
 
 class Demonstration(msgspec.Struct, frozen=True):
     """One tokenised example."""
@@ -47,7 +50,7 @@ def fine_tune(
     optimizer = make_optimizer(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     model.eval()  # type: ignore[no-untyped-call]  # without dropout, as in reinforcement learning
     for step in range(1, settings.steps + 1):
-        rows = sorted((next(examples) for _ in range(settings.batch_size)), key=lambda row: row.num_tokens)
+        rows = sorted((next(examples) for _ in range(settings.batch_size)), key=lambda row: -row.num_tokens)
         num_targets = sum(len(row.response_ids) for row in rows)
         loss, num_tokens = 0.0, 0
         for part in _microbatches(rows, settings.max_tokens_per_microbatch):
@@ -75,20 +78,25 @@ def fine_tune(
 
 
 def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Cut rows, sorted by length, where rows × longest would exceed the budget; a row alone may exceed it."""
-    part: list[Demonstration] = []
-    for row in rows:
-        if part and (len(part) + 1) * row.num_tokens > max_tokens:
-            yield part
-            part = []
-        part.append(row)
-    yield part
+    """Cut rows, the longest first, into parts of at most `max_tokens` padded places; a row alone may exceed it.
+
+    Lengths are padded to multiples of 8: bfloat16 kernels on a CPU are compiled for each shape, so shapes are kept few.
+    """
+    begin = 0
+    while begin < len(rows):
+        end = begin + max(1, max_tokens // _padded(rows[begin]))
+        yield rows[begin:end]
+        begin = end
+
+
+def _padded(row: Demonstration) -> int:
+    return -(-row.num_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSettings) -> tuple[torch.Tensor, int]:
     """Return the summed cross-entropy of the rows' response tokens, in nats, and the padded tokens processed."""
     first = min(len(row.prompt_ids) for row in rows)
-    ids_BS = torch.zeros((len(rows), rows[-1].num_tokens), dtype=torch.long)
+    ids_BS = torch.zeros((len(rows), _padded(rows[0])), dtype=torch.long)
     is_target_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
     for place, row in enumerate(rows):
         ids_BS[place, : row.num_tokens] = torch.tensor(row.prompt_ids + row.response_ids)
