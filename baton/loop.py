@@ -197,6 +197,7 @@ class Loop:
             "perf/generate_tokens_per_s": generated / times["time/generate"],
             "perf/occupancy": stats.decoded_tokens / max(1, stats.decode_rows),
             "tokens/generated": generated,
+            "judge/failed": sum(m.judgement.failure is not None for g in groups for m in g.members),
         }
 
     def evaluate(self) -> list[Evaluation]:

@@ -32,6 +32,8 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
     reward: float
     parts: dict[str, float]
     is_correct: bool
+    failure: str | None
+    """Why there is no score, where the scorer raised."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]
@@ -72,6 +74,7 @@ def shown_trajectories(
                     judgement.reward,
                     judgement.parts,
                     judgement.is_correct,
+                    judgement.failure,
                     str(trajectory.finish_reason),
                     trajectory.num_tokens,
                     (min(versions), max(versions)),
@@ -103,7 +106,7 @@ def print_trajectories(console: Console, trajectories: Sequence[ShownTrajectory]
                 title=f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}",
                 title_align="left",
                 subtitle=(
-                    f"{verdict}: answer {t.answer!r}, reference {t.reference!r}; reward {t.reward:g}; "
+                    f"{verdict if t.failure is None else f'not scored ({t.failure})'}: answer {t.answer!r}, reference {t.reference!r}; reward {t.reward:g}; "
                     f"{t.num_tokens} tokens, ended by {t.finish_reason}; version {version}; "
                     f"mean logprob {t.mean_logprob:.3f}"
                 ),

@@ -163,6 +163,8 @@ class Judgement(msgspec.Struct, frozen=True):
     """Whether the task's scorer gave the full score; partial credit is not correct."""
     answer: str | None = None
     """What was extracted from the response, or None when the answer format was not met."""
+    failure: str | None = None
+    """Why the task's scorer gave no score, where it raised; the response counts as wrong then."""
 
 
 class Judged(msgspec.Struct, frozen=True):

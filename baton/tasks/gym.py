@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
 from types import ModuleType
@@ -72,13 +73,16 @@ class GymTask:
     def _make_dataset(self, gym_seed: int) -> Any:
         gym = _import_gym()
         try:
-            return gym.create_dataset(self._gym_name, seed=gym_seed, size=BLOCK, **self._params)
+            with redirect_stdout(sys.stderr):  # some generators print dots, which would break --json
+                return gym.create_dataset(self._gym_name, seed=gym_seed, size=BLOCK, **self._params)
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(f"task {self.name!r}: reasoning-gym refuses params {self._params}: {error}") from error
 
     def _make_entry(self, gym_seed: int, place: int) -> dict[str, Any]:
         try:
-            entry: dict[str, Any] = self._dataset(gym_seed)[place]
+            dataset = self._dataset(gym_seed)
+            with redirect_stdout(sys.stderr):
+                entry: dict[str, Any] = dataset[place]
         except UserError:
             raise
         except Exception as error:

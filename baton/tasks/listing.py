@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from baton.errors import UserError
 from baton.tasks.compact import COMPACT_FORMS
@@ -44,13 +44,13 @@ def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
         for key, value in task.params.items():
             console.print(f"  {key} = {value}", highlight=False, markup=False)
         return
-    table = Table("task", "example", "answer", "compact form", show_lines=False)
+    width = max(len(task.name) for task in tasks) + 2
     for task in tasks:
-        table.add_row(
-            task.name, _short(task.question, 60), _short(task.answer or "", 24), "yes" if task.compact else ""
-        )
-    console.print(table)
-    console.print("baton tasks NAME shows one with its params; a recipe names it in a [[task]]")
+        line = Text(f"{task.name:<{width}}", style="bold")
+        line.append(" ".join(task.question.split()), style="not bold")
+        line.truncate(console.width - 1, overflow="ellipsis")
+        console.print(line)
+    console.print("\nbaton tasks NAME shows one at length, with its params", highlight=False)
 
 
 def _describe(name: str) -> ListedTask:
@@ -73,8 +73,3 @@ def _defaults(name: str) -> dict[str, Any]:
         for key, value in values.items()
         if key not in ("seed", "size")
     }
-
-
-def _short(text: str, width: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1] + "…"

@@ -60,7 +60,11 @@ class Judge:
     def judge(self, prompt: Prompt, response: str) -> Judgement:
         """Judge one finished response. Accuracy means a full score, whatever the reward parts give besides."""
         answer = extract_answer(response, self._format)
-        score = self._tasks[prompt.task].score(answer, prompt.answer, prompt.metadata)
+        score, failure = 0.0, None
+        try:
+            score = self._tasks[prompt.task].score(answer, prompt.answer, prompt.metadata)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"  # recorded and counted: an answer may break a verifier
         is_correct = score >= 1.0
         parts: dict[str, float] = {}
         for reward in self._rewards:
@@ -77,7 +81,7 @@ class Judge:
                     value = self._call(reward, prompt, response, answer)
             parts[reward.name] = value
         total = sum(r.weight * parts[r.name] for r in self._rewards)
-        return Judgement(total, parts, is_correct, answer)
+        return Judgement(total, parts, is_correct, answer, failure)
 
     def _call(self, reward: RewardSettings, prompt: Prompt, response: str, answer: str | None) -> float:
         try:

@@ -73,7 +73,7 @@ def grpo(inputs: LossInputs, shape: LossShape) -> Loss:
     clipped = clip(ratio, shape.clip_low, shape.clip_high) * advantages
     surrogate = torch.minimum(unclipped, clipped)
     loss = -aggregate(surrogate, inputs.mask, shape.aggregation) / shape.divisor
-    return Loss(loss, ratio.detach(), (clipped < unclipped).detach() & inputs.mask)
+    return Loss(loss, ratio.detach(), (clipped < unclipped).detach())
 
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
