@@ -96,7 +96,7 @@ def print_trajectories(console: Console, trajectories: Sequence[ShownTrajectory]
     for t in trajectories:
         oldest, newest = t.policy_versions
         version = str(oldest) if oldest == newest else f"{oldest} to {newest}"
-        verdict = "correct" if t.is_correct else "wrong"
+        verdict = "correct" if t.is_correct else "wrong" if t.failure is None else f"not scored ({t.failure})"
         body = Text()
         body.append(t.prompt, style="dim")
         body.append(t.response)
@@ -106,7 +106,7 @@ def print_trajectories(console: Console, trajectories: Sequence[ShownTrajectory]
                 title=f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}",
                 title_align="left",
                 subtitle=(
-                    f"{verdict if t.failure is None else f'not scored ({t.failure})'}: answer {t.answer!r}, reference {t.reference!r}; reward {t.reward:g}; "
+                    f"{verdict}: answer {t.answer!r}, reference {t.reference!r}; reward {t.reward:g}; "
                     f"{t.num_tokens} tokens, ended by {t.finish_reason}; version {version}; "
                     f"mean logprob {t.mean_logprob:.3f}"
                 ),

@@ -63,8 +63,8 @@ class Judge:
         score, failure = 0.0, None
         try:
             score = self._tasks[prompt.task].score(answer, prompt.answer, prompt.metadata)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"  # recorded and counted: an answer may break a verifier
+        except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
+            failure = f"{type(error).__name__}: {error}"
         is_correct = score >= 1.0
         parts: dict[str, float] = {}
         for reward in self._rewards:
