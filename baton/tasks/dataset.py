@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import msgspec
 from baton.errors import UserError
 from baton.tasks.task import Problem
 from baton.types import Message
+
+_GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 class FileTask:
@@ -73,7 +77,8 @@ def _json_rows(what: str, path: str, columns: tuple[str, str]) -> list[tuple[int
     if not file.is_file():
         raise UserError(f"{what}: there is no file {path!r} (seen from {Path.cwd()})")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    # bytes, so that only a newline ends a row: a JSON text may hold any other line separator as it is
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -93,6 +98,11 @@ def _json_rows(what: str, path: str, columns: tuple[str, str]) -> list[tuple[int
 
 def _same_number(answer: str, reference: str) -> bool:
     try:
-        return float(answer.replace(",", "")) == float(reference.replace(",", ""))
-    except ValueError:
+        return _number(answer) == _number(reference)
+    except ArithmeticError:  # what decimal raises for a text that is no number
         return False
+
+
+def _number(text: str) -> Decimal:
+    """The exact value of a number; commas count only where they group thousands, so that `1,2` is not 12."""
+    return Decimal(text.replace(",", "") if _GROUPED.fullmatch(text.strip()) else text)

@@ -1,7 +1,7 @@
 """Procedurally generated tasks with verifiers, from reasoning-gym.
 
 reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. Streams therefore take
-their seeds from a hash, 64 bits wide, and the train/held-out split never looks at seeds at all (see `Problem`).
+their seeds from a hash, 48 bits wide, and the train/held-out split never looks at seeds at all (see `Problem`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from blake3 import blake3
 
 from baton.errors import UserError
 from baton.tasks.compact import COMPACT_FORMS, canonical_problem
+from baton.tasks.guard import may_be_scored
 from baton.tasks.task import Problem
 
 BLOCK = 500
 """Draws that share one reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
+NARROW_SEEDS = frozenset({"pool_matrix"})
+"""Tasks that hand their seed to numpy, which takes 32 bits; the others get 48."""
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
 """Compiled modules that reasoning-gym imports at start, and the one task that uses each."""
 
@@ -54,6 +57,8 @@ class GymTask:
         """See `Task`."""
         block, place = divmod(index, BLOCK)
         gym_seed = int.from_bytes(blake3(f"{self._gym_name}:{seed}:{block}".encode()).digest(length=6), "big")
+        if self._gym_name in NARROW_SEEDS:
+            gym_seed %= 2**32 - BLOCK
         entry = self._entry(gym_seed, place)
         question = COMPACT_FORMS[self._gym_name](entry) if self._is_compact else str(entry["question"])
         return Problem(
@@ -64,8 +69,11 @@ class GymTask:
         )
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Score with reasoning-gym's verifier; the entry is generated again from its seed and index."""
-        if answer is None:
+        """Score with reasoning-gym's verifier; the entry is generated again from its seed and index.
+
+        An answer that the verifier must not see (`guard.py`) scores 0.
+        """
+        if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
         entry = self._entry(metadata["gym_seed"], metadata["gym_index"])
         return float(self._dataset(metadata["gym_seed"]).score_answer(answer, entry))

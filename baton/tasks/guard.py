@@ -1,0 +1,40 @@
+"""What of a response may reach a reasoning-gym scorer that evaluates it as Python.
+
+Some scorers hand the answer to `eval`, or to sympy's `parse_expr`, which is `eval` too: `__import__('os').system(…)`
+would run, and `9**9**9**9` would never return. An answer is the policy's text, so only the plain form that the task
+asks for is let through; every other answer scores 0.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"[-+]?[\d\s.,/]*([eE][-+]?\d{1,2})?\s*%?")
+_ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[\d\s+\-*/.()]*", re.DOTALL)
+_LITERAL = re.compile(r"[\w\s,'\"\[\]-]*")
+_FORMULA = re.compile(
+    r"(?!.*[\d.]\s*\*\s*\*)"  # a power of a number: 9**9**9
+    r"([\d\s+\-*/.()=]|(?<![A-Za-z.])(sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|sqrt|pi|[A-Za-z])(?![A-Za-z]))*",
+    re.DOTALL,
+)
+_PLAIN: dict[str, re.Pattern[str]] = {
+    "binary_matrix": _LITERAL,
+    "coin_flip": _NUMBER,
+    "countdown": _ARITHMETIC,
+    "intermediate_integration": _FORMULA,
+    "n_queens": _LITERAL,
+    "polynomial_multiplication": _FORMULA,
+    "puzzle24": _ARITHMETIC,
+    "simple_integration": _FORMULA,
+    "spiral_matrix": _LITERAL,
+    "string_insertion": _LITERAL,
+}
+"""reasoning-gym task whose scorer evaluates → the answers that are handed to it."""
+_LONGEST = 2_000
+"""Characters of an answer that is evaluated; deep nesting takes time and stack."""
+
+
+def may_be_scored(gym_name: str, answer: str) -> bool:
+    """Whether the task's scorer may see this answer."""
+    plain = _PLAIN.get(gym_name)
+    return plain is None or (len(answer) <= _LONGEST and plain.fullmatch(answer) is not None)
