@@ -78,6 +78,16 @@ class Driver:
                     open_leases.remove(report.lease_id)
         raise AssertionError(f"leases {open_leases} never ended")
 
+    def run_beside(self, engine: Engine, lease: Lease) -> Trajectory:
+        """Grow one trajectory while whatever else the engine holds goes on, unheard."""
+        engine.submit(lease)
+        trajectory = lease.trajectory
+        while trajectory.finish_reason is None:
+            for report in engine.step():
+                if report.lease_id == lease.lease_id:
+                    trajectory = trajectory.extended(report.segments, report.finish_reason)
+        return trajectory
+
 
 @pytest.fixture
 def driver() -> Driver:

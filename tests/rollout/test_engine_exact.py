@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, MistralConfig, Qwen3NextConfig, T5Config
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Mis
 from baton.errors import UserError
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.network import prefill_shape
+from baton.rollout.engines.network import Network, prefill_shape
+from baton.rollout.engines.sampling import noise_key, uniforms
 from baton.types import PolicyVersion, Segment
 
 
@@ -90,6 +92,32 @@ def test_a_resume_from_ids_at_every_position_continues_with_the_same_ids(tempera
         torch.testing.assert_close(trajectory.behavior_logprobs, whole.behavior_logprobs, atol=1e-4, rtol=0)
 
 
+def test_a_trajectory_that_joins_others_midway_is_the_same_too(embedded, driver):
+    """Admitted into a free slot beside running rows, and into one that an abort has just freed."""
+    prompt = prompts([17])[0]
+    alone = driver.run(embedded(), [driver.lease(1, prompt, 12)])[1]
+    engine = embedded()
+    for i in (10, 11):
+        engine.submit(driver.lease(i, prompt, 40))
+    engine.step()
+    assert driver.run_beside(engine, driver.lease(1, prompt, 12)) == alone
+    engine.abort(10)
+    assert driver.run_beside(engine, driver.lease(1, prompt, 12)) == alone
+
+
+def test_tokens_are_those_that_noise_and_probabilities_decide(embedded, load, driver):
+    """Each draw worked again by plain forwards: the first id whose running probability exceeds the uniform number."""
+    model, prompt = load("qwen3"), prompts([17])[0]
+    grown = driver.run(embedded(), [driver.lease(0, prompt, 20, group_id=6, sample_index=3, temperature=1.5)])[0]
+    key = np.array([noise_key(driver.noise_seed, 6, 3)], dtype=np.uint64)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *grown.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        running = torch.softmax(logits.double() / 1.5, -1).cumsum(-1)
+    for position, token in enumerate(grown.token_ids):
+        uniform = float(uniforms(key, np.array([position]))[0])
+        assert token == int((running[position] <= uniform).sum()), f"token {position}"
+
+
 def test_samples_of_a_group_differ_and_the_run_seed_changes_them_all(embedded, driver):
     prompt = prompts([9])[0]
     leases = [driver.lease(i, prompt, 20, group_id=3, sample_index=i) for i in range(8)]
@@ -127,7 +155,7 @@ def test_prefill_shapes_follow_from_the_length_alone_and_hold_it():
 @pytest.mark.parametrize(
     "config",
     [
-        GPT2Config(vocab_size=80, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+        GPT2Config(vocab_size=80, n_embd=64, n_layer=2, n_head=4, n_positions=100),
         MistralConfig(
             vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, sliding_window=16,
@@ -140,12 +168,12 @@ def test_prefill_shapes_follow_from_the_length_alone_and_hold_it():
     ids=["learned positions", "sliding windows", "sliding and full layers"],
 )  # fmt: skip
 def test_other_architectures_equal_their_plain_forward(config, tokenizer, driver):
+    """98 ids are padded to 128, past the 100 positions that the first of them has."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    engine = EmbeddedEngine(
-        model, tokenizer, EngineSettings(slots=8, max_context_tokens=128), PolicyVersion("run", 0), ()
-    )
-    given = prompts([3, 30, 60])
+    settings = EngineSettings(slots=8, max_context_tokens=100)
+    engine = EmbeddedEngine(model, tokenizer, settings, PolicyVersion("run", 0), ())
+    given = prompts([3, 30, 60, 98])
     for i, trajectory in driver.run(engine, [driver.lease(i, p, 24) for i, p in enumerate(given)]).items():
         difference = teacher_forced(model, given[i], trajectory.token_ids) - torch.tensor(trajectory.behavior_logprobs)
         assert difference.abs().max() <= 1e-4
@@ -205,6 +233,21 @@ def test_a_model_whose_cached_logits_are_wrong_is_refused(load, tokenizer, monke
 def test_shapes_that_cannot_be_are_refused(settings, embedded):
     with pytest.raises(UserError, match="allowed"):
         embedded(**settings)
+
+
+def test_a_shape_that_changes_bits_is_never_used(embedded, monkeypatch):
+    """A decode that differs in its last bits at 32 rows, and at 128 positions, must run at neither."""
+    decode = Network.decode
+
+    def fickle(self, ids_W, position_W, kv_length):
+        logits = decode(self, ids_W, position_W, kv_length)
+        return logits * (1 + 2**-20) if len(ids_W) == 32 or kv_length == 128 else logits
+
+    monkeypatch.setattr(Network, "decode", fickle)
+    network = embedded(slots=64, max_context_tokens=512)._network
+    assert 32 not in network.widths
+    assert 128 not in network.kv_lengths
+    assert (network.widths[-1], network.kv_lengths[-1]) == (64, 512)
 
 
 def test_the_shapes_of_decode_end_with_the_largest_whatever_the_cpu(embedded):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.rollout.engines.sampling import _mix, noise_key, row_params, sample, uniforms
+from baton.rollout.engines.sampling import _mix, _pick, noise_key, row_params, sample, uniforms
 from baton.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -98,6 +98,13 @@ def test_the_extreme_draws_stay_within_the_support():
     ids, logprobs = draw(logits, SamplingParams(1), [0.0, 0.5 - 2**-40, 0.5, 1 - 2**-53])
     assert ids.tolist() == [1, 1, 3, 3]
     assert logprobs.tolist() == pytest.approx([np.log(0.5)] * 4)
+
+
+@pytest.mark.parametrize("total", [1 << 50, (1 << 50) + 1, (1 << 51) - 1, (1 << 50) - 1, 7])
+def test_the_largest_draw_stays_below_any_total(total):
+    """Ids 2 and 3 have no mass; a product that rounded up to the total would pick one of them."""
+    mass_WV = torch.tensor([[total - 1, 1, 0, 0]])
+    assert _pick(mass_WV, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 1
 
 
 def test_the_logprob_is_that_of_the_whole_vocabulary_at_the_temperature_before_filters():

@@ -105,12 +105,15 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
 
 
 def _pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
-    """Return the first id whose running sum exceeds the draw: never one of mass 0, never beyond the last."""
+    """Return the first id whose running sum exceeds the draw: never one of mass 0, never beyond the last.
+
+    A draw of at most 1 - 2^-53 times a total below 2^53 stays below the total also when rounded.
+    """
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
-    target_W = (uniform_W * total_W).long().minimum(total_W - 1)
+    target_W = (uniform_W * total_W).long()
     ids_W = torch.searchsorted(running_WV, target_W[:, None], right=True)[:, 0]
-    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)
+    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # reached only where the logits are not finite
 
 
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
