@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from baton.config import Recipe, WarmStart, load_tasks
+from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.loop import Loop, LoopState, Observer
@@ -25,7 +25,7 @@ from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.port import LocalPort
 from baton.rollout.runner import Runner
-from baton.runs import RunDirectory
+from baton.runs import RunDirectory, without_none
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
@@ -37,6 +37,15 @@ from baton.types import Message, PolicyVersion, SamplingParams
 
 LOOP_STATE = Path("baton") / "loop.json"
 """Within a checkpoint: what the loop needs to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a run begins or goes on."""
+
+    state: LoopState
+    checkpoint: Path | None
+    """None at the beginning."""
 
 
 def set_up_torch(threads: int) -> int:
@@ -86,8 +95,12 @@ def build_loop(
         total_steps=recipe.run.steps,
         version=PolicyVersion(secrets.token_hex(4), 0),
     )
-    run, state = _open_run(recipe, trainer, resume=resume, overwrite=overwrite)
-    if state.step == 0:
+    if resume:
+        run, place = _open_run(recipe, trainer, observer, threads)
+    else:
+        run, place = RunDirectory.create(recipe.run.path, overwrite=overwrite), _Place(LoopState(), None)
+    state = place.state
+    if place.checkpoint is None:
         run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
         tokenizer.hf.save_pretrained(run.tokenizer)
     engine = build_engine(recipe, recipe.model.path, tokenizer, trainer.version)
@@ -98,7 +111,7 @@ def build_loop(
         with atomic_directory(path) as directory:
             trainer.save(directory)
             (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
-        prune_checkpoints(run.checkpoints, recipe.checkpoint.keep)
+        prune_checkpoints(run.checkpoints, recipe.checkpoint.keep, keep_step=state.best_step)
         return path
 
     return Loop(
@@ -111,7 +124,7 @@ def build_loop(
         runner=Runner(port, recipe.rollout.stall_timeout_s),
         trainer=trainer,
         save_checkpoint=save_checkpoint,
-        metrics=MetricsWriter(run.path, resume_step=state.step if resume else -1),
+        metrics=MetricsWriter(run.path, resume_step=state.step if place.checkpoint else -1),
         observer=observer,
         rollout=recipe.rollout,
         eval=recipe.eval,
@@ -119,27 +132,35 @@ def build_loop(
         seed=recipe.run.seed,
         num_steps=recipe.run.steps,
         state=state,
+        last_checkpoint=place.checkpoint,
         should_stop=should_stop,
     )
 
 
-def _open_run(
-    recipe: Recipe, trainer: LocalTrainer, *, resume: bool, overwrite: bool
-) -> tuple[RunDirectory, LoopState]:
-    if not resume:
-        return RunDirectory.create(recipe.run.path, overwrite=overwrite), LoopState()
+def _open_run(recipe: Recipe, trainer: LocalTrainer, observer: Observer, threads: int) -> tuple[RunDirectory, _Place]:
+    """Open a run to go on with: from its latest checkpoint, or from the start where it has not got that far."""
+    resolved = without_none(recipe.model_dump(mode="json"))
+    if not (recipe.run.path / "run.json").exists():
+        observer.said(f"{recipe.run.path} does not exist yet: beginning it")
+        return RunDirectory.create(recipe.run.path, overwrite=False), _Place(LoopState(), None)
     run = RunDirectory.open(recipe.run.path)
+    for warning in compare_for_resume(run.recipe(), resolved):
+        observer.said(f"warning: {warning}")
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        raise UserError(f"{run.path} has no complete checkpoint to resume from: begin again with --overwrite")
-    trainer.restore(checkpoint)
+        observer.said(f"{run.path} has no checkpoint yet: beginning it again")
+        return RunDirectory.create(recipe.run.path, overwrite=True), _Place(LoopState(), None)
     state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
     if state.step >= recipe.run.steps:
         raise UserError(
             f"{run.path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
             f"to go on, resume with a larger run.steps"
         )
-    return run, state
+    trainer.restore(checkpoint)
+    run.cut_after(state.step)
+    run.write_resume(resolved, step=state.step, threads=threads)
+    observer.said(f"going on after step {state.step}, from {checkpoint}")
+    return run, _Place(state, checkpoint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,48 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
+MAY_CHANGE = ("run.name", "run.directory", "eval", "checkpoint", "log", "rollout.stall_timeout_s")
+"""Keys, or whole sections, that a resumed run may change and stay what it was."""
+CHANGES_BITS = ("run.threads", "model.device", "engine.slots", "trainer.max_tokens_per_microbatch")
+"""Keys that a resumed run may change, at the price of other last bits."""
+
+
+def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a warning for each key whose change makes a resumed run differ from one never stopped.
+
+    Both are resolved recipes. Raises UserError naming the keys that may not change within a run.
+    """
+    old, new = _leaves(before), _leaves(now)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [key for key in changed if not any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)]
+    warned = [key for key in changed if key in CHANGES_BITS]
+    if "run.steps" in changed:
+        if now["trainer"]["decay"] != "constant":
+            warned.append("run.steps")
+        changed.remove("run.steps")
+    refused = [key for key in changed if key not in warned]
+    if refused:
+        lines = [f"{key}: was {old.get(key)!r}, now {new.get(key)!r}" for key in refused]
+        raise UserError(
+            "a resumed run keeps its recipe, but this changes " + "; ".join(lines) + ". Undo the change, or begin a "
+            "new run from the checkpoint with model.path"
+        )
+    reasons = {"run.steps": "the learning rate decays over another length"}
+    return [
+        f"resuming with {key} = {new.get(key)!r} instead of {old.get(key)!r}: "
+        f"{reasons.get(key, 'the last bits may differ')} from those of a run never stopped"
+        for key in warned
+    ]
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {k: v for key, value in tree.items() for k, v in _leaves(value, f"{prefix}.{key}".strip(".")).items()}
+    if isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        return {k: v for index, item in enumerate(tree) for k, v in _leaves(item, f"{prefix}.{index}").items()}
+    return {prefix: tree}
+
+
 def load_tasks(path: Path) -> TaskRecipe:
     """Read what an evaluation needs from a recipe of either kind."""
     return load_recipe(TaskRecipe, path)

@@ -5,7 +5,8 @@
     │   └── TaskExhausted               a task holds fewer distinct problems than were asked for
     ├── EngineFault                     an engine or its worker failed; names the worker and the lease
     ├── DeadlineExceeded                something was waited for too long; names who
-    └── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
+    ├── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
+    └── StorageFault                    a file could not be written; names it and where the run can go on from
 
 Staleness, an abort and a full buffer are outcomes, not errors. Our own invariants are `assert` with a message.
 """
@@ -33,3 +34,7 @@ class DeadlineExceeded(BatonError):
 
 class TrainingDiverged(BatonError):
     """A loss or a gradient is not finite."""
+
+
+class StorageFault(BatonError):
+    """A file could not be written: the disk is full, say."""

@@ -18,6 +18,7 @@ Every token's version is the trainer's, so staleness is 0 and no group ever wait
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,9 +29,11 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import Field
 
+from baton.errors import StorageFault, TrainingDiverged
 from baton.evaluation import EvalSettings, Evaluation, evaluate
 from baton.metrics import MetricsWriter
 from baton.policy.tokenizer import Tokenizer
+from baton.rollout.engine import EngineStats
 from baton.rollout.port import WorkerPort
 from baton.rollout.runner import Request, RolloutSettings, Runner
 from baton.runs import RunDirectory
@@ -47,7 +50,7 @@ class CheckpointSettings(Settings):
     every: int = Field(default=50, ge=1)
     """Train steps between checkpoints; the last step always has one."""
     keep: int = Field(default=2, ge=1)
-    """Latest checkpoints kept."""
+    """Latest checkpoints kept; the one with the best held-out accuracy is kept besides."""
 
 
 class LoopState(msgspec.Struct, frozen=True):
@@ -58,6 +61,10 @@ class LoopState(msgspec.Struct, frozen=True):
     next_group_id: int = 0
     position: dict[str, int] = msgspec.field(default_factory=dict)
     """Draws made from each task's training stream."""
+    best_step: int = 0
+    """Train step of the best held-out accuracy so far; 0 is the model the run began with."""
+    best_accuracy: float = -1.0
+    """Of the sampled responses, over all tasks."""
 
 
 class Observer(Protocol):
@@ -73,6 +80,10 @@ class Observer(Protocol):
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
         """A held-out evaluation is done."""
+        ...
+
+    def said(self, text: str) -> None:
+        """Something worth a line has happened."""
         ...
 
 
@@ -110,6 +121,7 @@ class Loop:
     runner: Runner
     trainer: Trainer
     save_checkpoint: Callable[[LoopState], Path]
+    """Writes a checkpoint of the trainer and this state, whole or not at all."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -119,25 +131,50 @@ class Loop:
     num_steps: int
     state: LoopState
     should_stop: Callable[[], bool] = lambda: False
+    last_checkpoint: Path | None = None
     clock: Clock = field(default_factory=Clock)
+    stats: EngineStats = field(default_factory=EngineStats)
+    """The engine's counters when the last step ended."""
 
     def train(self) -> list[Evaluation]:
-        """Run from the current state to the last step, or until `should_stop`; return the last evaluation."""
+        """Run from the current state to the last step, or until `should_stop`; return the last evaluation.
+
+        Raises TrainingDiverged and StorageFault naming the last good checkpoint. Whenever the process dies, a resume
+        from that checkpoint makes the same steps again: what was written after it is cut or written over.
+        """
+        try:
+            return self._train()
+        except TrainingDiverged as error:
+            raise TrainingDiverged(
+                f"{error}; its batch is in {self.run.path}, step {self.state.step + 1}; {self._way_back()}"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise StorageFault(
+                f"the disk is full: {error.filename or self.run.path} could not be written after train step "
+                f"{self.state.step}; make room, then go on with --resume; {self._way_back()}"
+            ) from error
+
+    def _train(self) -> list[Evaluation]:
         self._publish()
         results: list[Evaluation] = []
         if self.state.step == 0:
             results = self.evaluate()
-        while self.state.step < self.num_steps:
+        while self.state.step < self.num_steps and not self.should_stop():
             self._step()
-            step = self.state.step
-            is_last = step == self.num_steps or self.should_stop()
+            step, best = self.state.step, self.state.best_step
+            is_last = step == self.num_steps
             if is_last or (self.eval.every and step % self.eval.every == 0):
                 results = self.evaluate()
-            if is_last or step % self.checkpoint.every == 0:
-                self.save_checkpoint(self.state)
-            if is_last:
-                break
+            is_best = self.state.best_step != best
+            if is_last or is_best or step % self.checkpoint.every == 0 or self.should_stop():
+                self.last_checkpoint = self.save_checkpoint(self.state)
         return results
+
+    def _way_back(self) -> str:
+        there = self.last_checkpoint
+        return f"the last good checkpoint is {there}" if there else "there is no checkpoint yet"
 
     def _step(self) -> None:
         begin = time.perf_counter()
@@ -148,7 +185,12 @@ class Loop:
         with self.clock.stage("train"), self.observer.phase("train", 0):
             values = self.trainer.step(Batch(step, tuple(groups)))
         self._publish()
-        self.state = LoopState(step, self.state.next_group_id + len(prompts), dict(self.stream.position))
+        self.state = msgspec.structs.replace(
+            self.state,
+            step=step,
+            next_group_id=self.state.next_group_id + len(prompts),
+            position=dict(self.stream.position),
+        )
         values |= self._performance(groups, time.perf_counter() - begin)
         self.metrics.write(step, values)
         self.observer.stepped(step, values)
@@ -189,13 +231,14 @@ class Loop:
     def _performance(self, groups: Sequence[Group], step_time_s: float) -> dict[str, float]:
         times = {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
         generated = sum(m.trajectory.num_tokens for g in groups for m in g.members)
-        stats = self.port.stats()
+        before, self.stats = self.stats, self.port.stats()
+        rows = self.stats.decode_rows - before.decode_rows
         return {
             **times,
             "perf/step_time": step_time_s,
             "perf/throughput": generated / step_time_s,
             "perf/generate_tokens_per_s": generated / times["time/generate"],
-            "perf/occupancy": stats.decoded_tokens / max(1, stats.decode_rows),
+            "perf/occupancy": (self.stats.decoded_tokens - before.decoded_tokens) / max(1, rows),
             "tokens/generated": generated,
             "judge/failed": sum(m.judgement.failure is not None for g in groups for m in g.members),
         }
@@ -226,6 +269,10 @@ class Loop:
             values |= evaluation_metrics(result)
         self.metrics.write(self.state.step, values)
         self.run.write_evaluation(self.state.step, results)
+        self.stats = self.port.stats()
+        accuracy = next(r.accuracy.value for r in reversed(results) if r.temperature)
+        if accuracy > self.state.best_accuracy:
+            self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=accuracy)
         self.observer.evaluated(self.state.step, results)
         return results
 

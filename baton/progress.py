@@ -69,3 +69,7 @@ class TerminalObserver:
                 highlight=False,
                 soft_wrap=True,
             )
+
+    def said(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

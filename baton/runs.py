@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -78,20 +79,27 @@ class RunDirectory:
     def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
         """Write the resolved recipe and the circumstances, before anything starts."""
         (self.path / "recipe.toml").write_text(tomli_w.dumps(without_none(recipe)), encoding="utf-8")
-        facts = {
-            "baton": baton.__version__,
-            "commit": _commit(),
-            "seed": seed,
-            "threads": threads,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "packages": {name: _version(name) for name in RECORDED_PACKAGES},
-        }
+        facts = {"seed": seed, **_circumstances(threads), "resumed": []}
         (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+
+    def write_resume(self, recipe: dict[str, Any], *, step: int, threads: int) -> None:
+        """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start."""
+        (self.path / "recipe.toml").write_text(tomli_w.dumps(without_none(recipe)), encoding="utf-8")
+        facts = self.facts()
+        facts["resumed"].append({"step": step, **_circumstances(threads)})
+        (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+
+    def cut_after(self, step: int) -> None:
+        """Forget what was recorded after a step: a resumed run makes it again."""
+        for later in self.recorded_steps():
+            if later > step:
+                self._groups_file(later).unlink()
+        rows = [row for row in self.evaluations() if row.step <= step]
+        self._evaluations.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe the run goes by."""
+        return tomllib.loads((self.path / "recipe.toml").read_text(encoding="utf-8"))
 
     def facts(self) -> dict[str, Any]:
         """What `write_start` recorded."""
@@ -135,6 +143,21 @@ class RunDirectory:
 
     def _groups_file(self, step: int) -> Path:
         return self._trajectories / f"step_{step:06d}.jsonl.gz"
+
+
+def _circumstances(threads: int) -> dict[str, Any]:
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "baton": baton.__version__,
+        "commit": _commit(),
+        "threads": threads,
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in RECORDED_PACKAGES},
+    }
 
 
 def without_none(value: Any) -> Any:

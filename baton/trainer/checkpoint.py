@@ -129,10 +129,11 @@ def latest_checkpoint(root: Path) -> Path | None:
     return next(reversed(list_checkpoints(root)), None)
 
 
-def prune_checkpoints(root: Path, keep_last: int) -> list[Path]:
-    """Remove all complete checkpoints but the newest `keep_last`, and return what was removed."""
+def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
+    """Remove all complete checkpoints but the newest `keep_last` and that of `keep_step`; return what was removed."""
     assert keep_last >= 1, "a run without its last checkpoint cannot be resumed"
-    removed = list_checkpoints(root)[:-keep_last]
+    kept = checkpoint_path(root, keep_step)
+    removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]
     for path in removed:
         doomed = path.with_name(f".{path.name}.removed")
         path.rename(doomed)  # whole or absent on the way out, too
