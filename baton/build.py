@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
+from baton.files import atomic_directory
 from baton.loop import Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
@@ -30,7 +31,7 @@ from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.trainer.checkpoint import atomic_directory, checkpoint_path, latest_checkpoint, prune_checkpoints
+from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
 from baton.trainer.local import LocalTrainer
 from baton.trainer.sft import Demonstration
 from baton.types import Message, PolicyVersion, SamplingParams
@@ -55,6 +56,7 @@ def set_up_torch(threads: int) -> int:
     torch.set_num_threads(count)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs several per cent
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
     return count
 

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from tensorboardX import SummaryWriter
 
+from baton.files import write_whole
+
 
 class MetricsWriter:
     """Appends one row per step. Rows after a checkpoint are cut when a run is resumed from it."""
@@ -20,7 +22,7 @@ class MetricsWriter:
         """Open the files in `directory`, dropping rows later than `resume_step`."""
         self._file = directory / "metrics.jsonl"
         kept = [row for row in read_metrics(directory) if row["step"] <= resume_step] if self._file.exists() else []
-        self._file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        write_whole(self._file, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1, write_to_disk=True)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

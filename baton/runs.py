@@ -32,6 +32,7 @@ import tomli_w
 import baton
 from baton.errors import UserError
 from baton.evaluation import Evaluation
+from baton.files import remove_leftovers, write_whole
 from baton.types import Group
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
@@ -78,24 +79,26 @@ class RunDirectory:
 
     def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
         """Write the resolved recipe and the circumstances, before anything starts."""
-        (self.path / "recipe.toml").write_text(tomli_w.dumps(without_none(recipe)), encoding="utf-8")
+        write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
         facts = {"seed": seed, **_circumstances(threads), "resumed": []}
-        (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+        write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
 
     def write_resume(self, recipe: dict[str, Any], *, step: int, threads: int) -> None:
         """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start."""
-        (self.path / "recipe.toml").write_text(tomli_w.dumps(without_none(recipe)), encoding="utf-8")
+        write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
         facts = self.facts()
         facts["resumed"].append({"step": step, **_circumstances(threads)})
-        (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+        write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
 
     def cut_after(self, step: int) -> None:
-        """Forget what was recorded after a step: a resumed run makes it again."""
+        """Forget what was recorded after a step, and what was left half-written: a resumed run makes it again."""
+        for directory in (self.path, self.checkpoints, self._trajectories):
+            remove_leftovers(directory)
         for later in self.recorded_steps():
             if later > step:
                 self._groups_file(later).unlink()
         rows = [row for row in self.evaluations() if row.step <= step]
-        self._evaluations.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe the run goes by."""
@@ -108,7 +111,7 @@ class RunDirectory:
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Keep every trajectory of a step."""
         lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
-        self._groups_file(step).write_bytes(gzip.compress(lines, compresslevel=4, mtime=0))
+        write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def groups(self, step: int) -> list[Group]:
         """Read back the groups of a step. Raises UserError when there are none, naming the steps there are."""
@@ -128,7 +131,7 @@ class RunDirectory:
         """Keep the evaluations of a step, intervals included; a step written again replaces what follows it."""
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
-        self._evaluations.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def evaluations(self) -> list[RecordedEvaluation]:
         """All evaluations so far, in order."""
@@ -139,7 +142,7 @@ class RunDirectory:
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Write the end's summary."""
-        (self.path / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        write_whole(self.path / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
     def _groups_file(self, step: int) -> Path:
         return self._trajectories / f"step_{step:06d}.jsonl.gz"

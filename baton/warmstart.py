@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from baton.build import build_warm_start, evaluate_model, set_up_torch
 from baton.config import WarmStart
 from baton.evaluation import Evaluation
+from baton.files import atomic_directory
 from baton.metrics import MetricsWriter
 from baton.report import print_evaluations
 from baton.runs import RunDirectory
-from baton.trainer.checkpoint import atomic_directory
 from baton.trainer.sft import fine_tune
 
 LOG_EVERY = 50

@@ -15,7 +15,7 @@ class EngineSettings(Settings):
     """[engine] the embedded engine's shape."""
 
     slots: int = 64
-    """Trajectories generated at once; a multiple of 8 (smaller widths would make a row depend on its batch)."""
+    """Trajectories generated at once; a multiple of 8."""
     max_context_tokens: int = 1024
     """Prompt plus response; the KV cache is allocated for slots × max_context_tokens when the engine starts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -56,7 +56,10 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights at once; running leases keep their KV cache and go on under the new version."""
+        """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
+
+        Leases that asked for exactly another version are put down (an aborted report) or, where they wait, refused.
+        """
         ...
 
     @property

@@ -12,11 +12,8 @@ one is never listed, and neither is a directory without `baton/state.json`.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from baton.errors import UserError
+from baton.files import atomic_directory, remove_directory
 from baton.types import PolicyVersion
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -44,32 +42,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Name → version of what decides the bits."""
     num_threads: int
     """torch threads; another number may change the last bits."""
-
-
-@contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `path`; when the block ends well, it takes that name in one step.
-
-    What already lay at `path` is replaced. When the block raises, `path` is as it was and the rest is removed.
-    """
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished, replaced = path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.replaced")
-    for leftover in (unfinished, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        yield unfinished
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    for entry in [*unfinished.rglob("*"), unfinished]:
-        _fsync(entry)
-    if path.exists():
-        path.rename(replaced)  # a directory cannot be renamed over a full one
-    unfinished.rename(path)
-    _fsync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_checkpoint(
@@ -135,15 +107,5 @@ def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]
     for path in removed:
-        doomed = path.with_name(f".{path.name}.removed")
-        path.rename(doomed)  # whole or absent on the way out, too
-        shutil.rmtree(doomed)
+        remove_directory(path)
     return removed
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

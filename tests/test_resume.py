@@ -1,0 +1,237 @@
+"""A run that is stopped anywhere and resumed equals one that was never stopped: weights, metrics, trajectories."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from baton.build import build_loop
+from baton.config import Recipe, compare_for_resume
+from baton.errors import StorageFault, TrainingDiverged, UserError
+from baton.metrics import read_metrics
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.settings import ScratchSettings
+from baton.progress import TerminalObserver
+from baton.runs import RunDirectory
+from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
+
+NUM_KILLS = int(os.environ.get("BATON_TEST_KILLS", "20"))
+TIMES = ("time/", "perf/")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model on disk."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = scratch_tokenizer(["1+2-3 <think>1+2=3</think><answer>0</answer>"], 300)
+    settings = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    scratch_model(settings, tokenizer, seed=0).save_pretrained(path)
+    tokenizer.hf.save_pretrained(path)
+    return path
+
+
+def recipe(model: Path, directory: Path, **changes: Any) -> Recipe:
+    """Nine steps with two minibatches each, evaluated every fourth and kept every second."""
+    tree: dict[str, Any] = {
+        "run": {"name": "r", "directory": str(directory), "steps": 9, "threads": 1, "seed": 3},
+        "model": {"path": str(model), "device": "cpu"},
+        "task": [
+            {"name": "chain_sum", "form": "compact", "params": {"max_terms": 3, "max_digits": 1}},
+            {"name": "rows", "path": str(directory / "rows.jsonl")},
+        ],
+        "answer": {"format": "last_line", "instruct": False},
+        "reward": [{"kind": "format"}, {"kind": "function", "function": "tests.test_resume:evenness"}],
+        "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12},
+        "engine": {"slots": 16, "max_context_tokens": 64},
+        "trainer": {"lr": 1e-3, "decay": "linear", "num_minibatches": 2},
+        "eval": {"every": 4, "num_prompts": 4},
+        "checkpoint": {"every": 2, "keep": 2},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree[section] = {**tree[section], name: value}
+    directory.mkdir(exist_ok=True, parents=True)
+    # eleven of the fourteen rows are on the training side: nine steps pass an epoch boundary
+    (directory / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(30, 44)))
+    return Recipe.model_validate(tree)
+
+
+def evenness(prompt: Any, response: str, answer: str | None) -> float:
+    """A reward that a random model varies in."""
+    return len(response) % 5 / 5
+
+
+def train(wanted: Recipe, *, resume: bool, should_stop: Any = lambda: False) -> None:
+    console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    with TerminalObserver(console, wanted.run.steps) as observer:
+        loop = build_loop(wanted, observer, resume=resume, overwrite=False, should_stop=should_stop)
+        loop.train()
+        loop.metrics.close()
+
+
+def outcome(wanted: Recipe) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], list[Any], list[Any]]:
+    """Weights, metrics without times, evaluations, and every trajectory of a finished run."""
+    from safetensors.torch import load_file
+
+    run = RunDirectory.open(wanted.run.path)
+    last = latest_checkpoint(run.checkpoints)
+    assert last is not None
+    rows = [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(run.path)]
+    groups = [run.groups(step) for step in run.recorded_steps()]
+    return load_file(last / "model.safetensors"), rows, run.evaluations(), groups
+
+
+def assert_equal_runs(one: Recipe, other: Recipe) -> None:
+    (weights, *rest), (other_weights, *other_rest) = outcome(one), outcome(other)
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert rest == other_rest
+
+
+@pytest.fixture(scope="session")
+def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """The run that nothing happens to."""
+    wanted = recipe(tiny_model, tmp_path_factory.mktemp("unbroken"))
+    train(wanted, resume=False)
+    return wanted
+
+
+def test_the_run_learns_something_that_could_differ(unbroken: Recipe) -> None:
+    _, rows, evaluations, groups = outcome(unbroken)
+    assert len([row for row in rows if "reward/mean" in row]) == 9
+    assert len({row["reward/mean"] for row in rows if "reward/mean" in row}) > 3
+    assert {e.step for e in evaluations} == {0, 4, 8, 9}
+    assert len(groups) == 9
+    assert any(row.get("policy/grad_norm", 0) > 0 for row in rows)
+
+
+def test_stopping_after_any_step_and_resuming_changes_nothing(
+    tiny_model: Path, tmp_path: Path, unbroken: Recipe
+) -> None:
+    wanted = recipe(tiny_model, tmp_path)
+    for step in (1, 4, 5):
+
+        def after(step: int = step) -> bool:
+            steps = RunDirectory(wanted.run.path).recorded_steps() if wanted.run.path.exists() else []
+            return bool(steps) and steps[-1] >= step
+
+        train(wanted, resume=True, should_stop=after)
+    train(wanted, resume=True)
+    assert_equal_runs(unbroken, wanted)
+    resumed = RunDirectory(wanted.run.path).facts()["resumed"]
+    assert [r["step"] for r in resumed] == [1, 4, 5]
+
+
+def test_killed_at_random_moments_and_resumed_equals_unbroken(
+    tiny_model: Path, tmp_path: Path, unbroken: Recipe
+) -> None:
+    dice = random.Random(20)
+    kills, attempt = 0, 0
+    while kills < NUM_KILLS:
+        wanted = recipe(tiny_model, tmp_path / str(attempt))
+        attempt += 1
+        while True:
+            child = os.fork()  # everything is imported: a life costs what training costs
+            if child == 0:
+                try:
+                    train(wanted, resume=True)
+                    os._exit(0)
+                except UserError as error:
+                    os._exit(0 if "is complete" in str(error) else 1)  # killed between its last write and its end
+                except BaseException:  # noqa: BLE001 - a child must never return into pytest
+                    traceback.print_exc()
+                    os._exit(1)
+            if dice.random() < 0.9:
+                time.sleep(dice.uniform(0.02, 1.5))
+                os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            if os.WIFSIGNALED(status):
+                kills += 1
+                continue
+            assert os.WEXITSTATUS(status) == 0, f"a resume failed after {kills} kills"
+            break
+        assert_equal_runs(unbroken, wanted)
+
+
+def test_rows_written_after_the_checkpoint_are_cut(tiny_model: Path, tmp_path: Path, unbroken: Recipe) -> None:
+    wanted = recipe(tiny_model, tmp_path)
+    train(wanted, resume=False, should_stop=lambda: (wanted.run.path / "trajectories/step_000003.jsonl.gz").exists())
+    with (wanted.run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/mean": 9.0}\n{"step": 5, "rew')
+    train(wanted, resume=True)
+    assert_equal_runs(unbroken, wanted)
+
+
+def test_the_best_checkpoint_outlives_the_latest(tiny_model: Path, tmp_path: Path) -> None:
+    wanted = recipe(tiny_model, tmp_path, checkpoint__keep=1, eval__every=1)
+    train(wanted, resume=False)
+    run = RunDirectory(wanted.run.path)
+    sampled: dict[int, float] = {}
+    for e in run.evaluations():
+        if e.result.task == "all" and e.result.temperature:
+            sampled[e.step] = e.result.accuracy.value
+    best = max(sampled, key=lambda step: (sampled[step], -step))
+    kept = {int(path.name[5:]) for path in list_checkpoints(run.checkpoints)}
+    assert kept == {9, best} - {0}
+
+
+def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
+    before = {"run": {"steps": 9, "threads": 1}, "trainer": {"lr": 1e-3, "decay": "linear"}, "task": [{"weight": 1.0}]}
+    same = {**before, "eval": {"every": 3}}
+    assert compare_for_resume(before, same) == []
+    threads = {**before, "run": {"steps": 9, "threads": 2}}
+    assert ["run.threads" in w for w in compare_for_resume(before, threads)] == [True]
+    longer = {**before, "run": {"steps": 12, "threads": 1}}
+    assert ["decays over another length" in w for w in compare_for_resume(before, longer)] == [True]
+    with pytest.raises(UserError, match=r"trainer\.lr: was 0\.001, now 0\.01"):
+        compare_for_resume(before, {**before, "trainer": {"lr": 1e-2, "decay": "linear"}})
+    with pytest.raises(UserError, match=r"task\.0\.weight: was 1\.0, now 2\.0"):
+        compare_for_resume(before, {**before, "task": [{"weight": 2.0}]})
+
+
+def test_a_diverged_step_names_the_batch_and_the_way_back(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = recipe(tiny_model, tmp_path)
+    console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    loop = build_loop(wanted, TerminalObserver(console, 9), resume=False, overwrite=False)
+    poison = loop.trainer.step
+
+    def step(batch: Any) -> dict[str, float]:
+        if batch.step == 4:
+            with torch.no_grad():
+                next(iter(loop.trainer.model.parameters())).fill_(float("nan"))  # type: ignore[attr-defined]
+        return poison(batch)
+
+    monkeypatch.setattr(loop.trainer, "step", step)
+    with pytest.raises(TrainingDiverged, match=r"train step 4.*groups.*step 4; the last good checkpoint is .*step_"):
+        loop.train()
+
+
+def test_a_full_disk_names_the_file_and_the_way_back(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Recipe
+) -> None:
+    wanted = recipe(tiny_model, tmp_path)
+    console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    loop = build_loop(wanted, TerminalObserver(console, 9), resume=False, overwrite=False)
+    write = loop.run.write_groups
+
+    def write_groups(step: int, groups: Any) -> None:
+        if step == 4:
+            raise OSError(28, "No space left on device", "step_000004.jsonl.gz")
+        write(step, groups)
+
+    monkeypatch.setattr(loop.run, "write_groups", write_groups)
+    with pytest.raises(StorageFault, match=r"full: step_000004.*after train step 3.*checkpoint is .*step_000002"):
+        loop.train()
+    train(wanted, resume=True)
+    assert_equal_runs(unbroken, wanted)
