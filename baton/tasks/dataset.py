@@ -50,10 +50,11 @@ class FileTask:
 
 def read_demonstrations(path: str, seed: int) -> Iterator[tuple[tuple[Message, ...], str]]:
     """Yield (prompt messages, response) from a JSONL file with `prompt` and `completion`, shuffled anew each epoch."""
-    rows = [
-        ((Message("user", row["prompt"]),), row["completion"])
-        for _, row in _json_rows("data", path, ("prompt", "completion"))
-    ]
+    rows = []
+    for number, row in _json_rows("data", path, ("prompt", "completion")):
+        if not isinstance(row["completion"], str):
+            raise UserError(f"data: {path}, line {number}: 'completion' must be a text")
+        rows.append(((Message("user", row["prompt"]),), row["completion"]))
     dice = random.Random(f"demonstrations:{seed}")
     while True:
         dice.shuffle(rows)
@@ -83,7 +84,7 @@ def _json_rows(what: str, path: str, columns: tuple[str, str]) -> list[tuple[int
             continue
         try:
             row = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{what}: {path}, line {number} is not a JSON object: {error}") from error
         missing = [column for column in columns if column not in row]
         if missing:

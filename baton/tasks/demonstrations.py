@@ -59,10 +59,10 @@ def demonstrate(expression: str, settings: DemonstrationSettings, dice: random.R
     slip_at = dice.randrange(len(slip_free.lines)) if dice.random() < settings.slip_share and slip_free.lines else None
     slip = dice.choice([-10, -2, -1, 1, 2, 10])
     working = _Working(slip_at, slip)
-    value = working.value(tree)
     if dice.random() < settings.restate_share:
-        steps = _restated(expression, tree, _Working(slip_at, slip))
+        steps, value = _restated(tree, working)
     else:
+        value = working.value(tree)
         steps = working.lines
     return f"<think>{chr(10).join(steps)}</think><answer>{value}</answer>"
 
@@ -94,15 +94,15 @@ class _Working:
         return result
 
 
-def _restated(expression: str, tree: ast.expr, working: _Working) -> list[str]:
-    """Lines of the form `whole expression: step`, the expression shrinking by the step before."""
-    lines = []
+def _restated(tree: ast.expr, working: _Working) -> tuple[list[str], int]:
+    """Lines of the form `whole expression: step`, the expression shrinking by the step before; and what is left."""
+    lines: list[str] = []
     rest = tree
-    while _literal(rest) is None:
+    while (left := _literal(rest)) is None:
         shown = _text(rest)
         rest = _reduce_once(rest, working)
         lines.append(f"{shown}: {working.lines[-1]}")
-    return lines
+    return lines, left
 
 
 def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:

@@ -14,7 +14,7 @@ _ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[\d\s+\-*/.()]*", re.DOTALL)
 _LITERAL = re.compile(r"[\w\s,'\"\[\]-]*")
 _FORMULA = re.compile(
     r"(?!.*[\d.]\s*\*\s*\*)"  # a power of a number: 9**9**9
-    r"([\d\s+\-*/.()=]|(?<![A-Za-z.])(sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|sqrt|pi|[A-Za-z])(?![A-Za-z]))*",
+    r"([\d\s+\-*/.()=]|(?<![A-Za-z.\d])(sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|sqrt|pi|[A-Za-z])(?![A-Za-z]))*",
     re.DOTALL,
 )
 _PLAIN: dict[str, re.Pattern[str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -85,7 +86,10 @@ class Judge:
 
     def _call(self, reward: RewardSettings, prompt: Prompt, response: str, answer: str | None) -> float:
         try:
-            return float(self._functions[reward.name](prompt, response, answer))
+            value = float(self._functions[reward.name](prompt, response, answer))
+            if not math.isfinite(value):
+                raise ValueError(f"it returned {value}")
+            return value
         except Exception as error:
             raise UserError(
                 f"reward function {reward.function!r} failed on a prompt of task {prompt.task!r} "

@@ -1,0 +1,134 @@
+"""The warm start's demonstrations: right unless they are meant to be wrong, in the shares that the recipe says."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from task_cases import mixture
+
+from baton.errors import UserError
+from baton.tasks.answer import extract_answer
+from baton.tasks.demonstrations import DemonstrationSettings, demonstrate, demonstrations
+from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
+
+HONEST = DemonstrationSettings(direct_share=0, slip_share=0)
+
+
+def expressions() -> st.SearchStrategy[str]:
+    """Expressions of the kind that basic_arithmetic writes, never dividing by something that may be zero."""
+    number = st.integers(0, 99).map(str)
+    signed = number | st.integers(-99, -1).map(str)
+
+    def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        return (
+            st.builds(lambda a, op, b: f"{a}{op}{b}", inner, st.sampled_from("+-*"), inner)
+            | st.builds(lambda a, b: f"{a}/{b}", inner, st.integers(1, 9))
+            | inner.map(lambda e: f"({e})")
+            | inner.map(lambda e: f"-({e})")
+        )
+
+    return st.recursive(signed, joined, max_leaves=5)
+
+
+def value_of(expression: str) -> int:
+    return int(eval(expression.replace("/", "//")))
+
+
+@given(expression=expressions(), restate=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 9))
+def test_a_demonstration_without_slip_ends_in_the_right_answer_and_every_line_of_it_is_true(
+    expression: str, restate: float, seed: int
+) -> None:
+    settings = DemonstrationSettings(direct_share=0, slip_share=0, restate_share=restate)
+    response = demonstrate(expression, settings, random.Random(seed))
+    assert extract_answer(response, "tags") == str(value_of(expression))
+    work = re.fullmatch(r"<think>(.*)</think><answer>-?\d+</answer>", response, re.DOTALL)
+    assert work is not None
+    for line in filter(None, work[1].split("\n")):
+        whole, _, step = line.rpartition(": ")
+        left, _, right = step.partition("=")
+        assert value_of(left) == int(right), line
+        if whole:
+            assert value_of(whole) == value_of(expression), f"{line} no longer equals {expression}"
+
+
+@given(expression=expressions(), restate=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 99))
+def test_a_slip_falsifies_one_line_and_an_answer_is_never_wrong_without_one(
+    expression: str, restate: float, seed: int
+) -> None:
+    settings = DemonstrationSettings(direct_share=0, slip_share=1, restate_share=restate)
+    response = demonstrate(expression, settings, random.Random(seed))
+    lines = [line.rpartition(": ")[2] for line in response[len("<think>") : response.index("</think>")].split("\n")]
+    wrong = []
+    for line in filter(None, lines):
+        left, _, right = line.partition("=")
+        try:
+            wrong.append(value_of(left) != int(right))
+        except ZeroDivisionError:  # what the slip before has made of a divisor
+            wrong.append(False)
+    assert sum(wrong) <= 1
+    if restate == 0:  # a restated minus needs no line of its own, so that a slip meant for it does not happen
+        assert sum(wrong) == bool(wrong)
+    is_right = extract_answer(response, "tags") == str(value_of(expression))
+    if not any(wrong):
+        assert is_right
+    elif wrong[-1]:
+        assert not is_right
+
+
+def test_worked_by_hand() -> None:
+    plain = DemonstrationSettings(direct_share=0, slip_share=0, restate_share=0)
+    restated = DemonstrationSettings(direct_share=0, slip_share=0, restate_share=1)
+    dice = random.Random(0)
+    assert demonstrate("4-1+3", plain, dice) == "<think>4-1=3\n3+3=6</think><answer>6</answer>"
+    assert demonstrate("4-1+3", restated, dice) == "<think>4-1+3: 4-1=3\n3+3: 3+3=6</think><answer>6</answer>"
+    assert demonstrate("2*(3--4)", plain, dice) == "<think>3--4=7\n2*7=14</think><answer>14</answer>"
+    assert demonstrate("-(3/2+4)", plain, dice) == "<think>3/2=1\n1+4=5\n-(5)=-5</think><answer>-5</answer>"
+    assert demonstrate("7", plain, dice) == "<think></think><answer>7</answer>"
+
+
+def within(count: int, total: int, share: float) -> bool:
+    """Whether a count lies within five standard deviations of a binomial's mean."""
+    return abs(count - total * share) <= 5 * math.sqrt(total * share * (1 - share))
+
+
+def test_shares_are_those_of_the_settings() -> None:
+    settings = DemonstrationSettings(direct_share=0.6, direct_wrong_share=0.9, slip_share=0.08, restate_share=0.3)
+    dice, total = random.Random(0), 4000
+    responses = [demonstrate("4-1+3", settings, dice) for _ in range(total)]
+    direct = [r for r in responses if "<think>" not in r]
+    stepwise = [r for r in responses if "<think>" in r]
+    assert within(len(direct), total, 0.6)
+    assert within(sum(extract_answer(r, "tags") != "6" for r in direct), len(direct), 0.9)
+    assert within(sum(extract_answer(r, "tags") != "6" for r in stepwise), len(stepwise), 0.08)
+    assert within(sum(": " in r for r in stepwise), len(stepwise), 0.3)
+
+
+def test_the_same_seed_shows_the_same_and_another_seed_something_else() -> None:
+    def shown(seed: int) -> list[str]:
+        stream = demonstrations(PromptStream(mixture("chain_sum"), 0), DemonstrationSettings(), seed)
+        return [next(stream)[1] for _ in range(50)]
+
+    assert shown(1) == shown(1) != shown(2)
+
+
+@pytest.mark.parametrize("name", ["countdown", "knights_knaves"])
+def test_other_tasks_than_arithmetic_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="compact form of chain_sum and basic_arithmetic only"):
+        next(demonstrations(PromptStream(mixture(name), 0), HONEST, 0))
+
+
+@pytest.mark.parametrize("text", ["", "2 +", "two", "2**3", "2.5+1", "f(2)", "State the final answer: 4 + 3 ="])
+def test_what_is_no_compact_arithmetic_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="got"):
+        demonstrate(text, HONEST, random.Random(0))
+
+
+def test_the_original_wording_is_refused() -> None:
+    settings = [TaskSettings(name="chain_sum")]
+    with pytest.raises(UserError, match="compact form"):
+        next(demonstrations(PromptStream(TaskMixture(settings, AnswerSettings()), 0), HONEST, 0))

@@ -1,0 +1,153 @@
+"""From a response to a judgement: parts, weights, and accuracy beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from task_cases import mixture
+
+from baton.errors import UserError
+from baton.tasks.rewards import Judge, RewardSettings
+from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
+from baton.types import Prompt
+
+COUNTDOWN = mixture("countdown")
+PROMPT = COUNTDOWN.held_out(1)[0]
+
+
+def judge(*rewards: RewardSettings) -> Judge:
+    return Judge(COUNTDOWN.tasks, rewards, "tags")
+
+
+def answered(text: str | None) -> str:
+    return f"<think>…</think><answer>{text}</answer>"
+
+
+def test_the_reward_is_the_weighted_sum_of_unweighted_parts() -> None:
+    """The right expression in the right form: 1 · 1 + 0.5 · 1 − 0.25 · 1 = 1.25."""
+    parts = (
+        RewardSettings(kind="correct"),
+        RewardSettings(kind="format", weight=0.5),
+        RewardSettings(kind="exact", weight=-0.25),
+    )
+    full = judge(*parts).judge(PROMPT, answered(PROMPT.answer))
+    assert full.parts == {"correct": 1.0, "format": 1.0, "exact": 1.0}
+    assert full.reward == 1.25
+    assert (full.is_correct, full.answer) == (True, PROMPT.answer)
+    empty = judge(*parts).judge(PROMPT, "no idea")
+    assert empty.parts == {"correct": 0.0, "format": 0.0, "exact": 0.0}
+    assert (empty.reward, empty.is_correct, empty.answer) == (0.0, False, None)
+
+
+def test_another_right_expression_is_correct_but_not_exact() -> None:
+    found = judge(RewardSettings(kind="correct"), RewardSettings(kind="exact"))
+    judgement = found.judge(PROMPT, answered(f"({PROMPT.answer})"))
+    assert judgement.parts == {"correct": 1.0, "exact": 0.0}
+
+
+def test_partial_credit_is_a_reward_only_by_kind_score_and_never_accuracy() -> None:
+    """countdown gives 0.05 for a plain number that is not the target made of the numbers: shaping, not accuracy."""
+    both = judge(RewardSettings(kind="score"), RewardSettings(kind="correct"))
+    judgement = both.judge(PROMPT, answered("1+1"))
+    assert judgement.parts == {"score": 0.05, "correct": 0.0}
+    assert judgement.is_correct is False
+    assert judge(RewardSettings(kind="correct")).judge(PROMPT, answered("1+1")).reward == 0.0
+
+
+@pytest.mark.parametrize("response", ["", "<answer></answer>", "<answer>nonsense</answer>", "<answer> </answer>"])
+def test_nonsense_is_never_correct(response: str) -> None:
+    judgement = judge(RewardSettings(kind="correct")).judge(PROMPT, response)
+    assert (judgement.reward, judgement.is_correct) == (0.0, False)
+
+
+def test_hedging_with_several_answers_is_judged_by_the_last_and_loses_the_format() -> None:
+    parts = judge(RewardSettings(kind="correct"), RewardSettings(kind="format"))
+    right, wrong = answered(PROMPT.answer), answered("1")
+    assert parts.judge(PROMPT, wrong + right).parts == {"correct": 1.0, "format": 0.0}
+    assert parts.judge(PROMPT, right + wrong).parts == {"correct": 0.0, "format": 0.0}
+
+
+def test_copying_the_prompts_own_tags_earns_nothing() -> None:
+    instructed = "give only the final answer inside <answer> and </answer>."
+    judgement = judge(RewardSettings(kind="correct"), RewardSettings(kind="format")).judge(PROMPT, instructed)
+    assert judgement.parts == {"correct": 0.0, "format": 0.0}
+
+
+def test_a_verifier_that_breaks_on_an_answer_is_a_wrong_answer_that_is_recorded() -> None:
+    tasks = TaskMixture([TaskSettings(name="prime_factorization")], AnswerSettings())
+    found = Judge(tasks.tasks, [RewardSettings(kind="correct")], "tags")
+    judgement = found.judge(tasks.held_out(1)[0], answered("two times three"))
+    assert (judgement.reward, judgement.is_correct) == (0.0, False)
+    assert judgement.failure is not None
+    assert judgement.failure.startswith("ValueError: ")
+
+
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_an_own_function_gets_prompt_response_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def brevity(prompt, response, answer):\n    assert prompt.task == 'countdown'\n"
+    source += "    return -len(response) if answer is None else 2\n"
+    write_module(tmp_path, monkeypatch, "own_reward_one", source)
+    own = RewardSettings(kind="function", function="own_reward_one:brevity", weight=0.5)
+    found = judge(RewardSettings(kind="correct"), own)
+    assert found.judge(PROMPT, "abcd").parts == {"correct": 0.0, "brevity": -4.0}
+    assert found.judge(PROMPT, "abcd").reward == -2.0
+    assert found.judge(PROMPT, answered(PROMPT.answer)).reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("raise KeyError('no such key')", "KeyError: 'no such key'"),
+        ("return 'much'", "ValueError: could not convert"),
+        ("return None", "TypeError: "),
+        ("return float('nan')", "nan"),
+    ],
+)
+def test_an_own_function_that_fails_is_named_with_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, complaint: str
+) -> None:
+    name = f"own_reward_{abs(hash(body))}"
+    write_module(tmp_path, monkeypatch, name, f"def broken(prompt, response, answer):\n    {body}\n")
+    found = judge(RewardSettings(kind="function", function=f"{name}:broken"))
+    with pytest.raises(UserError) as caught:
+        found.judge(PROMPT, "abcd")
+    assert f"reward function '{name}:broken' failed on a prompt of task 'countdown'" in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
+        ("math:no_such", "cannot be imported"),
+        ("math:pi", "is a float, not a function"),
+        ("math.sqrt", "allowed is 'module:name'"),
+    ],
+)
+def test_an_own_function_that_is_not_there_is_refused_before_the_start(path: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        judge(RewardSettings(kind="function", function=path))
+
+
+def test_parts_that_would_hide_each_other_and_no_parts_are_refused() -> None:
+    with pytest.raises(UserError, match="two parts have the same name"):
+        judge(RewardSettings(kind="correct"), RewardSettings(kind="correct", weight=2))
+    with pytest.raises(UserError, match=r"no \[\[reward\]\]"):
+        judge()
+    for kind, function in (("function", None), ("correct", "math:sqrt")):
+        with pytest.raises(ValidationError, match="belongs to kind"):
+            RewardSettings(kind=kind, function=function)  # type: ignore[arg-type]
+
+
+def test_a_prompt_is_judged_the_same_after_a_trip_through_json() -> None:
+    import msgspec
+
+    again = msgspec.json.decode(msgspec.json.encode(PROMPT), type=Prompt)
+    fresh = Judge(mixture("countdown").tasks, [RewardSettings(kind="correct")], "tags")
+    assert fresh.judge(again, answered(PROMPT.answer)).is_correct

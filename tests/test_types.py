@@ -1,0 +1,166 @@
+"""The nouns: per-token fields stay in step, trajectories only grow, messages survive the wire."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.types import (
+    Abort,
+    Author,
+    Batch,
+    FinishReason,
+    FromHub,
+    FromWorker,
+    Group,
+    Judged,
+    Judgement,
+    Lease,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Report,
+    Retry,
+    SamplingParams,
+    Segment,
+    Trajectory,
+)
+
+PROMPT = Prompt("ab12", "sums", (Message("user", "1+1"),), "2", {"gym_seed": 7, "nested": {"list": [1, None]}})
+
+
+def segment(*token_ids: int, version: int = 0, author: Author = Author.POLICY) -> Segment:
+    """A segment whose logprob of token t is -t / 8, which floats hold exactly."""
+    return Segment(token_ids, tuple(-t / 8 for t in token_ids), version, author)
+
+
+def finished(group_id: int, sample_index: int, *token_ids: int) -> Trajectory:
+    return Trajectory(group_id, sample_index, (1, 2)).extended((segment(*token_ids),), FinishReason.STOP)
+
+
+def judged(trajectory: Trajectory, reward: float = 1.0) -> Judged:
+    return Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0, "2"))
+
+
+@pytest.mark.parametrize(("token_ids", "logprobs"), [((), ()), ((1, 2), (-0.5,)), ((1,), (-0.5, -0.5)), ((), (-0.5,))])
+def test_a_segment_has_one_logprob_per_token_and_at_least_one_token(
+    token_ids: tuple[int, ...], logprobs: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValueError, match=f"got {len(logprobs)} and {len(token_ids)}"):
+        Segment(token_ids, logprobs, 0)
+
+
+segments = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 99), min_size=1, max_size=4),
+        st.integers(0, 2),  # versions gained since the segment before
+        st.sampled_from(Author),
+    ),
+    max_size=8,
+)
+
+
+@given(pieces=segments, cut=st.integers(0, 8))
+def test_per_token_fields_keep_equal_lengths_and_do_not_depend_on_how_often_was_reported(
+    pieces: list[tuple[list[int], int, Author]], cut: int
+) -> None:
+    version, grown = 0, []
+    for ids, gained, author in pieces:
+        version += gained
+        grown.append(segment(*ids, version=version, author=author))
+    at_once = Trajectory(3, 1, (5,)).extended(tuple(grown))
+    in_two = Trajectory(3, 1, (5,)).extended(tuple(grown[:cut])).extended(tuple(grown[cut:]))
+    one_by_one = Trajectory(3, 1, (5,))
+    for piece in grown:
+        one_by_one = one_by_one.extended((piece,))
+    assert at_once == in_two == one_by_one
+
+    tokens = [t for ids, _, _ in pieces for t in ids]
+    assert at_once.token_ids == tokens
+    assert at_once.num_tokens == len(tokens)
+    assert at_once.behavior_logprobs == [-t / 8 for t in tokens]
+    assert len(at_once.policy_versions) == len(at_once.is_policy) == len(tokens)
+    assert at_once.policy_versions == sorted(at_once.policy_versions)
+    keys = [(s.author, s.policy_version) for s in at_once.segments]
+    assert all(a != b for a, b in pairwise(keys)), "two adjacent segments could have been one"
+
+
+def test_adjacent_segments_of_one_author_and_version_become_one_and_others_stay_apart() -> None:
+    grown = Trajectory(0, 0, (1,)).extended(
+        (
+            segment(1, 2, version=4),
+            segment(3, version=4),
+            segment(4, version=4, author=Author.ENVIRONMENT),
+            segment(5, version=4),
+            segment(6, version=5),
+        )
+    )
+    assert [s.token_ids for s in grown.segments] == [(1, 2, 3), (4,), (5,), (6,)]
+    assert grown.policy_versions == [4, 4, 4, 4, 4, 5]
+    assert grown.is_policy == [True, True, True, False, True, True]
+    assert grown.behavior_logprobs == [-0.125, -0.25, -0.375, -0.5, -0.625, -0.75]
+
+
+def test_extending_leaves_the_shorter_trajectory_as_it_was() -> None:
+    short = Trajectory(0, 0, (1,)).extended((segment(1),))
+    long = short.extended((segment(2),))
+    assert (short.token_ids, long.token_ids) == ([1], [1, 2])
+    with pytest.raises(AttributeError):
+        short.segments = ()  # type: ignore[misc]
+
+
+def test_a_finished_trajectory_takes_nothing_more_not_even_nothing() -> None:
+    done = finished(7, 2, 1)
+    for more in ((segment(2),), ()):
+        with pytest.raises(ValueError, match="7/2 is finished"):
+            done.extended(more)
+
+
+def test_a_version_never_decreases_within_a_trajectory() -> None:
+    grown = Trajectory(1, 0, (1,)).extended((segment(1, version=3),))
+    with pytest.raises(ValueError, match="version 2 cannot follow one of version 3"):
+        grown.extended((segment(2, version=2),))
+    with pytest.raises(ValueError, match="version 3 cannot follow one of version 4"):
+        grown.extended((segment(2, version=4), segment(2, version=3)))
+
+
+def test_a_group_refuses_partials_and_members_that_are_out_of_place() -> None:
+    partial = Trajectory(5, 1, (1, 2)).extended((segment(1),))
+    with pytest.raises(AssertionError, match="partial, 5/1"):
+        Group(5, PROMPT, (judged(finished(5, 0, 1)), judged(partial)))
+    with pytest.raises(AssertionError, match="place 0 holds trajectory 5/1"):
+        Group(5, PROMPT, (judged(finished(5, 1, 1)), judged(finished(5, 0, 1))))
+    with pytest.raises(AssertionError, match="group 5, place 0 holds trajectory 6/0"):
+        Group(5, PROMPT, (judged(finished(6, 0, 1)),))
+
+
+def test_a_batch_lists_its_trajectories_group_by_group() -> None:
+    groups = tuple(Group(g, PROMPT, tuple(judged(finished(g, i, 1)) for i in range(2))) for g in (4, 9))
+    assert [t.name for t in Batch(1, groups).trajectories] == ["4/0", "4/1", "9/0", "9/1"]
+
+
+@pytest.mark.parametrize("codec", [msgspec.json, msgspec.msgpack])
+def test_groups_and_messages_come_back_from_the_wire_as_they_went(codec: object) -> None:
+    group = Group(5, PROMPT, (judged(finished(5, 0, 1, 2)), judged(finished(5, 1, 3), 0.25)))
+    grown = Trajectory(5, 0, (1, 2)).extended((segment(1, version=2), segment(9, version=2, author=Author.ENVIRONMENT)))
+    lease = Lease(11, grown, SamplingParams(64, 0.7, 0.9, 5, (3,), ("\n",)), 1234, 2, is_exact=False)
+    report = Report(11, 2, (segment(4, 5, version=3),), FinishReason.LENGTH)
+    for value, kind in (
+        (group, Group),
+        (lease, FromHub),
+        (Abort(11), FromHub),
+        (report, FromWorker),
+        (Retry(11, 3), FromWorker),
+        (PolicyVersion("ab", 3, "00ff"), PolicyVersion),
+    ):
+        assert codec.decode(codec.encode(value), type=kind) == value  # type: ignore[attr-defined]
+
+
+def test_a_message_cut_or_changed_into_one_with_unequal_lengths_is_refused() -> None:
+    bad = msgspec.json.encode(Report(1, 0, (segment(4, 5),))).replace(b"[4,5]", b"[4,5,6]")
+    with pytest.raises(msgspec.ValidationError, match="as many behavior_logprobs"):
+        msgspec.json.decode(bad, type=FromWorker)
