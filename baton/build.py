@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,13 +20,15 @@ from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.files import atomic_directory
+from baton.launch.pool import EnginePool
+from baton.launch.protocol import Start
 from baton.loop import Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.port import LocalPort
+from baton.rollout.port import LocalPort, WorkerPort
 from baton.rollout.runner import Runner
 from baton.runs import RunDirectory, without_none
 from baton.tasks.dataset import read_demonstrations
@@ -69,6 +73,19 @@ def build_engine(recipe: Recipe, path: str, tokenizer: Tokenizer, version: Polic
     return EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
 
 
+def build_port(recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion) -> WorkerPort:
+    """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
+    if not recipe.engine.processes:
+        return LocalPort(build_engine(recipe, path, tokenizer, version))
+    start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
+    timeout_s = recipe.rollout.stall_timeout_s
+    return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s)
+
+
+def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
 def build_loop(
     recipe: Recipe,
     observer: Observer,
@@ -105,8 +122,7 @@ def build_loop(
     if place.checkpoint is None:
         run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
         tokenizer.hf.save_pretrained(run.tokenizer)
-    engine = build_engine(recipe, recipe.model.path, tokenizer, trainer.version)
-    port = LocalPort(engine)
+    port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
 
     def save_checkpoint(state: LoopState) -> Path:
         path = checkpoint_path(run.checkpoints, state.step)

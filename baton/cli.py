@@ -88,7 +88,10 @@ def train(
     console = err if as_json else out
     with TerminalObserver(console, loaded.run.steps) as observer, stop:
         loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=lambda: stop.is_requested)
-        loop.train()
+        try:
+            loop.train()
+        finally:
+            loop.close()
     report = summarise(loop.run)
     loop.run.write_report(msgspec.to_builtins(report))
     if as_json:
@@ -198,6 +201,14 @@ def tasks(
         _print_json(listed)
     else:
         print_tasks(out, listed)
+
+
+@app.command(hidden=True)
+def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
+    """Serve a parent process as its engine; started by `baton train`, not by people."""
+    from baton.launch.engine_process import serve
+
+    serve(descriptor)
 
 
 class _StopRequest:

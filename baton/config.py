@@ -142,7 +142,7 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
-MAY_CHANGE = ("run.name", "run.directory", "eval", "checkpoint", "log", "rollout.stall_timeout_s")
+MAY_CHANGE = ("run.name", "run.directory", "eval", "checkpoint", "log", "rollout.stall_timeout_s", "engine.processes")
 """Keys, or whole sections, that a resumed run may change and stay what it was."""
 CHANGES_BITS = ("run.threads", "model.device", "engine.slots", "trainer.max_tokens_per_microbatch")
 """Keys that a resumed run may change, at the price of other last bits."""

@@ -172,6 +172,11 @@ class Loop:
                 self.last_checkpoint = self.save_checkpoint(self.state)
         return results
 
+    def close(self) -> None:
+        """End the worker and close the files."""
+        self.port.close()
+        self.metrics.close()
+
     def _way_back(self) -> str:
         there = self.last_checkpoint
         return f"the last good checkpoint is {there}" if there else "there is no checkpoint yet"

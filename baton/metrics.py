@@ -1,46 +1,185 @@
-"""Numbers by step: `metrics.jsonl` and TensorBoard, always both.
+"""Numbers by step, written to every sink: `metrics.jsonl` and TensorBoard always, Weights & Biases when asked for.
 
 Names follow the set that users of other trainers look for; docs/metrics.md lists them.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+import tomllib
+import uuid
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from pydantic import field_validator
 from tensorboardX import SummaryWriter
 
+from baton.errors import UserError
 from baton.files import write_whole
+from baton.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class LogSettings(Settings):
+    """[log] where metrics go besides metrics.jsonl and TensorBoard."""
+
+    wandb: str | None = None
+    """Project of Weights & Biases that receives the metrics; WANDB_MODE=offline keeps them on disk."""
+
+    @field_validator("wandb")
+    @classmethod
+    def _is_installed(cls, project: str | None) -> str | None:
+        if project == "":
+            raise ValueError("allowed is the name of a project, or leave the key out")
+        if project is not None and find_spec("wandb") is None:
+            raise ValueError("Weights & Biases is not installed: run `pip install wandb`, or leave log.wandb out")
+        return project
+
+
+class Sink(Protocol):
+    """Where metrics go."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of one step; a step may come in several parts, and again after a resume."""
+        ...
+
+    def close(self) -> None:
+        """Bring everything to its place."""
+        ...
 
 
 class MetricsWriter:
-    """Appends one row per step. Rows after a checkpoint are cut when a run is resumed from it."""
+    """Writes each row to every sink. Rows after a checkpoint are cut when a run is resumed from it."""
 
-    def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        """Open the files in `directory`, dropping rows later than `resume_step`."""
-        self._file = directory / "metrics.jsonl"
-        kept = [row for row in read_metrics(directory) if row["step"] <= resume_step] if self._file.exists() else []
-        write_whole(self._file, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1, write_to_disk=True)
+    def __init__(self, directory: Path, *, resume_step: int = 0, log: LogSettings | None = None) -> None:
+        """Open the sinks of the run in `directory`, dropping rows later than `resume_step`.
+
+        Raises UserError when Weights & Biases is asked for and does not start.
+        """
+        self._sinks: list[Sink] = [JsonLines(directory, resume_step), TensorBoard(directory, resume_step)]
+        if log is not None and log.wandb is not None:
+            self._sinks.append(WeightsAndBiases(directory, log.wandb))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of one step; a step may be written in several rows."""
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        """Flush and close."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object per row."""
+
+    def __init__(self, directory: Path, resume_step: int) -> None:
+        self._file = directory / "metrics.jsonl"
+        kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
+        write_whole(self._file, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode({"step": step, **values}) + b"\n")
+
+    def close(self) -> None:
+        """See `Sink`."""
+
+
+class TensorBoard:
+    """`tensorboard/`: event files."""
+
+    def __init__(self, directory: Path, resume_step: int) -> None:
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1, write_to_disk=True)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """See `Sink`."""
         self._board.close()
 
 
+class WeightsAndBiases:
+    """A run of the same name at Weights & Biases; a resumed run goes on in the same place.
+
+    It has to start, but what goes wrong later is said once and does not stop the run: `metrics.jsonl` has everything.
+    """
+
+    def __init__(self, directory: Path, project: str) -> None:
+        """Start the run with the recipe that lies in `directory`. Raises UserError when it does not start."""
+        wandb = importlib.import_module("wandb")
+        recipe = directory / "recipe.toml"
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=directory.name,
+                id=_wandb_id(directory),
+                resume="allow",
+                dir=str(directory),
+                config=tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe.exists() else None,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"Weights & Biases did not start: {str(error).strip()} "
+                "Or set WANDB_MODE=offline to keep its files on disk, or leave log.wandb out"
+            ) from error
+        # steps may come in parts and, after a resume, again: W&B's own step could not go back
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._is_broken = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        if self._is_broken:
+            return
+        try:
+            self._run.log({"step": step, **values})
+        except Exception as error:  # noqa: BLE001  # whatever breaks in there, the run must not
+            self._break(error, f"from step {step} on")
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._is_broken:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:  # noqa: BLE001  # as above
+            self._break(error, "at the end")
+
+    def _break(self, error: Exception, when: str) -> None:
+        self._is_broken = True
+        logger.warning(
+            "Weights & Biases failed and gets no more metrics %s (%s: %s); metrics.jsonl has all of them",
+            when,
+            type(error).__name__,
+            error,
+        )
+
+
+def _wandb_id(directory: Path) -> str:
+    """Return the id of a run at Weights & Biases, made at its start and kept beside it."""
+    file = directory / "wandb_id"
+    if not file.exists():
+        write_whole(file, uuid.uuid4().hex[:12].encode())
+    return file.read_text(encoding="utf-8")
+
+
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl, in order; a half-written last row is left out."""
-    rows = []
-    for line in (directory / "metrics.jsonl").read_bytes().splitlines():
+    """Rows of a run's metrics.jsonl, in order; a half-written last row is left out, and there may be none yet."""
+    file = directory / "metrics.jsonl"
+    rows: list[dict[str, Any]] = []
+    for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             rows.append(msgspec.json.decode(line, type=dict[str, Any]))
         except msgspec.DecodeError:

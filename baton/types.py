@@ -28,6 +28,21 @@ class FinishReason(StrEnum):
     ENVIRONMENT = "environment"
 
 
+class FailureCause(StrEnum):
+    """Why a trajectory has no judgement."""
+
+    TIMEOUT = "timeout"
+    """No answer within the deadline; killed where it could be."""
+    CRASHED = "crashed"
+    """The process that judged ended."""
+    RAISED = "raised"
+    """The judge raised, or refused the request."""
+    MALFORMED = "malformed"
+    """The judge gave something that is no judgement: None, NaN, a text, a list of another length."""
+    UNREACHABLE = "unreachable"
+    """A remote judge could not be reached, or was out of order."""
+
+
 class PolicyVersion(msgspec.Struct, frozen=True):
     """Identity of one set of weights."""
 
@@ -57,7 +72,9 @@ class Prompt(msgspec.Struct, frozen=True):
     answer: str | None = None
     """Reference answer, as the task's scorer wants it."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What the task's scorer needs besides; plain JSON values."""
+    """What judges need besides; plain JSON values. A file's row keeps all its columns here but the prompt."""
+    is_conversation: bool = False
+    """Whether the source gave messages; else it gave a text, which is the last message."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -156,15 +173,22 @@ class Judgement(msgspec.Struct, frozen=True):
     """What the judges said of one finished trajectory."""
 
     reward: float
-    """Weighted sum of `parts`."""
+    """Weighted sum of `parts`; 0.0 and without meaning where there is a failure."""
     parts: dict[str, float]
-    """Unweighted value of each reward part, by name."""
+    """Unweighted value of each reward part that applies, by name."""
     is_correct: bool
     """Whether the task's scorer gave the full score; partial credit is not correct."""
     answer: str | None = None
     """What was extracted from the response, or None when the answer format was not met."""
     failure: str | None = None
-    """Why the task's scorer gave no score, where it raised; the response counts as wrong then."""
+    """Why there is no judgement, in a sentence: the trajectory is then neither right nor wrong and is not trained."""
+    cause: FailureCause | None = None
+    """The kind of failure."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether reward and correctness mean anything."""
+        return self.failure is None
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -264,3 +288,8 @@ class Retry(msgspec.Struct, frozen=True, tag=True):
 
 FromHub = Lease | Abort
 FromWorker = Report | Retry
+
+
+def ends_lease(message: FromWorker) -> bool:
+    """Whether a worker's message is the last of its lease."""
+    return isinstance(message, Retry) or message.is_aborted or message.finish_reason is not None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
+from pydantic import Field
 
 from baton.settings import Settings
 from baton.types import FromWorker, Lease, PolicyVersion
@@ -14,8 +15,10 @@ from baton.types import FromWorker, Lease, PolicyVersion
 class EngineSettings(Settings):
     """[engine] the embedded engine's shape."""
 
+    processes: int = Field(default=0, ge=0)
+    """Engine processes with one torch thread each, on a CPU; 0 is one engine in the trainer's own process."""
     slots: int = 64
-    """Trajectories generated at once; a multiple of 8."""
+    """Trajectories that an engine generates at once; a multiple of 8."""
     max_context_tokens: int = 1024
     """Prompt plus response; the KV cache is allocated for slots × max_context_tokens when the engine starts."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -37,6 +37,10 @@ class WorkerPort(Protocol):
         """The engine's counters."""
         ...
 
+    def close(self) -> None:
+        """End the worker. May be called twice."""
+        ...
+
 
 class LocalPort:
     """A worker in this process: receiving runs the engine for one step."""
@@ -65,3 +69,6 @@ class LocalPort:
     def stats(self) -> EngineStats:
         """See `WorkerPort`."""
         return self._engine.stats
+
+    def close(self) -> None:
+        """See `WorkerPort`: the engine goes with this process."""

@@ -1,0 +1,1 @@
+"""Other processes: how they are started, spoken to and ended."""

@@ -1,0 +1,99 @@
+"""The inside of an engine process: one embedded engine, one torch thread, driven by messages.
+
+| thread | consumes          | produces         | waits for                    | unblocked by                       |
+|--------|-------------------|------------------|------------------------------|------------------------------------|
+| reader | the socket        | queued messages  | the parent                   | a message, or the parent's end     |
+| main   | queued messages   | reports          | a message, when it is idle   | the reader                         |
+
+The reader takes messages off the socket whatever the engine does, so the parent's sends never wait for the engine's, and
+two full sockets cannot hold each other up. Started by `EnginePool` as `python -m baton engine FD`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.launch.protocol import Fault, LoadWeights, Progress, Serving, Start, ToEngine, receive_to_engine, send
+from baton.rollout.engine import Engine
+from baton.types import Abort, Lease, ends_lease
+
+
+def serve(descriptor: int) -> None:
+    """Serve one parent until it hangs up. An error is sent to the parent as a Fault, and ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(descriptor)
+    try:
+        start = receive_to_engine(connection)
+        assert isinstance(start, Start), f"the first message must be Start, not {type(start).__name__}"
+        engine = _build(start)
+        send(connection, Serving(engine.version))
+        inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+        threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+        _loop(connection, inbox, engine)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone; nobody is left to tell
+    except (BatonError, RuntimeError, AssertionError, OSError) as error:
+        send(connection, Fault(type(error).__name__, str(error)))
+
+
+def _read(connection: Connection, inbox: SimpleQueue[ToEngine | None]) -> None:
+    """Queue what the parent sends, and None when it is gone."""
+    try:
+        while True:
+            inbox.put(receive_to_engine(connection))
+    except (OSError, EOFError, msgspec.DecodeError):
+        inbox.put(None)
+
+
+def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: Engine) -> None:
+    running: set[int] = set()
+    while True:
+        while not running or not inbox.empty():
+            match inbox.get():
+                case None:
+                    return
+                case Lease() as lease:
+                    engine.submit(lease)
+                    running.add(lease.lease_id)
+                case Abort() as abort:
+                    engine.abort(abort.lease_id)
+                case LoadWeights() as wanted:
+                    from safetensors.torch import load_file
+
+                    engine.load_weights(load_file(Path(wanted.path)), wanted.version)
+                    send(connection, Serving(engine.version))
+                case other:
+                    raise RuntimeError(f"unexpected message {type(other).__name__}")
+        reports = engine.step()
+        if reports:
+            send(connection, Progress(tuple(reports), engine.stats))
+        running.difference_update(report.lease_id for report in reports if ends_lease(report))
+
+
+def _build(start: Start) -> Engine:
+    import torch
+
+    from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+    from baton.policy.tokenizer import load_tokenizer
+    from baton.rollout.engines.embedded import EmbeddedEngine
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings = start.engine_settings()
+    tokenizer = load_tokenizer(start.model_path)
+    model = load_model(
+        start.model_path,
+        dtype=torch_dtype(settings.dtype),
+        device=torch_device(start.device),
+        attention=start.attention,
+    )
+    return EmbeddedEngine(model, tokenizer, settings, start.version, end_ids(model, tokenizer))

@@ -1,0 +1,208 @@
+"""Several engine processes behind one worker port: leases go where a slot is free, weights go to all.
+
+      runner ──lease──▶ queue ──▶ engine process 0 (one torch thread)
+        ▲                  └────▶ engine process 1 …
+        └── reports ◀── whichever has something
+
+A lease is handed over only when a slot is free or about to be: a process that drew short answers takes more of them.
+Where a trajectory runs makes no difference to its tokens (law 5): all processes have the same slots and one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from baton.errors import DeadlineExceeded, EngineFault
+from baton.launch.protocol import (
+    Fault,
+    LoadWeights,
+    Progress,
+    Serving,
+    Start,
+    ToEngine,
+    receive_from_engine,
+    send,
+)
+from baton.rollout.engine import EngineStats
+from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
+
+SaveTensors = Callable[[Mapping[str, Any], Path], None]
+"""Writes tensors to a safetensors file; handed in, because this module needs no torch."""
+
+
+class EngineProcess:
+    """One child process and what it has been given."""
+
+    def __init__(self, index: int) -> None:
+        ours, theirs = Pipe(duplex=True)
+        self.name = f"engine process {index}"
+        self.connection: Connection = ours
+        self.leases: set[int] = set()
+        self.stats = EngineStats()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "engine", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+
+    def tell(self, message: ToEngine) -> None:
+        """Send a message. Raises EngineFault when the process has ended."""
+        try:
+            send(self.connection, message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def hear(self) -> Progress | Serving:
+        """Receive the message that is waiting. Raises EngineFault when the process has ended or says that it cannot."""
+        try:
+            message = receive_from_engine(self.connection)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        if isinstance(message, Fault):
+            raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
+        return message
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """Hang up and see the process end; kill it when it does not."""
+        self.connection.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ended(self) -> EngineFault:
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        return EngineFault(
+            f"{self.name} (pid {self._process.pid}) ended with exit code {code} while it held {len(self.leases)} "
+            "leases; nothing finished is lost: go on with --resume"
+        )
+
+
+class EnginePool:
+    """A `WorkerPort` over engine processes."""
+
+    def __init__(self, count: int, start: Start, save_tensors: SaveTensors, *, timeout_s: float) -> None:
+        """Start the processes and wait until all serve. Raises EngineFault or DeadlineExceeded naming the process."""
+        self.name = f"the {count} engine processes"
+        self._slots = start.engine_settings().slots
+        self._save_tensors = save_tensors
+        self._timeout_s = timeout_s
+        shared = Path("/dev/shm")
+        self._directory = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        self._queue: deque[Lease] = deque()
+        self._processes: list[EngineProcess] = []
+        try:
+            self._processes = [EngineProcess(index) for index in range(count)]
+            for process in self._processes:
+                process.tell(start)
+            self._await_serving(start.version)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: FromHub) -> None:
+        """See `WorkerPort`."""
+        match message:
+            case Lease():
+                self._queue.append(message)
+            case Abort(lease_id=lease_id):
+                waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
+                if waiting is not None:  # let an engine report it, so that there is one path for aborts
+                    self._queue.remove(waiting)
+                    self._hand_over(self._processes[0], waiting)
+                for process in self._processes:
+                    if lease_id in process.leases:
+                        process.tell(message)
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        """See `WorkerPort`."""
+        self._fill()
+        messages: list[FromWorker] = []
+        for process in self._ready(timeout_s):
+            heard = process.hear()
+            assert isinstance(heard, Progress), f"{process.name} said {type(heard).__name__} unasked"
+            process.stats = heard.stats
+            for message in heard.messages:
+                messages.append(message)
+                if ends_lease(message):
+                    process.leases.discard(message.lease_id)
+        self._fill()
+        return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """See `WorkerPort`. The tensors go through one file in memory, read by all processes."""
+        path = self._directory / f"{version.lineage}-{version.number}.safetensors"
+        self._save_tensors(tensors, path)
+        try:
+            for process in self._processes:
+                process.tell(LoadWeights(str(path), version))
+            self._await_serving(version)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def stats(self) -> EngineStats:
+        """See `WorkerPort`: sums over the processes, as of their last reports."""
+        fields = EngineStats.__struct_fields__
+        return EngineStats(*(sum(getattr(p.stats, field) for p in self._processes) for field in fields))
+
+    def close(self) -> None:
+        """End all processes. May be called twice."""
+        for process in self._processes:
+            process.close()
+        self._processes = []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _fill(self) -> None:
+        """Hand waiting leases to the processes with the most free slots; siblings go together while there is room."""
+        while self._queue:
+            process = min(self._processes, key=lambda p: len(p.leases))
+            if len(process.leases) >= self._slots:
+                return
+            group_id = self._queue[0].trajectory.group_id
+            while self._queue and len(process.leases) < self._slots:
+                if self._queue[0].trajectory.group_id != group_id:
+                    break
+                self._hand_over(process, self._queue.popleft())
+
+    def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
+        process.tell(lease)
+        process.leases.add(lease.lease_id)
+
+    def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
+        by_connection = {process.connection: process for process in self._processes}
+        return [by_connection[c] for c in wait(list(by_connection), timeout_s) if isinstance(c, Connection)]
+
+    def _await_serving(self, version: PolicyVersion) -> None:
+        """Wait until every process serves a version; reports that come meanwhile are an error of ours."""
+        deadline = time.monotonic() + self._timeout_s
+        waiting = set(self._processes)
+        while waiting:
+            ready = [p for p in self._ready(max(0.0, deadline - time.monotonic())) if p in waiting]
+            if not ready and time.monotonic() >= deadline:
+                names = ", ".join(sorted(p.name for p in waiting))
+                raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self._timeout_s:.0f} s")
+            for process in ready:
+                heard = process.hear()
+                if heard == Serving(version):
+                    waiting.discard(process)
+                else:  # a late report of a lease that was put down
+                    assert isinstance(heard, Progress), f"{process.name} said {heard}, not that it serves {version}"
+                    process.stats = heard.stats

@@ -1,0 +1,80 @@
+"""What is said between this process and an engine process: msgpack frames over a socket pair, never pickle."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from baton.rollout.engine import EngineSettings, EngineStats
+from baton.types import Abort, Lease, PolicyVersion, Report, Retry
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""A longer frame is a fault, not a reason to allocate."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what engine to build."""
+
+    model_path: str
+    device: str
+    attention: str
+    settings: dict[str, Any]
+    """`EngineSettings`, as plain values."""
+    version: PolicyVersion
+
+    def engine_settings(self) -> EngineSettings:
+        """The settings as their owner declares them."""
+        return EngineSettings.model_validate(self.settings)
+
+
+class LoadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Switch to the tensors in a safetensors file."""
+
+    path: str
+    version: PolicyVersion
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Reports, with the engine's counters after them."""
+
+    messages: tuple[Report | Retry, ...]
+    stats: EngineStats
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """The engine is built, or has switched, and serves this version."""
+
+    version: PolicyVersion
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on; the process ends after this."""
+
+    kind: str
+    """Name of the exception."""
+    text: str
+
+
+ToEngine = Start | LoadWeights | Lease | Abort
+FromEngine = Progress | Serving | Fault
+
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def send(connection: Connection, message: ToEngine | FromEngine) -> None:
+    """Send one message. Raises OSError when the other side is gone."""
+    connection.send_bytes(_encoder.encode(message))
+
+
+def receive_to_engine(connection: Connection) -> ToEngine:
+    """Wait for one message. Raises EOFError when the other side is gone."""
+    return _to_engine.decode(connection.recv_bytes(MAX_FRAME_BYTES))
+
+
+def receive_from_engine(connection: Connection) -> FromEngine:
+    """Wait for one message. Raises EOFError when the other side is gone."""
+    return _from_engine.decode(connection.recv_bytes(MAX_FRAME_BYTES))

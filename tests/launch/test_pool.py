@@ -1,0 +1,130 @@
+"""Engine processes behind one port give what one engine gives, and their end is noticed, named and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import EngineFault
+from baton.launch.pool import EnginePool
+from baton.launch.protocol import Start
+from baton.policy.load import end_ids, load_model
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.settings import ScratchSettings
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.port import LocalPort
+from baton.rollout.runner import Request, Runner
+from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
+
+SETTINGS = EngineSettings(slots=16, max_context_tokens=96)
+VERSION = PolicyVersion("test", 0)
+REQUESTS = [Request(group, (5, 6 + group, 7), 5) for group in range(9)]  # 45 trajectories for 2 × 16 slots
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = scratch_tokenizer(["one two three"], 300)
+    settings = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    scratch_model(settings, tokenizer, seed=0).save_pretrained(path)
+    tokenizer.hf.save_pretrained(path)
+    return path
+
+
+def save(tensors: Any, path: Path) -> None:
+    save_file(dict(tensors), path)
+
+
+def start(model_path: Path) -> Start:
+    return Start(str(model_path), "cpu", "sdpa", SETTINGS.model_dump(), VERSION)
+
+
+@pytest.fixture
+def pool(model_path: Path) -> Iterator[EnginePool]:
+    pool = EnginePool(2, start(model_path), save, timeout_s=60)
+    yield pool
+    pool.close()
+
+
+def local(model_path: Path) -> LocalPort:
+    model = load_model(str(model_path), dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer = load_tokenizer(str(model_path))
+    return LocalPort(EmbeddedEngine(model, tokenizer, SETTINGS, VERSION, end_ids(model, tokenizer)))
+
+
+def rollout(port: Any, version: int = 0) -> list[Trajectory]:
+    found = Runner(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
+    return sorted(found, key=lambda t: (t.group_id, t.sample_index))
+
+
+def test_two_processes_give_the_trajectories_of_one_engine_before_and_after_new_weights(
+    pool: EnginePool, model_path: Path
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        one = local(model_path)
+        assert rollout(pool) == rollout(one)
+        dice = torch.Generator().manual_seed(1)
+        model = load_model(str(model_path), dtype=torch.float32, device=torch.device("cpu"))
+        tensors = {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=dice)
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"  # tied
+        }
+        before = rollout(one)
+        for port in (pool, one):
+            port.load_weights(tensors, PolicyVersion("test", 1))
+        after = rollout(pool, version=1)
+        assert after == rollout(one, version=1)
+        assert [t.token_ids for t in after] != [t.token_ids for t in before]
+    finally:
+        torch.set_num_threads(threads)
+    assert pool.stats().decoded_tokens > 0
+
+
+def test_a_killed_process_is_noticed_and_named(pool: EnginePool) -> None:
+    victim = pool._processes[1]
+    os.kill(victim._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineFault, match=rf"engine process 1 \(pid {victim._process.pid}\) ended with exit code -9"):
+        rollout(pool)
+
+
+def test_an_abort_reaches_running_and_waiting_leases(pool: EnginePool) -> None:
+    for lease_id in range(48):
+        trajectory = Trajectory(lease_id, 0, (5, 6, 7))
+        pool.send(Lease(lease_id, trajectory, SamplingParams(90, stop_token_ids=()), noise_seed=1, version=0))
+    pool.receive(0.0)  # hands over 32, 16 wait
+    for lease_id in range(48):
+        pool.send(Abort(lease_id))
+    ended: set[int] = set()
+    while len(ended) < 48:
+        for message in pool.receive(10.0):
+            if message.finish_reason is not None or message.is_aborted:
+                assert message.lease_id not in ended
+                ended.add(message.lease_id)
+
+
+def test_closing_leaves_no_process_and_no_file(model_path: Path) -> None:
+    pool = EnginePool(1, start(model_path), save, timeout_s=60)
+    pid, directory = pool._processes[0]._process.pid, pool._directory
+    assert directory.is_dir()
+    pool.close()
+    pool.close()
+    assert not directory.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match=r"engine process 0 cannot go on: UserError: .*no directory"):
+        EnginePool(1, start(tmp_path / "nothing"), save, timeout_s=60)
