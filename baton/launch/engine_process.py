@@ -5,7 +5,7 @@
 | reader | the socket        | queued messages  | the parent                   | a message, or the parent's end     |
 | main   | queued messages   | reports          | a message, when it is idle   | the reader                         |
 
-The reader takes messages off the socket whatever the engine does, so the parent's sends never wait for the engine's, and
+The reader takes messages off the socket whatever the engine does: the parent's sends never wait for the engine's, and
 two full sockets cannot hold each other up. Started by `EnginePool` as `python -m baton engine FD`.
 """
 
