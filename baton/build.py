@@ -142,7 +142,7 @@ def build_loop(
         runner=Runner(port, recipe.rollout.stall_timeout_s),
         trainer=trainer,
         save_checkpoint=save_checkpoint,
-        metrics=MetricsWriter(run.path, resume_step=state.step if place.checkpoint else -1),
+        metrics=MetricsWriter(run.path, resume_step=state.step if place.checkpoint else -1, log=recipe.log),
         observer=observer,
         rollout=recipe.rollout,
         eval=recipe.eval,

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from baton.errors import UserError
 from baton.evaluation import EvalSettings
 from baton.loop import CheckpointSettings
+from baton.metrics import LogSettings
 from baton.policy.settings import ModelSettings, ScratchSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.runner import RolloutSettings
@@ -57,6 +58,7 @@ class Recipe(Settings):
     trainer: TrainerSettings = TrainerSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -93,6 +95,7 @@ class WarmStart(Settings):
     data: str | None = None
     """JSONL file with `prompt` and `completion` in each row, in place of generated demonstrations."""
     sft: SftSettings = SftSettings()
+    log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _one_of_each(self) -> WarmStart:

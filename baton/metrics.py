@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import msgspec
 from pydantic import field_validator
-from tensorboardX import SummaryWriter
 
 from baton.errors import UserError
 from baton.files import write_whole
@@ -97,7 +96,14 @@ class TensorBoard:
     """`tensorboard/`: event files."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1, write_to_disk=True)
+        from tensorboardX import SummaryWriter  # which imports torch, and a recipe must load without
+
+        first = resume_step + 1
+        self._board = SummaryWriter(
+            str(directory / "tensorboard"),
+            purge_step=first,
+            filename_suffix=f".from_{first:06d}",  # else a resume within the second would write over its predecessor
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `Sink`."""

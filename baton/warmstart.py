@@ -40,7 +40,7 @@ def warm_start(recipe: WarmStart, recipe_path: Path, console: Console) -> WarmSt
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = build_warm_start(recipe)
-    metrics = MetricsWriter(run.path, resume_step=-1)
+    metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log)
     begin = time.perf_counter()
     losses: list[float] = []
     tokens = 0
