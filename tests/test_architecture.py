@@ -1,0 +1,133 @@
+"""The shape of the code: imports point down, torch stays where it belongs, rooms stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "baton"
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("baton",),
+    ("types", "errors", "settings", "files"),
+    ("metrics",),
+    ("policy",),
+    ("tasks", "rollout", "trainer"),
+    ("evaluation", "launch"),
+    ("runs",),
+    ("report", "show", "progress", "loop"),
+    ("config",),
+    ("keys", "build"),
+    ("warmstart",),
+    ("cli",),
+    ("__main__",),
+)
+"""From the bottom up, as the code has it; a unit imports only from layers below its own, and from itself."""
+TORCH_UNITS = {"policy", "trainer", "build", "warmstart"}
+"""Units that may import torch and what stands on it, at import time. Of rollout, only the engines."""
+TORCH_PACKAGES = {"torch", "transformers", "tokenizers"}
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def unit_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return "baton" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imported(tree: ast.Module) -> list[tuple[str, bool]]:
+    """(module, whether it is only for type checking) of every import, those inside functions included."""
+    only_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [node.module or ""]
+            if node.module == "baton":
+                names = [f"baton.{alias.name}" for alias in node.names]
+        found += [(name, id(node) in only_types) for name in names]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down_and_siblings_never_meet(path: Path) -> None:
+    unit = unit_of(path)
+    assert unit in LEVEL, f"{unit} has no layer: say in LAYERS where it stands"
+    for name, only_for_types in imported(ast.parse(path.read_text())):
+        if only_for_types or name.split(".")[0] != "baton":
+            continue
+        target = name.split(".")[1] if "." in name else "baton"
+        target = target if target in LEVEL else "baton"  # baton.__version__
+        assert target == unit or LEVEL[target] < LEVEL[unit], f"{unit} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
+    place = path.relative_to(PACKAGE)
+    if unit_of(path) in TORCH_UNITS or place.parts[:2] == ("rollout", "engines"):
+        return
+    tree = ast.parse(path.read_text())
+    at_import = ast.Module([n for n in tree.body if not isinstance(n, (ast.FunctionDef, ast.ClassDef))], [])
+    found = {name.split(".")[0] for name, only_for_types in imported(at_import) if not only_for_types}
+    assert not found & TORCH_PACKAGES, f"{place} imports {found & TORCH_PACKAGES}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "baton.types",
+        "baton.config",
+        "baton.cli",
+        "baton.keys",
+        "baton.evaluation",
+        "baton.loop",
+        "baton.tasks.stream",
+        "baton.rollout.runner",
+        "baton.rollout.port",
+        "baton.rollout.engines.fake",
+        "baton.trainer.settings",
+        "baton.trainer.trainer",
+    ],
+)
+def test_planning_and_simulating_need_no_torch(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('torch', 'transformers', 'reasoning_gym') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_are_small_and_named_for_what_they_hold(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    assert not {"utils", "util", "common", "core", "manager", "helper", "helpers", "misc"} & {
+        part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts
+    }
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "a module says what it is for"
+    public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+    for node in public:
+        assert node.name.startswith("_") or ast.get_docstring(node), f"{node.name} has no docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            size = (node.end_lineno or 0) - node.lineno + 1
+            assert size <= 70, f"{node.name} has {size} lines"
+
+
+def test_nothing_unpickles() -> None:
+    """No pickle crosses a boundary: neither the module nor torch.load, whose files are pickles."""
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        assert "pickle" not in {name.split(".")[0] for name, _ in imported(tree)}, path
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not calls & {"torch.load", "torch.save"}, path
