@@ -2,28 +2,32 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY := passive
 
 .PHONY: install demo test check clean
 
-install: $(INSTALLED)
+install: $(VENV)/.installed
 
 # reasoning-gym comes without its dependencies: two of them want a C compiler, the rest are in pyproject.toml
-$(INSTALLED): pyproject.toml
+$(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps reasoning-gym==0.1.25
-	touch $(INSTALLED)
+	$(PIP) -e .
+	$(PIP) --no-deps reasoning-gym==0.1.25
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
 
 demo: install
 	$(BIN)/baton train recipes/quickstart.toml --overwrite
 
-test: install
+test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-check: install
+check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
