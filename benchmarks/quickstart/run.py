@@ -1,9 +1,10 @@
 """The quickstart over several seeds: held-out accuracy before and after, and how long it took.
 
-    python benchmarks/quickstart/run.py --seeds 0 1 2 3 4
+    python benchmarks/quickstart/run.py --seeds 0 1 2 3 4      (the curves need matplotlib: pip install '.[report]')
 
 Each seed is one `baton train recipes/quickstart.toml run.seed=S`, nothing else running. Raw reports go to results/,
-the table to results/table.md.
+the table to results/table.md and the curves to
+results/curves.png.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main() -> None:
     reports = [json.loads(file.read_text()) for file in sorted(results.glob("seed*.json"))]
     table = make_table(reports)
     (results / "table.md").write_text(table)
+    draw_curves(reports, results / "curves.png")
     print(table)
 
 
@@ -89,6 +91,31 @@ def make_table(reports: list[dict[str, Any]]) -> str:
             f"at least 20 points in {sum(v >= 20 for v in values)} of {len(values)} seeds."
         )
     return "\n".join(lines) + "\n"
+
+
+def draw_curves(reports: list[dict[str, Any]], path: Path) -> None:
+    """Reward and response length by step, one line per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axes, key, title in (
+        (left, "reward_by_step", "training reward (share correct)"),
+        (right, "response_length_by_step", "response length, tokens"),
+    ):
+        for report in reports:
+            values = report[key]
+            seed = report["report"]["seed"]
+            axes.plot(range(1, len(values) + 1), values, linewidth=1.2, alpha=0.85, label=f"seed {seed}")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("train step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_ylim(0, 1)
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":
