@@ -157,18 +157,23 @@ def show(
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Longest response first.")] = False,
-    limit: Annotated[int, typer.Option("-n", "--limit", help="How many trajectories.")] = 8,
+    task: Annotated[str | None, typer.Option("--task", help="Only trajectories of the task of this name.")] = None,
+    correct: Annotated[
+        bool | None, typer.Option("--correct/--wrong", help="Only correct ones, or only the others.")
+    ] = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many trajectories.")] = 8,
     as_json: Json = False,
 ) -> None:
     """Read the trajectories of a train step: prompt, response, answer, reward."""
-    from baton.show import ORDERS, print_trajectories, shown_trajectories
+    from baton.show import ORDERS, print_trajectories, read_trajectories
 
     chosen = [name for name, is_on in zip(ORDERS, (best, worst, longest), strict=True) if is_on]
     if len(chosen) > 1:
         raise UserError(f"--{chosen[0]} and --{chosen[1]} exclude each other: give one order")
-    found = shown_trajectories(run, step, group=group, order=chosen[0] if chosen else None, limit=limit)
+    order = chosen[0] if chosen else None
+    found = read_trajectories(run, step, group=group, task=task, is_correct=correct, order=order, limit=limit)
     if as_json:
-        _print_json(found)
+        _print_json([reading.shown for reading in found])
     else:
         print_trajectories(out, found)
 

@@ -1,20 +1,33 @@
-"""Reading the trajectories that a run kept."""
+"""Reading the trajectories that a run kept. What a model wrote is untrusted: it is shown, never interpreted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group as Stack
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.text import Text
 
 from baton.errors import UserError
-from baton.policy.tokenizer import load_tokenizer
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.runs import RunDirectory
+from baton.types import Group, Judged
 
 ORDERS = ("best", "worst", "longest")
+INVISIBLE = frozenset("\u2028\u2029\ufeff")
+"""Beside the categories below: separators that some programs take for line ends, and the byte order mark."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Part of a text, either of special tokens or of none."""
+
+    text: str
+    is_special: bool
 
 
 class ShownTrajectory(msgspec.Struct, frozen=True):
@@ -41,76 +54,148 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
     mean_logprob: float
     """Of its tokens, under the policy that sampled them."""
 
+    @property
+    def verdict(self) -> str:
+        """What the task's scorer said, in words."""
+        if self.is_correct:
+            return "correct"
+        return "wrong" if self.failure is None else f"not scored ({self.failure})"
 
-def shown_trajectories(
-    path: Path, step: int | None, *, group: int | None, order: str | None, limit: int
-) -> list[ShownTrajectory]:
-    """Return trajectories of a step, the last one by default. Raises UserError for a step or group that is not kept."""
+    @property
+    def versions(self) -> str:
+        """The versions that wrote it, in words."""
+        oldest, newest = self.policy_versions
+        return str(oldest) if oldest == newest else f"{oldest} to {newest}"
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """A trajectory with its texts cut where special tokens begin and end."""
+
+    shown: ShownTrajectory
+    prompt: tuple[Piece, ...]
+    response: tuple[Piece, ...]
+
+
+def read_trajectories(
+    path: Path,
+    step: int | None,
+    *,
+    group: int | None = None,
+    task: str | None = None,
+    is_correct: bool | None = None,
+    order: str | None = None,
+    limit: int,
+) -> list[Reading]:
+    """Return trajectories of a step, the last one by default; there may be none that fits `is_correct`.
+
+    Raises UserError for a step, group or task that is not kept.
+    """
     run = RunDirectory.open(path)
     steps = run.recorded_steps()
     if step is None and not steps:
         raise UserError(f"{path} has no trajectories yet")
     step = steps[-1] if step is None else step
-    groups = [g for g in run.groups(step) if group is None or g.group_id == group]
+    there = run.groups(step)
+    groups = [g for g in there if group is None or g.group_id == group]
     if not groups:
-        ids = [g.group_id for g in run.groups(step)]
+        ids = [g.group_id for g in there]
         raise UserError(f"{path}, step {step} has no group {group}; there are {min(ids)} to {max(ids)}")
+    chosen = [g for g in groups if task is None or g.prompt.task == task]
+    if not chosen:
+        names = ", ".join(sorted({g.prompt.task for g in groups}))
+        raise UserError(f"{path}, step {step} has no task {task!r} here; there are: {names}")
+    members = [(g, m) for g in chosen for m in g.members if is_correct in (None, m.judgement.is_correct)]
     tokenizer = load_tokenizer(str(run.tokenizer))
-    found = []
-    for g in groups:
-        for member in g.members:
-            trajectory, judgement = member.trajectory, member.judgement
-            versions, logprobs = trajectory.policy_versions, trajectory.behavior_logprobs
-            found.append(
-                ShownTrajectory(
-                    step,
-                    g.group_id,
-                    trajectory.sample_index,
-                    g.prompt.task,
-                    tokenizer.text(trajectory.prompt_ids, keep_special=True),
-                    tokenizer.text(trajectory.token_ids, keep_special=True),
-                    judgement.answer,
-                    g.prompt.answer,
-                    judgement.reward,
-                    judgement.parts,
-                    judgement.is_correct,
-                    judgement.failure,
-                    str(trajectory.finish_reason),
-                    trajectory.num_tokens,
-                    (min(versions), max(versions)),
-                    sum(logprobs) / len(logprobs),
-                )
-            )
+    return [reading(tokenizer, step, g, member) for g, member in ordered(members, order)[:limit]]
+
+
+def ordered(members: Sequence[tuple[Group, Judged]], order: str | None) -> list[tuple[Group, Judged]]:
+    """Return trajectories by reward or length; equal ones stay as they were generated."""
     match order:
         case "best":
-            found.sort(key=lambda t: -t.reward)
+            return sorted(members, key=lambda m: -m[1].judgement.reward)
         case "worst":
-            found.sort(key=lambda t: t.reward)
+            return sorted(members, key=lambda m: m[1].judgement.reward)
         case "longest":
-            found.sort(key=lambda t: -t.num_tokens)
-    return found[:limit]
+            return sorted(members, key=lambda m: -m[1].trajectory.num_tokens)
+    return list(members)
 
 
-def print_trajectories(console: Console, trajectories: Sequence[ShownTrajectory]) -> None:
-    """Print trajectories as panels."""
-    for t in trajectories:
-        oldest, newest = t.policy_versions
-        version = str(oldest) if oldest == newest else f"{oldest} to {newest}"
-        verdict = "correct" if t.is_correct else "wrong" if t.failure is None else f"not scored ({t.failure})"
-        body = Text()
-        body.append(t.prompt, style="dim")
-        body.append(t.response)
+def reading(tokenizer: Tokenizer, step: int, group: Group, member: Judged) -> Reading:
+    """Decode one trajectory of a step."""
+    trajectory, judgement = member.trajectory, member.judgement
+    versions, logprobs = trajectory.policy_versions, trajectory.behavior_logprobs
+    shown = ShownTrajectory(
+        step,
+        group.group_id,
+        trajectory.sample_index,
+        group.prompt.task,
+        tokenizer.text(trajectory.prompt_ids, keep_special=True),
+        tokenizer.text(trajectory.token_ids, keep_special=True),
+        judgement.answer,
+        group.prompt.answer,
+        judgement.reward,
+        judgement.parts,
+        judgement.is_correct,
+        judgement.failure,
+        str(trajectory.finish_reason),
+        trajectory.num_tokens,
+        (min(versions), max(versions)),
+        sum(logprobs) / len(logprobs),
+    )
+    return Reading(shown, _pieces(tokenizer, trajectory.prompt_ids), _pieces(tokenizer, trajectory.token_ids))
+
+
+def visible(text: str) -> str:
+    """Return text with its control and formatting characters spelt out, line ends and tabs apart.
+
+    An escape sequence moves a terminal's cursor, a direction mark reorders what is read: both are shown as `\\x1b`.
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() or not _is_control(c) else _spelt(c) for c in text)
+
+
+def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
+    """Print trajectories as panels, special tokens dim."""
+    if not readings:
+        console.print("no trajectory fits", highlight=False)
+    for r in readings:
+        t = r.shown
+        parts = ", ".join(f"{name} {value:g}" for name, value in t.parts.items()) if len(t.parts) > 1 else ""
+        facts = Text(style="green" if t.is_correct else "red")
+        facts.append(visible(f"{t.verdict}: answer {t.answer!r}, reference {t.reference!r}\n"))
+        facts.append(
+            visible(
+                f"reward {t.reward:g}{f' ({parts})' if parts else ''}, {t.num_tokens} tokens, "
+                f"ended by {t.finish_reason}, version {t.versions}, mean logprob {t.mean_logprob:.3f}"
+            )
+        )
         console.print(
             Panel(
-                body,
-                title=f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}",
+                Stack(_text(r.prompt), Rule(style="dim"), _text(r.response), Text(), facts),
+                title=Text(visible(f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}")),
                 title_align="left",
-                subtitle=(
-                    f"{verdict}: answer {t.answer!r}, reference {t.reference!r}; reward {t.reward:g}; "
-                    f"{t.num_tokens} tokens, ended by {t.finish_reason}; version {version}; "
-                    f"mean logprob {t.mean_logprob:.3f}"
-                ),
-                subtitle_align="left",
                 border_style="green" if t.is_correct else "red",
             )
         )
+
+
+def _text(pieces: Sequence[Piece]) -> Text:
+    text = Text()
+    for piece in pieces:
+        text.append(visible(piece.text), style="dim" if piece.is_special else "default")
+    return text
+
+
+def _pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> tuple[Piece, ...]:
+    special = frozenset(tokenizer.hf.all_special_ids)
+    runs = groupby(token_ids, key=lambda i: i in special)
+    return tuple(Piece(tokenizer.text(list(ids), keep_special=True), is_special) for is_special, ids in runs)
+
+
+def _is_control(character: str) -> bool:
+    return character in INVISIBLE or unicodedata.category(character) in ("Cc", "Cf", "Cs")
+
+
+def _spelt(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
