@@ -159,7 +159,7 @@ def show(
     longest: Annotated[bool, typer.Option("--longest", help="Longest response first.")] = False,
     task: Annotated[str | None, typer.Option("--task", help="Only trajectories of the task of this name.")] = None,
     correct: Annotated[
-        bool | None, typer.Option("--correct/--wrong", help="Only correct ones, or only the others.")
+        bool | None, typer.Option("--correct/--wrong", help="Only correct ones, or only wrong ones.")
     ] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many trajectories.")] = 8,
     as_json: Json = False,

@@ -8,7 +8,8 @@ from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group as Stack
+from rich.console import Console
+from rich.console import Group as Stack
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
@@ -46,7 +47,7 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Why there is no score, where the scorer raised."""
+    """Why there is no judgement, where there is none: it is then neither correct nor wrong."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]
@@ -59,7 +60,7 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
         """What the task's scorer said, in words."""
         if self.is_correct:
             return "correct"
-        return "wrong" if self.failure is None else f"not scored ({self.failure})"
+        return "wrong" if self.failure is None else f"not judged ({self.failure})"
 
     @property
     def versions(self) -> str:
@@ -104,18 +105,18 @@ def read_trajectories(
     if not chosen:
         names = ", ".join(sorted({g.prompt.task for g in groups}))
         raise UserError(f"{path}, step {step} has no task {task!r} here; there are: {names}")
-    members = [(g, m) for g in chosen for m in g.members if is_correct in (None, m.judgement.is_correct)]
+    members = [(g, m) for g in chosen for m in g.members if is_correct is None or _is(m, is_correct)]
     tokenizer = load_tokenizer(str(run.tokenizer))
     return [reading(tokenizer, step, g, member) for g, member in ordered(members, order)[:limit]]
 
 
 def ordered(members: Sequence[tuple[Group, Judged]], order: str | None) -> list[tuple[Group, Judged]]:
-    """Return trajectories by reward or length; equal ones stay as they were generated."""
+    """Return trajectories by reward (those without a judgement last) or length; equal ones stay as generated."""
     match order:
         case "best":
-            return sorted(members, key=lambda m: -m[1].judgement.reward)
+            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, -m[1].judgement.reward))
         case "worst":
-            return sorted(members, key=lambda m: m[1].judgement.reward)
+            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, m[1].judgement.reward))
         case "longest":
             return sorted(members, key=lambda m: -m[1].trajectory.num_tokens)
     return list(members)
@@ -161,7 +162,8 @@ def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
     for r in readings:
         t = r.shown
         parts = ", ".join(f"{name} {value:g}" for name, value in t.parts.items()) if len(t.parts) > 1 else ""
-        facts = Text(style="green" if t.is_correct else "red")
+        colour = "yellow" if t.failure is not None else "green" if t.is_correct else "red"
+        facts = Text(style=colour)
         facts.append(visible(f"{t.verdict}: answer {t.answer!r}, reference {t.reference!r}\n"))
         facts.append(
             visible(
@@ -174,9 +176,13 @@ def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
                 Stack(_text(r.prompt), Rule(style="dim"), _text(r.response), Text(), facts),
                 title=Text(visible(f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}")),
                 title_align="left",
-                border_style="green" if t.is_correct else "red",
+                border_style=colour,
             )
         )
+
+
+def _is(member: Judged, is_correct: bool) -> bool:
+    return member.judgement.is_judged and member.judgement.is_correct is is_correct
 
 
 def _text(pieces: Sequence[Piece]) -> Text:
