@@ -101,7 +101,7 @@ def build_loop(
     threads = set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
-    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
     device = torch_device(recipe.model.device)
     master = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
@@ -119,10 +119,11 @@ def build_loop(
     else:
         run, place = RunDirectory.create(recipe.run.path, overwrite=overwrite), _Place(LoopState(), None)
     state = place.state
+    port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
     if place.checkpoint is None:
+        # last, so that a start that was refused leaves no run in the way of the next one
         run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
         tokenizer.hf.save_pretrained(run.tokenizer)
-    port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
 
     def save_checkpoint(state: LoopState) -> Path:
         path = checkpoint_path(run.checkpoints, state.step)
@@ -202,7 +203,7 @@ def footprint(recipe: Recipe) -> Footprint:
     """Work out memory and work of a recipe; opens its tasks as a start would, but reads no weights."""
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
-    Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     mixture.held_out(recipe.eval.num_prompts)
     prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
     config = AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
@@ -251,7 +252,7 @@ def evaluate_model(
     set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(str(model_path))
     mixture = TaskMixture(recipe.task, recipe.answer)
-    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
     model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
@@ -259,15 +260,16 @@ def evaluate_model(
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
-    results, _ = evaluate(
-        Runner(LocalPort(engine), recipe.rollout.stall_timeout_s),
-        judge,
-        tokenizer,
-        prompts,
-        sampling,
-        samples=samples if temperature else 1,
-        version=version.number,
-    )
+    with judge:
+        results, _ = evaluate(
+            Runner(LocalPort(engine), recipe.rollout.stall_timeout_s),
+            judge,
+            tokenizer,
+            prompts,
+            sampling,
+            samples=samples if temperature else 1,
+            version=version.number,
+        )
     return results
 
 

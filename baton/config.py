@@ -19,6 +19,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.runner import RolloutSettings
 from baton.settings import Settings
 from baton.tasks.demonstrations import DemonstrationSettings
+from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskSettings
 from baton.trainer.settings import AlgorithmSettings, SftSettings, TrainerSettings
@@ -52,6 +53,7 @@ class Recipe(Settings):
     task: tuple[TaskSettings, ...]
     answer: AnswerSettings = AnswerSettings()
     reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
+    judge: JudgeSettings = JudgeSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -118,6 +120,7 @@ class TaskRecipe(BaseModel):
     task: tuple[TaskSettings, ...]
     answer: AnswerSettings = AnswerSettings()
     reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
+    judge: JudgeSettings = JudgeSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
     eval: EvalSettings = EvalSettings()
@@ -134,7 +137,7 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         raise UserError(f"there is no recipe {path} (seen from {Path.cwd()}){hint}")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply_override(tree, override)
@@ -145,7 +148,16 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
-MAY_CHANGE = ("run.name", "run.directory", "eval", "checkpoint", "log", "rollout.stall_timeout_s", "engine.processes")
+MAY_CHANGE = (
+    "run.name",
+    "run.directory",
+    "eval",
+    "checkpoint",
+    "log",
+    "judge",
+    "rollout.stall_timeout_s",
+    "engine.processes",
+)
 """Keys, or whole sections, that a resumed run may change and stay what it was."""
 CHANGES_BITS = ("run.threads", "model.device", "engine.slots", "trainer.max_tokens_per_microbatch")
 """Keys that a resumed run may change, at the price of other last bits."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.runner import Request, Runner
 from baton.settings import Settings
-from baton.tasks.rewards import Judge
+from baton.tasks.rewards import Judge, require_judged
 from baton.types import Group, Judged, Prompt, SamplingParams
 
 EVAL_NOISE = 0x5EED_E7A1
@@ -64,6 +64,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     mean_length_tokens: float
     clip_ratio: float
     """Share of responses cut at the longest length."""
+    unjudged: int = 0
+    """Responses that no judge could judge; accuracy and pass@k leave them out."""
 
     @property
     def way(self) -> str:
@@ -82,13 +84,16 @@ def evaluate(
     version: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[list[Evaluation], list[Group]]:
-    """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`."""
+    """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`.
+
+    Raises UserError where not one response of a task could be judged.
+    """
     requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[Judged]] = [[] for _ in prompts]
     for trajectory in runner.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
-        text = tokenizer.text(trajectory.token_ids)
-        judgement = judge.judge(prompts[trajectory.group_id], text)
-        members[trajectory.group_id].append(Judged(trajectory, judgement))
+        judge.submit(trajectory, prompts[trajectory.group_id], tokenizer.text(trajectory.token_ids))
+    for judged in judge.drain():
+        members[judged.trajectory.group_id].append(judged)
     groups = [
         Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
         for index, m in enumerate(members)
@@ -101,18 +106,21 @@ def evaluate(
 
 
 def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:
-    correct = [[m.judgement.is_correct for m in g.members] for g in groups]
+    require_judged(groups, f"the evaluation of {task!r}")
+    judged = [[m.judgement for m in g.members if m.judgement.is_judged] for g in groups]
+    correct = [[j.is_correct for j in row] for row in judged if row]
     lengths = [m.trajectory.num_tokens for g in groups for m in g.members]
     cut = [m.trajectory.finish_reason == "length" for g in groups for m in g.members]
     return Evaluation(
         task,
         len(groups),
-        len(correct[0]),
+        len(groups[0].members),
         temperature,
         share_interval(correct),
         share_interval([[any(c)] for c in correct]),
         sum(lengths) / len(lengths),
         sum(cut) / len(cut),
+        sum(len(g.members) for g in groups) - sum(len(row) for row in judged),
     )
 
 

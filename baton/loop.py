@@ -9,7 +9,7 @@
 | stage    | consumes               | produces            | waits for       | unblocked by                          |
 |----------|------------------------|---------------------|-----------------|---------------------------------------|
 | generate | prompts, version v     | trajectories        | the worker      | reports; a stall deadline names it    |
-| judge    | a finished trajectory  | a judgement         | nobody          | runs as trajectories finish           |
+| judge    | a finished trajectory  | a judgement         | its judges      | an answer, or the call's deadline     |
 | train    | the batch              | version v+1         | all groups      | the last judgement                    |
 | publish  | version v+1            | a worker at v+1     | the worker      | its load_weights returning            |
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from baton.rollout.port import WorkerPort
 from baton.rollout.runner import Request, RolloutSettings, Runner
 from baton.runs import RunDirectory
 from baton.settings import Settings
-from baton.tasks.rewards import Judge
+from baton.tasks.rewards import Judge, failure_metrics, require_judged
 from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
 from baton.types import Batch, Group, Judged, Prompt, SamplingParams, Trajectory
@@ -155,6 +155,8 @@ class Loop:
                 f"the disk is full: {error.filename or self.run.path} could not be written after train step "
                 f"{self.state.step}; make room, then go on with --resume; {self._way_back()}"
             ) from error
+        finally:
+            self.judge.close()
 
     def _train(self) -> list[Evaluation]:
         self._publish()
@@ -187,6 +189,7 @@ class Loop:
         prompts = self.stream.take(self.rollout.batch_groups)
         groups = self._generate(prompts, step)
         self.run.write_groups(step, groups)
+        require_judged(groups, f"train step {step}")
         with self.clock.stage("train"), self.observer.phase("train", 0):
             values = self.trainer.step(Batch(step, tuple(groups)))
         self._publish()
@@ -210,15 +213,22 @@ class Loop:
         members: list[list[Judged]] = [[] for _ in prompts]
         total = len(prompts) * self.rollout.group_size
         with self.observer.phase("generate", total) as done:
+
+            def keep(found: Iterable[Judged]) -> None:
+                for judged in found:
+                    members[judged.trajectory.group_id - first].append(judged)
+                    done(1)
+
             trajectories = self.runner.rollout(
                 requests, self.rollout.sampling(), noise_seed=self.seed, version=self.trainer.version.number
             )
             while (trajectory := self._next(trajectories)) is not None:
-                place = trajectory.group_id - first
                 with self.clock.stage("judge"):
                     text = self.tokenizer.text(trajectory.token_ids)
-                    members[place].append(Judged(trajectory, self.judge.judge(prompts[place], text)))
-                done(1)
+                    self.judge.submit(trajectory, prompts[trajectory.group_id - first], text)
+                    keep(self.judge.collect())
+            with self.clock.stage("judge"):
+                keep(self.judge.drain())
         return [
             Group(first + index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
             for index, m in enumerate(members)
@@ -245,7 +255,7 @@ class Loop:
             "perf/generate_tokens_per_s": generated / times["time/generate"],
             "perf/occupancy": (self.stats.decoded_tokens - before.decoded_tokens) / max(1, rows),
             "tokens/generated": generated,
-            "judge/failed": sum(m.judgement.failure is not None for g in groups for m in g.members),
+            **failure_metrics(groups),
         }
 
     def evaluate(self) -> list[Evaluation]:
@@ -290,6 +300,8 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
         f"eval/{result.task}/avg@{result.samples}": result.accuracy.value,
         f"eval/{result.task}/response_length": result.mean_length_tokens,
     }
+    if result.unjudged:
+        values[f"eval/{result.task}/unjudged"] = result.unjudged
     if result.samples > 1:
         values[f"eval/{result.task}/pass@{result.samples}"] = result.pass_at_k.value
     return values

@@ -1,4 +1,4 @@
-"""A user's own problems: a JSONL file with `prompt` and `answer`."""
+"""A user's own problems: rows of a file, read with the column names of the field."""
 
 from __future__ import annotations
 
@@ -7,29 +7,50 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from baton.errors import UserError
-from baton.tasks.task import Problem
+from baton.tasks.columns import REFERENCE_COLUMNS, find_reference, lookup, messages_of
+from baton.tasks.judging.calls import MathSpec
+from baton.tasks.rows import Row, read_rows
+from baton.tasks.task import Problem, Scorer
 from baton.types import Message
 
+FileScorer = Literal["number", "math", "none"]
 _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 class FileTask:
-    """Rows of a JSONL file. A draw goes through all rows in a fresh random order each epoch."""
+    """Rows of a file. A draw goes through all rows in a fresh random order each epoch."""
 
-    def __init__(self, name: str, path: str) -> None:
-        """Read and check the whole file. Raises UserError naming file and line."""
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        *,
+        split: str = "train",
+        prompt_column: str = "prompt",
+        answer_column: str | None = None,
+        answer_after: str | None = None,
+        scorer: FileScorer = "number",
+    ) -> None:
+        """Read and check the whole file. Raises UserError naming file and line, or row."""
         self.name = name
-        self._rows = _read_rows(name, path)
+        self._scorer = scorer
+        self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
+        self._rows = [self._problem(where, row) for where, row in read_rows(f"task {name!r}", path, split)]
         self._order = lru_cache(maxsize=4)(self._make_order)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def scorer(self) -> Scorer:
+        """See `Task`."""
+        scorers: dict[FileScorer, Scorer] = {"number": "inline", "math": MathSpec(), "none": None}
+        return scorers[self._scorer]
 
     def draw(self, seed: int, index: int) -> Problem:
         """See `Task`."""
@@ -42,6 +63,43 @@ class FileTask:
             return 0.0
         return float(answer.strip() == reference.strip() or _same_number(answer, reference))
 
+    def _problem(self, where: str, row: Row) -> Problem:
+        where = f"task {self.name!r}: {where}"
+        prompt = lookup(row, self._prompt_column)
+        if prompt is None:
+            hint = "" if self._prompt_column != "prompt" or len(row) < 2 else "; name another with prompt_column"
+            raise UserError(f"{where} has no {self._prompt_column!r}; it has {sorted(row)}{hint}")
+        try:
+            messages = messages_of(prompt)
+        except ValueError as error:
+            raise UserError(f"{where}: {self._prompt_column!r} {error}") from error
+        extra = {name: value for name, value in row.items() if name != self._prompt_column}
+        answer = None if self._scorer == "none" else self._reference(where, row)
+        if messages is None:
+            return Problem(prompt, f"file:{_canonical(prompt)}", answer, extra)
+        # a system message is wording, not problem: the same question with another one is the same to the split
+        said = " ".join(m.content for m in messages if m.role != "system")
+        return Problem(messages[-1].content, f"file:{_canonical(said)}", answer, extra, messages)
+
+    def _reference(self, where: str, row: Row) -> str:
+        column = self._answer_column
+        value = find_reference(row) if column is None else lookup(row, column)
+        if value is None:
+            if column is None:
+                others = ", ".join(REFERENCE_COLUMNS[1:])
+                hint = f"nor {others}: name the column with answer_column, or set scorer = 'none'"
+            else:
+                hint = "which answer_column names"
+            raise UserError(f"{where} has no {column or 'answer'!r}; it has {sorted(row)} ({hint})")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise UserError(f"{where}: {column or 'answer'!r} must be a text or a number, got {_shown(value)}")
+        text = str(value)
+        if self._answer_after is not None:
+            _, mark, text = text.rpartition(self._answer_after)
+            if not mark:
+                raise UserError(f"{where}: the answer has no {self._answer_after!r} (answer_after): {_shown(value)}")
+        return text.strip() if self._answer_after is not None else text
+
     def _make_order(self, seed: int, epoch: int) -> list[int]:
         order = list(range(len(self._rows)))
         random.Random(f"{seed}:{epoch}").shuffle(order)
@@ -49,52 +107,33 @@ class FileTask:
 
 
 def read_demonstrations(path: str, seed: int) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Yield (prompt messages, response) from a JSONL file with `prompt` and `completion`, shuffled anew each epoch."""
-    rows = []
-    for number, row in _json_rows("data", path, ("prompt", "completion")):
-        if not isinstance(row["completion"], str):
-            raise UserError(f"data: {path}, line {number}: 'completion' must be a text")
-        rows.append(((Message("user", row["prompt"]),), row["completion"]))
+    """Yield (prompt messages, response) of rows with `prompt` and `completion`, shuffled anew each epoch.
+
+    Raises UserError naming file and line.
+    """
+    rows = [_demonstration(where, row) for where, row in read_rows("data", path)]
     dice = random.Random(f"demonstrations:{seed}")
     while True:
         dice.shuffle(rows)
         yield from rows
 
 
-def _read_rows(name: str, path: str) -> list[Problem]:
-    problems = []
-    for number, row in _json_rows(f"task {name!r}", path, ("prompt", "answer")):
-        question, answer = row["prompt"], row["answer"]
-        if not isinstance(answer, (str, int, float)):
-            raise UserError(f"task {name!r}: {path}, line {number}: 'answer' must be a text or a number")
-        extra = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-        problems.append(Problem(question, f"file:{' '.join(question.lower().split())}", str(answer), extra))
-    return problems
+def _demonstration(where: str, row: Row) -> tuple[tuple[Message, ...], str]:
+    for column in ("prompt", "completion"):
+        if column not in row:
+            raise UserError(f"data: {where} has no {column!r}; it has {sorted(row)}")
+        if not isinstance(row[column], str):
+            raise UserError(f"data: {where}: {column!r} must be a text")
+    return (Message("user", row["prompt"]),), row["completion"]
 
 
-def _json_rows(what: str, path: str, columns: tuple[str, str]) -> list[tuple[int, dict[str, Any]]]:
-    """Line number and object of each row. Raises UserError naming file and line; the first column must be a text."""
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"{what}: there is no file {path!r} (seen from {Path.cwd()})")
-    rows = []
-    # bytes, so that only a newline ends a row: a JSON text may hold any other line separator as it is
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{what}: {path}, line {number} is not a JSON object: {error}") from error
-        missing = [column for column in columns if column not in row]
-        if missing:
-            raise UserError(f"{what}: {path}, line {number} has no {missing[0]!r}; it has {sorted(row)}")
-        if not isinstance(row[columns[0]], str):
-            raise UserError(f"{what}: {path}, line {number}: {columns[0]!r} must be a text")
-        rows.append((number, row))
-    if not rows:
-        raise UserError(f"{what}: {path} has no rows")
-    return rows
+def _canonical(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _shown(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _same_number(answer: str, reference: str) -> bool:

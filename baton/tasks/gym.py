@@ -20,12 +20,16 @@ from blake3 import blake3
 from baton.errors import UserError
 from baton.tasks.compact import COMPACT_FORMS, canonical_problem
 from baton.tasks.guard import may_be_scored
-from baton.tasks.task import Problem
+from baton.tasks.judging.calls import GymSpec
+from baton.tasks.task import Problem, Scorer
 
 BLOCK = 500
 """Draws that share one reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that hand their seed to numpy, which takes 32 bits; the others get 48."""
+QUICK_SCORERS = frozenset({"chain_sum", "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
+"""Tasks whose own scorer compares numbers or sets of words and returns within microseconds, whatever the answer; so
+does the scorer that many tasks inherit. All others are called in worker processes, which can be killed."""
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
 """Compiled modules that reasoning-gym imports at start, and the one task that uses each."""
 
@@ -52,6 +56,13 @@ class GymTask:
         self._dataset = lru_cache(maxsize=8)(self._make_dataset)
         self._entry = lru_cache(maxsize=65_536)(self._make_entry)
         self._entry(0, 0)
+
+    @property
+    def scorer(self) -> Scorer:
+        """See `Task`."""
+        inherited = importlib.import_module("reasoning_gym.dataset").ProceduralDataset.score_answer
+        is_quick = self._gym_name in QUICK_SCORERS or type(self._dataset(0)).score_answer is inherited
+        return "inline" if is_quick else GymSpec(self.name, self._gym_name, self._params)
 
     def draw(self, seed: int, index: int) -> Problem:
         """See `Task`."""

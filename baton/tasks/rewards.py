@@ -1,110 +1,346 @@
-"""From a response to a judgement: weighted reward parts, and accuracy beside them."""
+"""From a response to a judgement: weighted reward parts, and accuracy beside them.
+
+What surely returns at once is judged in place. Everything else is asked in the background while the run generates on,
+with a deadline for each call; a call that hangs, crashes or gives nonsense leaves the trajectory without a judgement,
+which is recorded with its cause and is neither a reward of zero nor a wrong answer.
+"""
 
 from __future__ import annotations
 
-import importlib
-import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+import asyncio
+import queue
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from baton.errors import UserError
+from baton.errors import DeadlineExceeded, UserError
 from baton.settings import Settings
 from baton.tasks.answer import AnswerFormat, extract_answer, meets_format
+from baton.tasks.judging.calls import Call, Failed, FunctionSpec, MathSpec, Outcome, Setup, Signature, Spec, Value
+from baton.tasks.judging.functions import call_here, detect_signature, import_function, is_async, number, told
+from baton.tasks.judging.mathematics import check_installed
+from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.task import Task
-from baton.types import Judgement, Prompt
+from baton.types import FailureCause, Group, Judged, Judgement, Prompt, Trajectory
 
-RewardFunction = Callable[[Prompt, str, str | None], float]
-"""(prompt, response text, extracted answer or None) → value."""
+if TYPE_CHECKING:
+    from baton.tasks.judging.background import Background
+
+NEEDS_SCORER = ("correct", "score")
+NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
+MAX_UNANSWERED = 32
+"""Calls in a row that one judge may leave unanswered (hung, crashed, unreachable) before the run stops."""
 
 
 class RewardSettings(Settings):
     """[[reward]] one part of the reward; the reward is the weighted sum of the parts."""
 
-    kind: Literal["correct", "score", "exact", "format", "function"]
+    kind: Literal["correct", "score", "exact", "format", "math", "function", "http"]
     """correct: 1 for a full score of the task's scorer, else 0. score: the scorer's value with its partial credit.
-    exact: 1 when the answer equals the reference as text. format: 1 when the answer format is met.
-    function: your own."""
+    exact: 1 when the answer equals the reference as text. format: 1 when the answer format is met. math: 1 when the
+    answer equals the reference as mathematics. function: your own. http: a judge behind a URL."""
+    name: str = ""
+    """Name in metrics; the default is the kind, or the function's own name."""
     weight: float = 1.0
     """Factor of this part in the sum."""
     function: str | None = None
-    """`module:name` of a function (prompt, response, answer) -> float, for kind = "function"."""
+    """`module:name` or `file.py:name`, for kind = "function"."""
+    signature: Signature | None = None
+    """How the function is called: `baton`, `trl` or `verl`; the default is told by its name and parameters."""
+    isolate: bool = True
+    """Whether the function is called in a worker process that can be killed. False calls it within the run, without a
+    deadline: only for a function that surely returns."""
+    url: str | None = None
+    """Where to POST, for kind = "http"."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds for one call; the default is judge.deadline_s."""
+    concurrency: int = Field(default=32, ge=1)
+    """Calls at once, of an async function or a remote judge."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("name"):
+            function = data.get("function")
+            name = function.rpartition(":")[2] if isinstance(function, str) else data.get("kind")
+            return {**data, "name": name or ""}
+        return data
 
     @model_validator(mode="after")
-    def _function_named(self) -> RewardSettings:
+    def _fits_its_kind(self) -> RewardSettings:
         if (self.kind == "function") != (self.function is not None):
             raise ValueError('function = "module:name" belongs to kind = "function", and only to it')
+        if (self.kind == "http") != (self.url is not None):
+            raise ValueError('url = "http://…" belongs to kind = "http", and only to it')
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
+        if self.kind != "function" and (self.signature is not None or not self.isolate):
+            raise ValueError('signature and isolate belong to kind = "function"')
         return self
 
-    @property
-    def name(self) -> str:
-        """Name in metrics: the kind, or the function's own name."""
-        return self.kind if self.function is None else self.function.rpartition(":")[2]
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A judge that is asked in the background."""
+
+    who: str
+    ask: Callable[[Call], Coroutine[Any, Any, Outcome]]
 
 
 class Judge:
-    """Judges responses of all tasks of a recipe."""
+    """Judges responses of all tasks of a recipe. Nothing is started before a call needs it; `close` ends it all."""
 
-    def __init__(self, tasks: dict[str, Task], rewards: Sequence[RewardSettings], answer_format: AnswerFormat) -> None:
-        """Import the reward functions. Raises UserError when one cannot be found, or no part is given."""
+    def __init__(
+        self,
+        tasks: dict[str, Task],
+        rewards: Sequence[RewardSettings],
+        answer_format: AnswerFormat,
+        settings: JudgeSettings | None = None,
+    ) -> None:
+        """Import the reward functions. Raises UserError when one cannot be found or no part is given."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
         if len(set(names)) < len(names):
-            raise UserError(f"[[reward]]: two parts have the same name, got {names}; each may appear once")
-        self._tasks = tasks
-        self._rewards = rewards
-        self._format = answer_format
-        self._functions = {r.name: _import_function(r.function) for r in rewards if r.function is not None}
+            raise UserError(f"[[reward]]: two parts have the same name, got {names}; give each a name of its own")
+        self._tasks, self._rewards, self._format = tasks, rewards, answer_format
+        self._settings = settings or JudgeSettings()
+        self._specs: list[Spec] = []
+        self._background_: Background | None = None
+        self._finished: queue.SimpleQueue[tuple[int, Future[Judgement] | Judgement]] = queue.SimpleQueue()
+        self._waiting: dict[int, Trajectory] = {}
+        self._next_id = 0
+        self._unanswered: dict[str, int] = {}
+        self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
+        self._parts = {r.name: self._part(r) for r in rewards}
+        self._patience_s = self._longest_call_s()
 
-    def judge(self, prompt: Prompt, response: str) -> Judgement:
-        """Judge one finished response. Accuracy means a full score, whatever the reward parts give besides."""
-        answer = extract_answer(response, self._format)
-        score, failure = 0.0, None
+    def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> Judgement:
+        """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
+        begun = self._begin(prompt, response, token_ids)
         try:
-            score = self._tasks[prompt.task].score(answer, prompt.answer, prompt.metadata)
-        except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
-            failure = f"{type(error).__name__}: {error}"
-        is_correct = score >= 1.0
+            return begun if isinstance(begun, Judgement) else begun.result(self._patience_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._judges()} gave no judgement within {self._patience_s:.0f} s") from error
+
+    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
+        """Have a finished trajectory judged; `collect` or `drain` gives it back, in any order."""
+        place, self._next_id = self._next_id, self._next_id + 1
+        self._waiting[place] = trajectory
+        begun = self._begin(prompt, response, trajectory.token_ids)
+        if isinstance(begun, Judgement):
+            self._finished.put((place, begun))
+        else:
+            begun.add_done_callback(lambda done: self._finished.put((place, done)))
+
+    def collect(self) -> list[Judged]:
+        """Return what has been judged so far, without waiting. Raises UserError where a judge cannot work at all."""
+        found = []
+        while not self._finished.empty():
+            found.append(self._take(self._finished.get()))
+        return found
+
+    def drain(self) -> Iterator[Judged]:
+        """Yield all that was submitted and not yet collected. Raises DeadlineExceeded naming who gave no sign."""
+        while self._waiting:
+            try:
+                yield self._take(self._finished.get(timeout=self._patience_s))
+            except queue.Empty:
+                some = ", ".join(t.name for t in list(self._waiting.values())[:4])
+                raise DeadlineExceeded(
+                    f"{self._judges()} gave no judgement for {self._patience_s:.0f} s while {len(self._waiting)} "
+                    f"trajectories wait for it (first: {some})"
+                ) from None
+
+    def close(self) -> None:
+        """Kill the worker processes and forget what is being judged. The next call starts them again."""
+        background, self._background_ = self._background_, None
+        self._waiting.clear()
+        if background is not None:
+            background.close()
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _begin(self, prompt: Prompt, response: str, token_ids: Sequence[int]) -> Future[Judgement] | Judgement:
+        call = Call(prompt, response, extract_answer(response, self._format), tuple(token_ids))
+        outcomes: dict[str, Outcome] = {}
+        asked: dict[str, _Asked] = {}
+        for name, judge in (("", self._scorers[prompt.task]), *self._parts.items()):
+            if isinstance(judge, _Asked):
+                asked[name] = judge
+            elif judge is not None:
+                outcomes[name] = judge(call)
+        if not asked:
+            return self._judgement(call, outcomes)
+        return self._background().run(self._ask_all(call, outcomes, asked))
+
+    async def _ask_all(self, call: Call, outcomes: dict[str, Outcome], asked: dict[str, _Asked]) -> Judgement:
+        once = {judge.who: judge for judge in asked.values()}  # `math` may be both the scorer and a part
+        said = dict(zip(once, await asyncio.gather(*(self._watched(j, call) for j in once.values())), strict=True))
+        return self._judgement(call, outcomes | {name: said[judge.who] for name, judge in asked.items()})
+
+    async def _watched(self, judge: _Asked, call: Call) -> Outcome:
+        outcome = await judge.ask(call)
+        is_answered = isinstance(outcome, Value) or outcome.cause in (FailureCause.RAISED, FailureCause.MALFORMED)
+        count = self._unanswered[judge.who] = 0 if is_answered else self._unanswered.get(judge.who, 0) + 1
+        if isinstance(outcome, Failed) and count >= MAX_UNANSWERED:
+            raise UserError(f"{judge.who} left {count} calls in a row unanswered; the last one {outcome.detail}")
+        return outcome
+
+    def _judgement(self, call: Call, outcomes: dict[str, Outcome]) -> Judgement:
+        """Put the outcomes together: those of the parts by name, the scorer's under the empty name."""
+        score = outcomes.get("")
+        failure = _first_failure(self._who("", call), score)
         parts: dict[str, float] = {}
         for reward in self._rewards:
-            match reward.kind:
-                case "correct":
-                    value = float(is_correct)
-                case "score":
-                    value = score
-                case "exact":
-                    value = float(answer is not None and answer == (prompt.answer or "").strip())
-                case "format":
-                    value = float(meets_format(response, self._format))
-                case "function":
-                    value = self._call(reward, prompt, response, answer)
-            parts[reward.name] = value
-        total = sum(r.weight * parts[r.name] for r in self._rewards)
-        return Judgement(total, parts, is_correct, answer, failure)
+            outcome = score if reward.kind in NEEDS_SCORER else outcomes[reward.name]
+            failure = failure or _first_failure(self._who(reward.name, call), outcome)
+            if isinstance(outcome, Value) and outcome.value is not None:
+                parts[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
+        if failure is None and not parts:
+            failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
+        if failure is not None:
+            return Judgement(0.0, parts, False, call.answer, failure[1], failure[0])
+        if isinstance(score, Value):
+            is_correct = score.value is not None and score.value >= 1.0
+        else:
+            is_correct = all(parts.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
+        return Judgement(sum(r.weight * parts.get(r.name, 0.0) for r in self._rewards), parts, is_correct, call.answer)
 
-    def _call(self, reward: RewardSettings, prompt: Prompt, response: str, answer: str | None) -> float:
-        try:
-            value = float(self._functions[reward.name](prompt, response, answer))
-            if not math.isfinite(value):
-                raise ValueError(f"it returned {value}")
-            return value
-        except Exception as error:
-            raise UserError(
-                f"reward function {reward.function!r} failed on a prompt of task {prompt.task!r} "
-                f"({prompt.prompt_id}): {type(error).__name__}: {error}"
-            ) from error
+    def _who(self, name: str, call: Call) -> str:
+        judge = self._parts.get(name) if name else self._scorers[call.prompt.task]
+        if isinstance(judge, _Asked):
+            return judge.who
+        reward = next((r for r in self._rewards if r.name == name), None)
+        if reward is None or reward.function is None:
+            return f"the scorer of task {call.prompt.task!r}"
+        return f"reward function {reward.function!r}"
+
+    def _scorer(self, task: Task) -> _Asked | Callable[[Call], Outcome] | None:
+        scorer = task.scorer
+        if scorer is None:
+            wanting = next((r for r in self._rewards if r.kind in NEEDS_REFERENCE), None)
+            if wanting is not None:
+                raise UserError(
+                    f'[[reward]] kind = "{wanting.kind}" needs a reference answer, but task {task.name!r} has '
+                    'scorer = "none": name its answer_column, or judge by functions only'
+                )
+            return None
+        if scorer != "inline":
+            return self._in_worker(scorer, str(scorer), needs_answer=True)
+
+        def score_here(call: Call) -> Outcome:
+            try:
+                return number(task.score(call.answer, call.prompt.answer, call.prompt.metadata))
+            except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
+                return Failed(FailureCause.RAISED, f"raised {told(error)}")
+
+        return score_here
+
+    def _part(self, reward: RewardSettings) -> _Asked | Callable[[Call], Outcome] | None:
+        """Who says the value of a part; None where the scorer does."""
+        match reward.kind:
+            case "exact":
+                return lambda call: Value(
+                    float(call.answer is not None and call.answer == (call.prompt.answer or "").strip())
+                )
+            case "format":
+                return lambda call: Value(float(meets_format(call.response, self._format)))
+            case "math":
+                return self._in_worker(MathSpec(), str(MathSpec()), reward, needs_answer=True)
+            case "http":
+                return self._remote(reward)
+            case "function":
+                return self._function(reward)
+        return None
+
+    def _function(self, reward: RewardSettings) -> _Asked | Callable[[Call], Outcome]:
+        path = reward.function or ""
+        function = import_function(path)
+        signature = reward.signature or detect_signature(function)
+        if reward.isolate:
+            spec = FunctionSpec(path, signature)
+            return self._in_worker(spec, str(spec), reward, concurrency=reward.concurrency if is_async(function) else 0)
+        if is_async(function):
+            raise UserError(f"reward function {path!r} is async, and isolate = false is for functions that are not")
+        return lambda call: call_here(function, signature, call)
+
+    def _remote(self, reward: RewardSettings) -> _Asked:
+        url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
+
+        async def ask(call: Call) -> Outcome:
+            background = self._background()
+            return await background.remote_call(url, call, deadline_s, concurrency=reward.concurrency)
+
+        return _Asked(f"the judge at {url}", ask)
+
+    def _in_worker(
+        self,
+        spec: Spec,
+        who: str,
+        reward: RewardSettings | None = None,
+        *,
+        needs_answer: bool = False,
+        concurrency: int = 0,
+    ) -> _Asked:
+        if isinstance(spec, MathSpec):
+            check_installed()
+        deadline_s = (reward and reward.deadline_s) or self._settings.deadline_s
+        self._specs.append(spec)
+        place = len(self._specs) - 1
+
+        async def ask(call: Call) -> Outcome:
+            if needs_answer and call.answer is None:
+                return Value(0.0)
+            return await self._background().worker_call(place, call, deadline_s, concurrency=concurrency)
+
+        return _Asked(who, ask)
+
+    def _background(self) -> Background:
+        if self._background_ is None:
+            from baton.tasks.judging.background import Background  # brings aiohttp, which most recipes never need
+
+            setup = Setup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
+            self._background_ = Background(setup, self._settings)
+        return self._background_
+
+    def _longest_call_s(self) -> float:
+        """Longest that everything may go without one judgement, however long the queue: something is always running."""
+        deadline_s = max([self._settings.deadline_s, *(r.deadline_s or 0.0 for r in self._rewards)])
+        return self._settings.load_timeout_s + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
+
+    def _judges(self) -> str:
+        judges = [*self._scorers.values(), *self._parts.values()]
+        return ", ".join(dict.fromkeys(j.who for j in judges if isinstance(j, _Asked)))
+
+    def _take(self, finished: tuple[int, Future[Judgement] | Judgement]) -> Judged:
+        place, said = finished
+        trajectory = self._waiting.pop(place)
+        return Judged(trajectory, said if isinstance(said, Judgement) else said.result())
 
 
-def _import_function(path: str | None) -> RewardFunction:
-    module_name, _, name = (path or "").partition(":")
-    if not module_name or not name:
-        raise UserError(f"reward function: got {path!r}, allowed is 'module:name'")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"reward function {path!r} cannot be imported: {error}") from error
-    if not callable(function):
-        raise UserError(f"reward function {path!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+def require_judged(groups: Sequence[Group], what: str) -> None:
+    """Raise UserError with the first cause when not one trajectory could be judged: something is wrong with a judge."""
+    failures = [member.judgement.failure for group in groups for member in group.members]
+    if failures and all(failure is not None for failure in failures):
+        raise UserError(f"none of the {len(failures)} trajectories of {what} could be judged: {failures[0]}")
+
+
+def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return how many trajectories have no judgement, in all and by each cause that occurred."""
+    causes = [m.judgement.cause for g in groups for m in g.members if not m.judgement.is_judged]
+    counts = Counter(cause for cause in causes if cause is not None)
+    return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
+
+
+def _first_failure(who: str, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
+    return (outcome.cause, f"{who} {outcome.detail}") if isinstance(outcome, Failed) else None

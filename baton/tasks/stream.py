@@ -30,7 +30,19 @@ class TaskSettings(Settings):
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str | None = None
-    """JSONL file with `prompt` and `answer` in each row, in place of a reasoning-gym task."""
+    """Rows with a prompt and a reference answer, in place of a reasoning-gym task: a JSONL or parquet file, or a
+    directory that Hugging Face datasets wrote with save_to_disk."""
+    split: str = "train"
+    """Split to read, where the directory holds several."""
+    prompt_column: str = "prompt"
+    """Column of `path` with the prompt, as text or as messages; a dot leads into a nested column."""
+    answer_column: str | None = None
+    """Column of `path` with the reference answer; the default is the first of the field's names that a row has."""
+    answer_after: str | None = None
+    """The reference answer is what follows this text in its column, such as "####" in GSM8K."""
+    scorer: Literal["number", "math", "none"] = "number"
+    """Scorer of `path`. number: the same text or the same number. math: the same by math-verify. none: rows need no
+    reference answer, and reward functions judge alone."""
     form: Literal["original", "compact"] = "original"
     """Wording of the problem: reasoning-gym's own, or a compact one for small models."""
     weight: float = Field(default=1.0, gt=0)
@@ -40,12 +52,24 @@ class TaskSettings(Settings):
     def _one_source(self) -> TaskSettings:
         if self.path is not None and (self.gym is not None or self.params or self.form == "compact"):
             raise ValueError("path is a file of problems: gym, params and form = 'compact' do not apply to it")
+        columns = ("split", "prompt_column", "answer_column", "answer_after", "scorer")
+        given = [key for key in columns if getattr(self, key) != type(self).model_fields[key].default]
+        if self.path is None and given:
+            raise ValueError(f"{given[0]} tells how to read a path, and there is none")
         return self
 
     def build(self) -> Task:
         """Open the source. Raises UserError when it cannot deliver a problem."""
         if self.path is not None:
-            return FileTask(self.name, self.path)
+            return FileTask(
+                self.name,
+                self.path,
+                split=self.split,
+                prompt_column=self.prompt_column,
+                answer_column=self.answer_column,
+                answer_after=self.answer_after,
+                scorer=self.scorer,
+            )
         return GymTask(self.name, self.gym or self.name, self.params, is_compact=self.form == "compact")
 
 
@@ -74,7 +98,11 @@ class TaskMixture:
         self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
 
     def prompt(self, task: str, problem: Problem) -> Prompt:
-        """Word a problem as a prompt."""
+        """Word a problem as a prompt; a conversation is taken as it is."""
+        if problem.messages is not None:
+            return Prompt(
+                problem.problem_id, task, problem.messages, problem.answer, problem.metadata, is_conversation=True
+            )
         messages = () if self._system is None else (Message("system", self._system),)
         return Prompt(
             problem.problem_id,

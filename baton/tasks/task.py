@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from blake3 import blake3
+
+from baton.tasks.judging.calls import Spec
+from baton.types import Message
+
+Scorer = Spec | Literal["inline"] | None
+"""Who scores the answers of a task: `inline` calls `score` in place; a spec tells a worker process what to load,
+because some answers may never let the scorer return; None has no scorer, so that reward functions judge alone."""
 
 HELD_OUT_PERCENT = 10
 """Share of all distinct problems that nobody trains on: neither RL nor the warm start, in any recipe, ever."""
@@ -19,7 +26,9 @@ class Problem(msgspec.Struct, frozen=True):
     """The same for two wordings of the same problem; the split hashes it."""
     answer: str | None
     metadata: dict[str, Any]
-    """Plain JSON values: what `score` needs to find the problem again."""
+    """Plain JSON values: what `score` needs to find the problem again, and a file's other columns."""
+    messages: tuple[Message, ...] | None = None
+    """The prompt as it is, where the source gives a conversation; else `question` is worded as the recipe says."""
 
     @property
     def problem_id(self) -> str:
@@ -40,6 +49,11 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """The name the recipe gives it."""
+        ...
+
+    @property
+    def scorer(self) -> Scorer:
+        """Where `score` may be called."""
         ...
 
     def draw(self, seed: int, index: int) -> Problem:

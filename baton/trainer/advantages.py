@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.errors import UserError
-from baton.types import Group
+from baton.types import Group, Judged
 
 EPSILON = 1e-6
 """Added to a group's standard deviation (GRPO leaves the size open; most implementations take this)."""
@@ -23,29 +23,47 @@ Estimator = Callable[[Sequence[Group]], dict[int, tuple[float, ...]]]
 def group_relative(groups: Sequence[Group]) -> dict[int, tuple[float, ...]]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group, std with G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero. Raises UserError for a group of one: it has no std.
+    Mean, std and G are over the judged members; the others get zero, and no gradient (`is_trained`). A group of equal
+    rewards gives exactly zero. Raises UserError for a group of one: it has no std.
     """
-    return {group.group_id: _standardised(rewards(group), group.group_id) for group in groups}
+    return {group.group_id: _compared(group) for group in groups}
 
 
 def rewards(group: Group) -> list[float]:
-    """[G] rewards, ordered by sample_index."""
-    return [member.judgement.reward for member in group.members]
+    """Rewards of the judged members, ordered by sample_index."""
+    return [member.judgement.reward for member in group.members if member.judgement.is_judged]
+
+
+def is_comparable(group: Group) -> bool:
+    """Whether at least two members have a judgement; a group without teaches nothing and gets no gradient."""
+    return len(rewards(group)) >= 2
+
+
+def is_trained(group: Group, member: Judged) -> bool:
+    """Whether a trajectory may get a gradient: it has a judgement, and another one to be compared with."""
+    return member.judgement.is_judged and is_comparable(group)
 
 
 def has_equal_rewards(group: Group) -> bool:
-    """Whether all members got the same reward, so that nothing can be learnt by comparing them."""
-    values = rewards(group)
-    return min(values) == max(values)
+    """Whether all judged members got the same reward, so that nothing can be learnt by comparing them."""
+    return len(set(rewards(group))) <= 1
 
 
-def _standardised(values: Sequence[float], group_id: int) -> tuple[float, ...]:
-    num_members = len(values)
+def _compared(group: Group) -> tuple[float, ...]:
+    num_members = len(group.members)
     if num_members < 2:
         raise UserError(
-            f"group-relative advantages compare a trajectory with its group: group {group_id} has {num_members} "
+            f"group-relative advantages compare a trajectory with its group: group {group.group_id} has {num_members} "
             "member, allowed are 2 or more (group_size)"
         )
+    if not is_comparable(group):
+        return (0.0,) * num_members
+    of_judged = iter(_standardised(rewards(group)))
+    return tuple(next(of_judged) if member.judgement.is_judged else 0.0 for member in group.members)
+
+
+def _standardised(values: Sequence[float]) -> tuple[float, ...]:
+    num_members = len(values)
     if min(values) == max(values):
         return (0.0,) * num_members  # the rounded mean of equal numbers need not equal them
     mean = math.fsum(values) / num_members

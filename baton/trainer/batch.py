@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from baton.errors import UserError
-from baton.trainer.advantages import has_equal_rewards
+from baton.trainer.advantages import has_equal_rewards, is_comparable, is_trained
 from baton.types import Batch, FinishReason, Group
 
 PAD_ID = 0
@@ -77,10 +77,16 @@ class MiniBatch:
 
 
 def rows(groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> list[Row]:
-    """Return one row per member, in the order of the batch. Advantages are looked up by group id and sample index."""
+    """Return one row per member, in the order of the batch. Advantages are looked up by group id and sample index.
+
+    A trajectory without a judgement, or without a judged one beside it, has no row: no gradient, and no share in the
+    counts that a loss is divided by.
+    """
     found = []
     for group in groups:
         for member in group.members:
+            if not is_trained(group, member):
+                continue
             trajectory = member.trajectory
             assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token no logits"
             found.append(
@@ -175,29 +181,39 @@ def pad(chunk: Sequence[Row], device: torch.device) -> MicroBatch:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Return what can be said of a batch without a model: rewards, lengths and staleness.
 
-    `reward/std` is over all trajectories (divisor N); `reward/zero_std_frac` the share of groups whose rewards are
-    all equal; lengths count all tokens after the prompt; staleness is over policy tokens, against version step − 1.
+    Rewards and accuracy are over judged trajectories, and absent where there is none; `reward/std` has divisor N;
+    `reward/zero_std_frac` is the share of groups whose rewards are all equal, of those with two or more judged
+    members; `judge/groups_lost` counts the others. Lengths count all tokens after the prompt; staleness is over
+    trained tokens, against version step − 1.
     """
     members = [member for group in batch.groups for member in group.members]
-    values = [member.judgement.reward for member in members]
+    judged = [member for member in members if member.judgement.is_judged]
+    comparable = [group for group in batch.groups if is_comparable(group)]
     lengths = [member.trajectory.num_tokens for member in members]
     by_part: dict[str, list[float]] = {}
-    for member in members:
+    for member in judged:
         for name, value in member.judgement.parts.items():
             by_part.setdefault(name, []).append(value)
     ages = [
         batch.step - 1 - version
-        for member in members
+        for group in batch.groups
+        for member in group.members
+        if is_trained(group, member)
         for version, is_policy in zip(member.trajectory.policy_versions, member.trajectory.is_policy, strict=True)
         if is_policy
     ]
     num_cut = sum(member.trajectory.finish_reason is FinishReason.LENGTH for member in members)
+    found: dict[str, float] = {"judge/groups_lost": float(len(batch.groups) - len(comparable))}
+    if judged:
+        values = [member.judgement.reward for member in judged]
+        found["reward/mean"] = statistics.fmean(values)
+        found["reward/std"] = statistics.pstdev(values)
+        found["accuracy/mean"] = statistics.fmean(member.judgement.is_correct for member in judged)
+    if comparable:
+        found["reward/zero_std_frac"] = statistics.fmean(has_equal_rewards(group) for group in comparable)
     return {
-        "reward/mean": statistics.fmean(values),
-        "reward/std": statistics.pstdev(values),
-        "reward/zero_std_frac": statistics.fmean(has_equal_rewards(group) for group in batch.groups),
+        **found,
         **{f"reward/{name}/mean": statistics.fmean(part) for name, part in sorted(by_part.items())},
-        "accuracy/mean": statistics.fmean(member.judgement.is_correct for member in members),
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": num_cut / len(members),

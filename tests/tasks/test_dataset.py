@@ -78,7 +78,7 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
 ) -> None:
     task = FileTask("mine", write(tmp_path / "q.jsonl", {"prompt": "?", "answer": reference, "source": "a book"}))
     problem = task.draw(0, 0)
-    assert problem.metadata == {"source": "a book"}
+    assert problem.metadata == {"answer": reference, "source": "a book"}  # all that reward functions may want
     assert task.score(answer, problem.answer, problem.metadata) == score
 
 
@@ -92,7 +92,7 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
         (b'{"answer": 1, "question": "?"}', "line 3 has no 'prompt'; it has ['answer', 'question']"),
         (b'{"prompt": 1, "answer": 1}', "line 3: 'prompt' must be a text"),
         (b'{"prompt": "?", "answer": [1]}', "line 3: 'answer' must be a text or a number"),
-        (b'{"prompt": "?", "answer": null}', "line 3: 'answer' must be a text or a number"),
+        (b'{"prompt": "?", "answer": null}', "line 3 has no 'answer'; it has ['answer', 'prompt'] (nor ground_truth,"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, complaint: str) -> None:

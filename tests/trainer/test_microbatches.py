@@ -95,6 +95,7 @@ def test_batch_metrics_by_hand():
         "response_length/clip_ratio": 0.5,
         "staleness/mean": 8 / 6,  # the trainer holds version 3: ages 2, 0, 0 | 0 | 3 | 3
         "staleness/max": 3.0,
+        "judge/groups_lost": 0.0,
         "tokens/trained": 6.0,
     }
 

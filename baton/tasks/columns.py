@@ -1,0 +1,69 @@
+"""What the columns of a row mean: the names that the field's datasets use for a prompt and its reference answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from baton.types import Message
+
+REFERENCE_COLUMNS = (
+    "answer",
+    "ground_truth",
+    "solution",
+    "label",
+    "reward_model.ground_truth",
+    "reward_spec.ground_truth",
+)
+"""Where a reference answer stands, in order of preference; a dot leads into a nested column."""
+
+
+def lookup(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, None where it is absent; nested columns may be objects or their JSON text."""
+    value: Any = row
+    for part in (column,) if column in row else column.split("."):
+        if isinstance(value, str):
+            value = _from_json(value)
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def find_reference(row: Mapping[str, Any]) -> Any:
+    """Return the first reference that a row has under one of the field's names, or None."""
+    return next((value for c in REFERENCE_COLUMNS if (value := lookup(row, c)) is not None), None)
+
+
+def messages_of(prompt: Any) -> tuple[Message, ...] | None:
+    """Read a prompt that is a conversation, or the JSON text of one. None for any other text.
+
+    Raises ValueError that says what is wrong with it.
+    """
+    if isinstance(prompt, str):
+        if not prompt.lstrip().startswith("["):
+            return None
+        turns = _from_json(prompt)
+        if not isinstance(turns, list) or not turns or not all(_is_turn(t) for t in turns):
+            return None
+    elif isinstance(prompt, list):
+        turns = prompt
+    else:
+        raise ValueError("must be a text, or messages with role and content")
+    wrong = next((turn for turn in turns if not _is_turn(turn)), None)
+    if not turns or wrong is not None:
+        raise ValueError(f"must be a text, or messages with role and content as texts; got {wrong!r}")
+    if turns[-1]["role"] == "assistant":
+        raise ValueError("ends with the assistant's turn, which is what the policy has to write")
+    return tuple(Message(turn["role"], turn["content"]) for turn in turns)
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None

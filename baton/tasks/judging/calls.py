@@ -1,0 +1,127 @@
+"""What a judge is asked and what it says, in memory and between a run and its worker processes.
+
+      run                                       worker process
+      Setup: what it will be asked about  ──▶
+                                          ◀──   Ready: loaded, or why not
+      Ask: one call                       ──▶
+                                          ◀──   Answer: a value, or why there is none
+
+A frame is four bytes of length (big-endian) and a msgpack body.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton.types import FailureCause, Prompt
+
+Signature = Literal["baton", "trl", "verl"]
+"""Convention in which a reward function is called; docs/tasks.md draws the three."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One response to be judged."""
+
+    prompt: Prompt
+    response: str
+    answer: str | None
+    """Extracted from the response; None where the answer format was not met."""
+    token_ids: tuple[int, ...] = ()
+    """[L] of the response, as the engine sampled them."""
+
+
+class Value(msgspec.Struct, frozen=True, tag=True):
+    """What a judge said."""
+
+    value: float | None
+    """Finite; None where the judge says that it does not apply (TRL's convention only)."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Why a judge said nothing."""
+
+    cause: FailureCause
+    detail: str
+    """One sentence without the name of the judge."""
+
+
+Outcome = Value | Failed
+
+
+class FunctionSpec(msgspec.Struct, frozen=True, tag=True):
+    """A reward function by import path."""
+
+    path: str
+    signature: Signature
+
+    def __str__(self) -> str:
+        return f"reward function {self.path!r}"
+
+
+class GymSpec(msgspec.Struct, frozen=True, tag=True):
+    """The scorer of a reasoning-gym task."""
+
+    name: str
+    gym_name: str
+    params: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"the scorer of task {self.name!r}"
+
+
+class MathSpec(msgspec.Struct, frozen=True, tag=True):
+    """math-verify."""
+
+    def __str__(self) -> str:
+        return "math-verify"
+
+
+Spec = FunctionSpec | GymSpec | MathSpec
+"""What a worker process can be asked about."""
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a worker process."""
+
+    specs: tuple[Spec, ...]
+    sys_path: tuple[str, ...]
+    """Where the run imports from, so that the worker finds the same modules."""
+    memory_bytes: int
+    """Most that the process may allocate; 0 sets no limit."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Setup`."""
+
+    error: str | None = None
+    """Why something could not be loaded."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """One call."""
+
+    call_id: int
+    spec: int
+    """Place in `Setup.specs`."""
+    call: Call
+    deadline_s: float
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """What came of one call."""
+
+    call_id: int
+    outcome: Outcome
+
+
+FromWorker = Ready | Answer
+
+HEADER_BYTES = 4
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Return a message with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "big") + body

@@ -1,0 +1,188 @@
+"""Reward functions by import path, in the three conventions of the field, and what counts as a judgement.
+
+| signature | called as                                                           | gives                              |
+|-----------|---------------------------------------------------------------------|------------------------------------|
+| `baton`   | f(prompt, response, answer)                                         | a number                           |
+| `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of one number, or of None   |
+| `verl`    | f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)      | a number, or a dict with `score`   |
+
+Each may be `async`. A trajectory is judged alone: the lists of a TRL function have one element.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from baton.errors import UserError
+from baton.tasks.columns import find_reference
+from baton.tasks.judging.calls import Call, Failed, Outcome, Signature, Value
+from baton.types import FailureCause, Message
+
+RewardFunction = Callable[..., Any]
+
+
+@lru_cache(maxsize=64)
+def import_function(path: str) -> RewardFunction:
+    """Import `module:name` or `file.py:name`, from the current directory too. Raises UserError in one sentence."""
+    module_name, _, name = path.rpartition(":")
+    if not module_name or not name:
+        raise UserError(f"reward function: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
+        function = getattr(module, name)
+    except Exception as error:
+        said = str(error) if isinstance(error, (ImportError, AttributeError, OSError)) else told(error)
+        raise UserError(f"reward function {path!r} cannot be imported: {said}") from error
+    if not callable(function):
+        raise UserError(f"reward function {path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def detect_signature(function: RewardFunction) -> Signature:
+    """Tell the convention: `compute_score` is verl's, parameters `prompts` and `completions` are TRL's, else ours."""
+    if getattr(function, "__name__", "") == "compute_score":
+        return "verl"
+    try:
+        names = inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return "baton"
+    if {"data_source", "solution_str", "ground_truth"} <= names:
+        return "verl"
+    return "trl" if "completions" in names else "baton"
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling gives something to be awaited, so that many calls may wait at once."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def call_here(function: RewardFunction, signature: Signature, call: Call) -> Outcome:
+    """Call a function that is not async, in this thread."""
+    try:
+        result = _started(function, signature, call)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
+        return Failed(FailureCause.RAISED, f"raised {told(error)}")
+    return _outcome(result, signature)
+
+
+async def call_function(function: RewardFunction, signature: Signature, call: Call) -> Outcome:
+    """Call in a convention. Whatever the function does but hang or kill its process comes back as an outcome."""
+    try:
+        result = _started(function, signature, call)
+        if inspect.isawaitable(result):
+            result = await result
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+        return Failed(FailureCause.RAISED, f"raised {told(error)}")
+    return _outcome(result, signature)
+
+
+def _outcome(result: Any, signature: Signature) -> Outcome:
+    try:
+        return value_of(result, signature)
+    except Exception as error:  # noqa: BLE001 - what it returned may be anything too
+        return malformed(result, f"cannot be read ({told(error)})")
+
+
+def value_of(result: Any, signature: Signature) -> Outcome:
+    """Read what a function of a convention returned: a finite number, or a failure that says what it was instead."""
+    if signature == "trl":
+        if not isinstance(result, (list, tuple)) and not hasattr(result, "tolist"):
+            return malformed(result, "is no list; a TRL reward function returns a list with one number per completion")
+        values = result if isinstance(result, (list, tuple)) else result.tolist()
+        if len(values) != 1:
+            return malformed(result, f"has {len(values)} values for 1 completion")
+        if values[0] is None:
+            return Value(None)
+        result = values[0]
+    elif signature == "verl" and isinstance(result, dict):
+        if "score" not in result:
+            return malformed(result, "has no 'score'")
+        result = result["score"]
+    return number(result)
+
+
+def number(result: Any) -> Outcome:
+    """Take numbers of Python, numpy and torch; anything else, and what is not finite, is malformed."""
+    if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
+        result = result.item()  # numpy's and torch's numbers
+    if not isinstance(result, Real):
+        return malformed(result, "is no number")
+    value = float(result)
+    return Value(value) if math.isfinite(value) else malformed(result, "is not finite")
+
+
+def malformed(result: Any, why: str) -> Failed:
+    """The failure of a judge that returned something, but no judgement."""
+    shown = repr(result)
+    shown = shown if len(shown) <= 80 else shown[:77] + "…"
+    return Failed(FailureCause.MALFORMED, f"returned {shown} ({type(result).__name__}), which {why}")
+
+
+def told(error: BaseException) -> str:
+    """One line about an error: its type, the first line of its text, and the line of code that raised it."""
+    text = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((f for f in reversed(frames) if "importlib" not in f.filename), None)
+    if where is None or Path(where.filename).parent == Path(__file__).parent:
+        return said  # the call itself failed, as with wrong arguments
+    return f"{said} ({Path(where.filename).name}, line {where.lineno})"
+
+
+def _started(function: RewardFunction, signature: Signature, call: Call) -> Any:
+    prompt, columns = call.prompt, call.prompt.metadata
+    if signature == "baton":
+        return function(prompt, call.response, call.answer)
+    if signature == "verl":
+        raw = find_reference(columns)
+        return function(
+            data_source=columns.get("data_source", prompt.task),
+            solution_str=call.response,
+            ground_truth=prompt.answer if raw is None or isinstance(raw, str) else raw,
+            extra_info=columns.get("extra_info"),
+        )
+    if prompt.is_conversation:
+        shown: Any = [_plain(m) for m in prompt.messages]
+        said: Any = [{"role": "assistant", "content": call.response}]
+    else:
+        shown, said = prompt.messages[-1].content, call.response
+    arguments = {name: [value] for name, value in {"answer": prompt.answer, **columns}.items()}
+    arguments |= {"prompts": [shown], "completions": [said], "completion_ids": [list(call.token_ids)]}
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    return function(**arguments)
+
+
+def _plain(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
+
+
+def _import_module(name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # a command's own directory is not the user's
+    return importlib.import_module(name)
+
+
+def _import_file(path: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {path!r} (seen from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"baton_reward_{file.stem}", file.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,163 @@
+"""A process that makes calls for a run and may be killed at any moment: `python -m baton.tasks.judging.worker`.
+
+It leads a session of its own, so that a killed judge takes along the processes it started, and the terminal's Ctrl-C
+stays with the run. It ends with the run, however the run ends: its input closes, and on Linux the kernel kills it.
+Synchronous functions run in its main thread, one at a time; asynchronous ones share its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from baton.tasks.judging.calls import (
+    HEADER_BYTES,
+    Answer,
+    Ask,
+    Call,
+    Failed,
+    FunctionSpec,
+    GymSpec,
+    Outcome,
+    Ready,
+    Setup,
+    Spec,
+    frame,
+)
+from baton.tasks.judging.functions import call_function, import_function, number, told
+from baton.types import FailureCause
+
+Judge = Callable[[Call], Awaitable[Outcome]]
+Message = TypeVar("Message", Setup, Ask)
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the input closes."""
+    _die_with_parent()
+    inbox, outbox = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a reward function prints must not meet our messages
+    setup = _receive(inbox, Setup)
+    if setup is None:
+        return
+    sys.path[:] = setup.sys_path
+    _limit_memory(setup.memory_bytes)
+    judges: list[Judge] = []
+    for spec in setup.specs:
+        try:
+            judges.append(_judge(spec))
+        except BaseException as error:  # noqa: BLE001 - whatever an import raises, the run has to hear of it
+            _send(outbox, Ready(f"{spec} cannot be loaded in a worker process: {told(error)}"))
+            return
+    _send(outbox, Ready())
+    asyncio.run(_serve(judges, inbox, outbox))
+
+
+async def _serve(judges: list[Judge], inbox: int, outbox: int) -> None:
+    loop = asyncio.get_running_loop()
+    running: set[asyncio.Task[None]] = set()
+
+    def begin(ask: Ask) -> None:
+        task = loop.create_task(_answer(judges[ask.spec], ask, outbox))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    def listen() -> None:
+        while (ask := _receive(inbox, Ask)) is not None:
+            loop.call_soon_threadsafe(begin, ask)
+        os.killpg(0, signal.SIGKILL)  # the run is gone; also ends what a judge started
+
+    threading.Thread(target=listen, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+async def _answer(judge: Judge, ask: Ask, outbox: int) -> None:
+    limit = asyncio.timeout(ask.deadline_s)  # of asynchronous judges; the run kills those that never let go
+    try:
+        async with limit:
+            outcome = await judge(ask.call)
+    except TimeoutError:
+        outcome = Failed(FailureCause.TIMEOUT, f"gave no answer within {ask.deadline_s:g} s")
+    _send(outbox, Answer(ask.call_id, outcome))
+
+
+def _judge(spec: Spec) -> Judge:
+    """Load what a spec names."""
+    if isinstance(spec, FunctionSpec):
+        function = import_function(spec.path)
+        return lambda call: call_function(function, spec.signature, call)
+    if isinstance(spec, GymSpec):
+        return _gym_judge(spec)
+    from baton.tasks.judging.mathematics import load, math_score
+
+    load()
+
+    async def mathematics(call: Call) -> Outcome:
+        try:
+            return math_score(call.answer, call.prompt.answer)
+        except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
+            return Failed(FailureCause.RAISED, f"raised {told(error)}")
+
+    return mathematics
+
+
+def _gym_judge(spec: GymSpec) -> Judge:
+    from baton.tasks.gym import GymTask
+
+    task = GymTask(spec.name, spec.gym_name, spec.params, is_compact=False)
+
+    async def score(call: Call) -> Outcome:
+        try:
+            return number(task.score(call.answer, call.prompt.answer, call.prompt.metadata))
+        except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
+            return Failed(FailureCause.RAISED, f"raised {told(error)}")
+
+    return score
+
+
+def _receive(inbox: int, kind: type[Message]) -> Message | None:
+    """Read one message; None when the other side is gone."""
+    header = _read_exactly(inbox, HEADER_BYTES)
+    body = header and _read_exactly(inbox, int.from_bytes(header, "big"))
+    return msgspec.msgpack.decode(body, type=kind) if body else None
+
+
+def _read_exactly(inbox: int, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        part = os.read(inbox, count - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+def _send(outbox: int, message: msgspec.Struct) -> None:
+    left = memoryview(frame(message))
+    while left:
+        left = left[os.write(outbox, left) :]
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    if memory_bytes and sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
