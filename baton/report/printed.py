@@ -1,0 +1,109 @@
+"""Summaries for people, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import tomli_w
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from baton.evaluation import Evaluation
+from baton.report.summary import RunReport
+from baton.runs import without_none
+
+if TYPE_CHECKING:
+    from baton.build import Footprint
+    from baton.config import Recipe
+
+
+def print_report(console: Console, report: RunReport) -> None:
+    """Print the summary as a table."""
+    done = str(report.steps) if report.steps == report.num_steps else f"{report.steps} of {report.num_steps}"
+    console.print(
+        f"{report.directory}: {done} train steps, seed {report.seed}",
+        style="italic",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    if report.evaluated_steps is None:
+        console.print("no held-out evaluation yet", highlight=False)
+    else:
+        console.print(_changes_table(report), soft_wrap=True)
+    if not report.steps:
+        console.print("no train step is done yet", highlight=False)
+        return
+    console.print(
+        f"training reward {report.reward_before:.3f} → {report.reward_after:.3f}; "
+        f"{report.generated_tokens:,.0f} tokens generated at {report.generate_tokens_per_s:,.0f} tokens/s; "
+        f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
+        f"read what it wrote: baton show {report.directory} --step {report.steps}\n"
+        f"checkpoints: {report.directory}/checkpoints",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _changes_table(report: RunReport) -> Table:
+    assert report.evaluated_steps is not None
+    first, last = report.evaluated_steps
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("held-out accuracy", min_width=12)  # names wrap before numbers are cut
+    for heading in (f"step {first}", f"step {last}", "gain"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for change in report.changes:
+        table.add_row(
+            escape(f"{change.before.task}, {change.before.way}"),
+            str(change.before.accuracy),
+            "" if change.after is None else str(change.after.accuracy),
+            "" if change.points is None else f"{change.points:+.1f}",
+        )
+    return table
+
+
+def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
+    """Print evaluations as a table; the intervals are of 95 %."""
+    with_pass = any(r.samples > 1 for r in results)
+    headings = ("task", "sampling", "prompts", "accuracy", *(("pass@k",) if with_pass else ()), "tokens", "cut")
+    table = Table(*(Column(heading, no_wrap=True) for heading in headings))
+    for r in results:
+        cells = [escape(r.task), r.way, str(r.num_prompts), str(r.accuracy)]
+        if with_pass:
+            cells.append("" if r.samples == 1 else f"k={r.samples}: {r.pass_at_k}")
+        table.add_row(*cells, f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %")
+    console.print(table, soft_wrap=True)
+
+
+def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
+    """Print what a recipe resolves to and needs."""
+    console.print(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), highlight=False, markup=False)
+    console.print(
+        f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}\n"
+        f"parameters: {needs.parameters:,}\n"
+        f"memory: trainer {_size(needs.trainer_bytes)} (float32 weights, gradients, AdamW), "
+        f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations\n"
+        f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
+        f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"
+        f"the recipe is valid; nothing was started",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
