@@ -12,6 +12,7 @@ two full sockets cannot hold each other up. Started by `EnginePool` as `python -
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from multiprocessing.connection import Connection
@@ -30,9 +31,11 @@ def serve(descriptor: int) -> None:
     """Serve one parent until it hangs up. An error is sent to the parent as a Fault, and ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     connection = Connection(descriptor)
+    scratch = ""
     try:
         start = receive_to_engine(connection)
         assert isinstance(start, Start), f"the first message must be Start, not {type(start).__name__}"
+        scratch = start.scratch
         engine = _build(start)
         send(connection, Serving(engine.version))
         inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
@@ -42,6 +45,9 @@ def serve(descriptor: int) -> None:
         return  # the parent is gone; nobody is left to tell
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
         send(connection, Fault(type(error).__name__, str(error)))
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(connection: Connection, inbox: SimpleQueue[ToEngine | None]) -> None:

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import DeadlineExceeded, EngineFault
 from baton.launch.protocol import (
     Fault,
@@ -112,7 +114,7 @@ class EnginePool:
         try:
             self._processes = [EngineProcess(index) for index in range(count)]
             for process in self._processes:
-                process.tell(start)
+                process.tell(msgspec.structs.replace(start, scratch=str(self._directory)))
             self._await_serving(start.version)
         except BaseException:
             self.close()

@@ -23,6 +23,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, Any]
     """`EngineSettings`, as plain values."""
     version: PolicyVersion
+    scratch: str = ""
+    """Directory through which weights come; the engine removes it when its parent is gone."""
 
     def engine_settings(self) -> EngineSettings:
         """The settings as their owner declares them."""

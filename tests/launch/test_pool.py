@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,24 @@ def test_closing_leaves_no_process_and_no_file(model_path: Path) -> None:
     assert not directory.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_killed_parent_leaves_no_process_and_no_file(model_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.launch import test_pool as t;"
+        "pool = t.EnginePool(1, t.start(Path(sys.argv[1])), t.save, timeout_s=60);"
+        "print(pool._processes[0]._process.pid, pool._directory, flush=True); import time; time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, str(model_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout is not None
+        pid, directory = parent.stdout.readline().split()
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (Path(directory).exists() or Path(f"/proc/{pid}").exists()):
+        time.sleep(0.05)
+    assert not Path(directory).exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
