@@ -76,6 +76,8 @@ def train(
     """
     from baton.config import Recipe, load_recipe
 
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
     loaded = load_recipe(Recipe, recipe, overrides or ())
     if dry_run:
         _print_dry_run(loaded, as_json)
@@ -116,7 +118,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False) 
     loaded = load_recipe(WarmStart, recipe, overrides or ())
     from baton.warmstart import warm_start
 
-    result = warm_start(loaded, recipe, err if as_json else out)
+    result = warm_start(loaded, err if as_json else out)
     if as_json:
         _print_json(result)
 
@@ -129,11 +131,13 @@ def evaluate(
     recipe: Annotated[
         Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; the default is the run's own.")
     ] = None,
-    num_prompts: Annotated[int | None, typer.Option("-n", "--num-prompts", help="Distinct held-out prompts.")] = None,
-    samples: Annotated[int, typer.Option("-k", "--samples", help="Responses per prompt: k of pass@k.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 takes all.")] = 0,
+    num_prompts: Annotated[
+        int | None, typer.Option("-n", "--num-prompts", min=1, help="Distinct held-out prompts.")
+    ] = None,
+    samples: Annotated[int, typer.Option("-k", "--samples", min=1, help="Responses per prompt: k of pass@k.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest tokens; 0 takes all.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint's accuracy and pass@k on held-out prompts, with 95 % intervals."""

@@ -97,6 +97,7 @@ class WarmStart(Settings):
     data: str | None = None
     """JSONL file with `prompt` and `completion` in each row, in place of generated demonstrations."""
     sft: SftSettings = SftSettings()
+    eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from baton.files import atomic_directory
 from baton.metrics import MetricsWriter
 from baton.report import print_evaluations
 from baton.runs import RunDirectory
+from baton.tasks.stream import TaskMixture
 from baton.trainer.sft import fine_tune
 
 LOG_EVERY = 50
@@ -34,8 +35,10 @@ class WarmStartReport(msgspec.Struct, frozen=True):
     """Held-out accuracy of the result, sampled and greedy; empty where the recipe names no task."""
 
 
-def warm_start(recipe: WarmStart, recipe_path: Path, console: Console) -> WarmStartReport:
+def warm_start(recipe: WarmStart, console: Console) -> WarmStartReport:
     """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all."""
+    if recipe.task:  # refused now, and not by the evaluation after the training
+        TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts)
     run = RunDirectory.create(recipe.run.path, overwrite=True)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
@@ -79,7 +82,7 @@ def warm_start(recipe: WarmStart, recipe_path: Path, console: Console) -> WarmSt
     results: list[Evaluation] = []
     if recipe.task:
         for temperature in (1.0, 0.0):
-            results += evaluate_model(output, recipe_path, temperature=temperature)
+            results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
         print_evaluations(console, results)
     console.print(f"the model: {output}", highlight=False)
     recent = losses[-LOG_EVERY:]

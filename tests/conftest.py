@@ -39,7 +39,8 @@ format = "last_line"
 instruct = false
 
 [[reward]]
-kind = "format"
+kind = "function"
+function = "tests.small_reward:evenness"
 
 [[reward]]
 kind = "correct"

@@ -1,0 +1,95 @@
+"""The README's commands: they exist, what they name exists, and the cheap ones run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from baton import cli
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
+PLACEHOLDER = re.compile(r"^[A-Z]+$")
+"""RECIPE, RUN: words that stand for the user's own."""
+
+
+def shell_lines() -> list[str]:
+    """Lines of fenced shell blocks, and the inline commands of tables and sentences; comments taken off."""
+    blocks = re.findall(r"```(?:sh|bash|shell|console)?\n(.*?)```", TEXT, flags=re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+    return [words for line in lines if (words := line.partition(" #")[0].strip())]
+
+
+def baton_commands() -> list[list[str]]:
+    found = []
+    for line in shell_lines():
+        for command in re.split(r"&&|;|\|", line):
+            words = shlex.split(command)
+            if words and words[0].rpartition("/")[2] == "baton":
+                found.append(words[1:])
+    return found
+
+
+needs_readme = pytest.mark.skipif(not baton_commands(), reason="README.md has no commands yet")
+
+
+@needs_readme
+@pytest.mark.parametrize("words", baton_commands(), ids=" ".join)
+def test_every_command_and_option_exists_and_names_files_that_do(words: list[str]) -> None:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    command = group.commands[words[0]]  # type: ignore[union-attr]
+    options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    for word in words[1:]:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in options, f"baton {words[0]} has no option {word}"
+        elif word.endswith(".toml"):
+            assert (ROOT / word).is_file(), f"{word} is not there"
+
+
+@needs_readme
+@pytest.mark.parametrize(
+    "words",
+    [w for w in baton_commands() if w[0] in ("tasks", "keys") or "--help" in w or ("train" in w and "--dry-run" in w)],
+    ids=" ".join,
+)
+def test_the_cheap_commands_run_as_they_stand(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    if any(PLACEHOLDER.match(word) for word in words):
+        pytest.skip("a placeholder stands for the user's own")
+    # a model of the user's own is not here: the shipped one takes its place
+    words = ["model.path=models/quickstart" if word.startswith("model.path=") else word for word in words]
+    if words[0] == "train":
+        words = [*words, "eval.num_prompts=4"]  # a dry run draws them, and some take a tenth of a second each
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.skipif(not TEXT, reason="there is no README.md yet")
+def test_make_targets_and_linked_files_exist() -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for target in re.findall(r"\bmake ([a-z]+)\b", "\n".join([*shell_lines(), *re.findall(r"`([^`\n]+)`", TEXT)])):
+        assert target in targets, f"the Makefile has no {target}"
+    for link in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        if "://" not in link:
+            assert (ROOT / link).exists(), f"README.md links to {link}"
+
+
+@pytest.mark.skipif(not TEXT, reason="there is no README.md yet")
+def test_the_key_settings_that_the_readme_names_exist() -> None:
+    from baton.keys import recipe_keys
+
+    known = {f"{key.section.strip('[]')}.{key.key}" for key in recipe_keys()}
+    for words in baton_commands():
+        for word in words:
+            key, equals, _ = word.partition("=")
+            if equals and re.fullmatch(r"[a-z_]+\.[a-z_]+", key):
+                assert key in known, f"there is no key {key}"
