@@ -1,0 +1,102 @@
+"""matplotlib drawings as inline SVG with the colours and letters of the page, so that they are light or dark with it.
+
+The figures are drawn in placeholder colours; `to_svg` puts the page's CSS variables in their place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+SERIES = tuple(f"#01020{i}" for i in range(1, 8))
+"""Colours of data; the page's `--s1` to `--s7`, which keep apart for colour-blind eyes."""
+BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GREY = SERIES
+INK, RULE = "#010208", "#010209"
+"""Colours of words and of lines that carry no data."""
+_VARIABLES = {
+    **{colour: f"var(--s{i})" for i, colour in enumerate(SERIES, start=1)},
+    INK: "var(--ink-2)",
+    RULE: "var(--rule)",
+}
+WIDTH_IN, HEIGHT_IN = 5.0, 2.75
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "baton",
+    "text.parse_math": False,
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": RULE,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "xtick.color": RULE,
+    "xtick.labelcolor": INK,
+    "ytick.left": False,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "legend.handlelength": 1.2,
+    "legend.handletextpad": 0.4,
+    "legend.columnspacing": 1.0,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "lines.solid_capstyle": "round",
+    "hatch.linewidth": 0.8,
+}
+
+
+def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_step: int | None = None) -> str:
+    """Return the SVG of one chart.
+
+    `paint` draws on empty axes; `x` and `y` are what the axes measure, with units; `last_step` fixes an axis of steps.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        if last_step is not None:
+            end = max(1, last_step)
+            axes.set_xlim(-0.02 * end, 1.02 * end)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        paint(axes)
+        if axes.get_yscale() == "linear":
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+            if max(map(abs, axes.get_ylim())) >= 10_000:
+                axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            columns = len(labels) if len(labels) <= 4 else 3 if len(labels) > 6 else len(labels)
+            axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
+        page = StringIO()
+        figure.savefig(
+            page, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    return to_svg(page.getvalue())
+
+
+def to_svg(drawing: str) -> str:
+    """Return matplotlib's SVG file as an element of a page: no header, no sizes, no names, the page's colours."""
+    svg = drawing[drawing.index("<svg") :]
+    svg = re.sub(r"<style.*?</style>|<metadata.*?</metadata>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    svg = re.sub(r' xmlns(?::\w+)?="[^"]*"| version="[^"]*"', "", svg)
+    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
+    svg = re.sub("|".join(_VARIABLES), lambda m: _VARIABLES[m[0]], svg)
+    return re.sub(r">\s+<", "><", svg).replace("<svg ", '<svg role="img" ', 1).strip()
