@@ -24,7 +24,7 @@ from baton.types import Message
 from baton.warmstart import warm_start
 
 SHAPE = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
-ROWS = [("1+1", "2"), ("1+2", "<think>1+2=3</think>3"), ("2+2", "4"), ("3-1", "<think>so</think>2")]
+ROWS = [("1+1", "2"), ("1+2", "<think>1+2=3</think>3"), ("2+2", "4"), ("3-1-1+2", "<think>so</think>3")]
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,16 @@ def test_it_learns_its_demonstrations_by_heart(tokenizer: Tokenizer) -> None:
 
 
 def test_microbatches_do_not_change_the_update(tokenizer: Tokenizer) -> None:
-    """One pass over four rows, or four passes over one row each: the same gradient but for the last bits."""
+    """Four rows in one pass, in passes of two, one and one, or one by one: the same gradient but for the last bits."""
+    shortest = sorted(row.num_tokens for row in demonstrations(tokenizer))
     whole, whole_losses, whole_tokens = tuned(tokenizer, steps=3, max_tokens_per_microbatch=4096)
-    split, split_losses, split_tokens = tuned(tokenizer, steps=3, max_tokens_per_microbatch=1)
-    assert whole_losses == pytest.approx(split_losses, rel=1e-5)
-    assert whole_tokens[0] > split_tokens[0], "rows alone need no padding"
-    for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
-        assert torch.allclose(one, other, atol=1e-4), name
+    assert whole_tokens[0] == 4 * shortest[3], "padded to the longest"
+    for budget, places in ((2 * shortest[1], 2 * shortest[1] + shortest[2] + shortest[3]), (1, sum(shortest))):
+        split, split_losses, split_tokens = tuned(tokenizer, steps=3, max_tokens_per_microbatch=budget)
+        assert split_tokens[0] == places
+        assert whole_losses == pytest.approx(split_losses, rel=1e-5)
+        for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+            assert torch.allclose(one, other, atol=1e-4), name
 
 
 def test_the_same_seed_gives_the_same_bits(tokenizer: Tokenizer) -> None:

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from task_cases import mixture
 
@@ -39,6 +39,9 @@ def value_of(expression: str) -> int:
     return int(eval(expression.replace("/", "//")))
 
 
+@example(expression="4-(1+3)", restate=1.0, seed=0)
+@example(expression="9-(4-(2-1))*2", restate=1.0, seed=0)
+@example(expression="8/(2*2)-(3-5)/2", restate=1.0, seed=0)
 @given(expression=expressions(), restate=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 9))
 def test_a_demonstration_without_slip_ends_in_the_right_answer_and_every_line_of_it_is_true(
     expression: str, restate: float, seed: int
