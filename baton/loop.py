@@ -187,8 +187,10 @@ class Loop:
         begin = time.perf_counter()
         step = self.state.step + 1
         prompts = self.stream.take(self.rollout.batch_groups)
-        groups = self._generate(prompts, step)
-        self.run.write_groups(step, groups)
+        groups = self._recorded(prompts, step)
+        if groups is None:
+            groups = self._generate(prompts, step)
+            self.run.write_groups(step, groups)
         require_judged(groups, f"train step {step}")
         with self.clock.stage("train"), self.observer.phase("train", 0):
             values = self.trainer.step(Batch(step, tuple(groups)))
@@ -202,6 +204,18 @@ class Loop:
         values |= self._performance(groups, time.perf_counter() - begin)
         self.metrics.write(step, values)
         self.observer.stepped(step, values)
+
+    def _recorded(self, prompts: Sequence[Prompt], step: int) -> list[Group] | None:
+        """The batch of a step that a process made before it died, judgements included; None where there is none."""
+        if not self.run.has_groups(step):
+            return None
+        groups = self.run.groups(step)
+        ids = [(group.group_id, group.prompt.prompt_id) for group in groups]
+        first = self.state.next_group_id
+        if ids != [(first + index, prompt.prompt_id) for index, prompt in enumerate(prompts)]:
+            return None
+        self.observer.said(f"step {step}: the recorded batch is used again")
+        return groups
 
     def _generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Grow and judge all groups of a step, in order."""
@@ -244,19 +258,21 @@ class Loop:
             self.port.load_weights(weights.tensors, weights.version)
 
     def _performance(self, groups: Sequence[Group], step_time_s: float) -> dict[str, float]:
-        times = {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
+        times = {"time/generate": 0.0, **{f"time/{name}": seconds for name, seconds in self.clock.take().items()}}
         generated = sum(m.trajectory.num_tokens for g in groups for m in g.members)
         before, self.stats = self.stats, self.port.stats()
         rows = self.stats.decode_rows - before.decode_rows
-        return {
+        values = {
             **times,
             "perf/step_time": step_time_s,
             "perf/throughput": generated / step_time_s,
-            "perf/generate_tokens_per_s": generated / times["time/generate"],
-            "perf/occupancy": (self.stats.decoded_tokens - before.decoded_tokens) / max(1, rows),
             "tokens/generated": generated,
             **failure_metrics(groups),
         }
+        if rows:  # else the batch was a recorded one
+            values["perf/generate_tokens_per_s"] = generated / times["time/generate"]
+            values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
+        return values
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the current version on the held-out prompts, sampled and greedy, and log the results."""

@@ -91,12 +91,12 @@ class RunDirectory:
         write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
 
     def cut_after(self, step: int) -> None:
-        """Forget what was recorded after a step, and what was left half-written: a resumed run makes it again."""
+        """Forget metrics and evaluations after a step, and what was left half-written: a resumed run makes them again.
+
+        Recorded trajectories stay: the loop replays them, so that nothing is generated or judged twice.
+        """
         for directory in (self.path, self.checkpoints, self._trajectories):
             remove_leftovers(directory)
-        for later in self.recorded_steps():
-            if later > step:
-                self._groups_file(later).unlink()
         rows = [row for row in self.evaluations() if row.step <= step]
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
@@ -122,6 +122,10 @@ class RunDirectory:
             raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
         lines = gzip.decompress(file.read_bytes()).splitlines()
         return [msgspec.json.decode(line, type=Group) for line in lines]
+
+    def has_groups(self, step: int) -> bool:
+        """Whether the trajectories of a step are kept."""
+        return self._groups_file(step).is_file()
 
     def recorded_steps(self) -> list[int]:
         """Steps whose trajectories are kept, in order."""

@@ -49,7 +49,10 @@ def recipe(model: Path, directory: Path, **changes: Any) -> Recipe:
             {"name": "rows", "path": str(directory / "rows.jsonl")},
         ],
         "answer": {"format": "last_line", "instruct": False},
-        "reward": [{"kind": "format"}, {"kind": "function", "function": "tests.test_resume:evenness"}],
+        "reward": [
+            {"kind": "format"},
+            {"kind": "function", "function": "tests.test_resume:evenness", "isolate": False},
+        ],
         "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12},
         "engine": {"slots": 16, "max_context_tokens": 64},
         "trainer": {"lr": 1e-3, "decay": "linear", "num_minibatches": 2},
@@ -168,6 +171,40 @@ def test_rows_written_after_the_checkpoint_are_cut(tiny_model: Path, tmp_path: P
     with (wanted.run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/mean": 9.0}\n{"step": 5, "rew')
     train(wanted, resume=True)
+    assert_equal_runs(unbroken, wanted)
+
+
+def test_a_recorded_batch_is_neither_generated_nor_judged_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Recipe
+) -> None:
+    wanted = recipe(tiny_model, tmp_path)
+    console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    loop = build_loop(wanted, TerminalObserver(console, 9), resume=False, overwrite=False)
+    train_step = loop.trainer.step
+
+    def dies_at_step_four(batch: Any) -> dict[str, float]:
+        if batch.step == 4:
+            raise RuntimeError("the process dies after step 4 was recorded, before it is trained on")
+        return train_step(batch)
+
+    monkeypatch.setattr(loop.trainer, "step", dies_at_step_four)
+    with pytest.raises(RuntimeError, match="dies"):
+        loop.train()
+    loop.close()
+    resumed = build_loop(wanted, TerminalObserver(console, 9), resume=True, overwrite=False)
+    assert resumed.state.step == 2  # its checkpoint; steps 3 and 4 are recorded
+    generated: list[int] = []
+    rollout = resumed.runner.rollout
+
+    def counted(requests: Any, *arguments: Any, noise_seed: int, **named: Any) -> Any:
+        if noise_seed == wanted.run.seed:  # evaluations have a seed of their own
+            generated.extend(request.group_id for request in requests)
+        return rollout(requests, *arguments, noise_seed=noise_seed, **named)
+
+    monkeypatch.setattr(resumed.runner, "rollout", counted)
+    resumed.train()
+    resumed.close()
+    assert generated == list(range(16, 36))  # four groups a step: steps 5 to 9 only
     assert_equal_runs(unbroken, wanted)
 
 
