@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
+from baton.errors import DeadlineExceeded
 from baton.tasks.judging.calls import Call, Failed, Outcome, Setup
 from baton.tasks.judging.pool import WorkerPool
 from baton.tasks.judging.remote import ask_remote
@@ -41,12 +42,13 @@ class Background:
         self._pool = WorkerPool(setup, settings)
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
+        self._running: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judging", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Begin a coroutine in the background."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     async def worker_call(self, spec: int, call: Call, deadline_s: float, *, concurrency: int = 0) -> Outcome:
         """Ask a worker process, again after a crash. `concurrency` > 0: calls that may share one process."""
@@ -75,16 +77,28 @@ class Background:
 
     def close(self) -> None:
         """Drop what is being waited for, kill the worker processes, end the thread."""
-        self.run(self._close()).result(CLOSING_S)
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSING_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the judges' worker processes were not gone after {CLOSING_S:.0f} s") from error
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSING_S)
         self._loop.close()
 
+    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        finally:
+            self._running.discard(task)
+
     async def _close(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
+        running = list(self._running)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         await self._pool.close()
         if self._session is not None:
             await self._session.close()

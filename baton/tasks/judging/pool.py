@@ -54,7 +54,7 @@ class WorkerPool:
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.workers)
         self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._launched: set[asyncio.Task[_Worker]] = set()
         self._shared: asyncio.Task[_Worker] | None = None
         self._unloadable: str | None = None
 
@@ -69,9 +69,13 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Kill every worker process and wait until they are gone."""
-        for worker in self._all:
-            worker.kill()
-        await asyncio.gather(*(worker.process.wait() for worker in self._all))
+        launched = await asyncio.gather(*self._launched, return_exceptions=True)
+        for worker in launched:
+            if isinstance(worker, _Worker):
+                worker.kill()
+                await worker.ended()
+        if self._shared is not None:
+            await asyncio.gather(self._shared, return_exceptions=True)
 
     async def _ask_alone(self, spec: int, call: Call, deadline_s: float) -> Outcome:
         async with self._slots:
@@ -100,8 +104,9 @@ class WorkerPool:
     async def _start(self) -> _Worker:
         if self._unloadable:
             raise UserError(self._unloadable)
-        worker = await _Worker.launch()
-        self._all = {w for w in self._all if w.is_alive} | {worker}
+        launch = asyncio.create_task(_Worker.launch())
+        self._launched = {task for task in self._launched if not _is_over(task)} | {launch}
+        worker = await asyncio.shield(launch)  # asyncio may hang where the start of a process is cancelled; see close
         timeout_s = self._settings.load_timeout_s
         try:
             ready = await asyncio.wait_for(worker.set_up(self._setup), timeout_s)
@@ -115,6 +120,10 @@ class WorkerPool:
             worker.kill()
             raise UserError(self._unloadable)
         return worker
+
+
+def _is_over(launch: asyncio.Task[_Worker]) -> bool:
+    return launch.done() and (launch.exception() is not None or not launch.result().is_alive)
 
 
 class _Worker:
@@ -164,9 +173,15 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process and everything it started."""
+        if not self.is_alive:
+            return
         self.is_alive = False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def ended(self) -> None:
+        """Wait until a killed process is gone."""
+        await self._reader
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self.process.stdin is not None

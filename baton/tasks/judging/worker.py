@@ -1,15 +1,16 @@
 """A process that makes calls for a run and may be killed at any moment: `python -m baton.tasks.judging.worker`.
 
 It leads a session of its own, so that a killed judge takes along the processes it started, and the terminal's Ctrl-C
-stays with the run. It ends with the run, however the run ends: its input closes, and on Linux the kernel kills it.
+stays with the run. It ends with the run, however the run ends and whatever the judge is doing: a fork that does nothing
+else sees the input close and kills the session.
 Synchronous functions run in its main thread, one at a time; asynchronous ones share its event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -37,12 +38,11 @@ from baton.types import FailureCause
 
 Judge = Callable[[Call], Awaitable[Outcome]]
 Message = TypeVar("Message", Setup, Ask)
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until the input closes."""
-    _die_with_parent()
+    _end_with_the_run()
     inbox, outbox = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a reward function prints must not meet our messages
@@ -74,7 +74,6 @@ async def _serve(judges: list[Judge], inbox: int, outbox: int) -> None:
     def listen() -> None:
         while (ask := _receive(inbox, Ask)) is not None:
             loop.call_soon_threadsafe(begin, ask)
-        os.killpg(0, signal.SIGKILL)  # the run is gone; also ends what a judge started
 
     threading.Thread(target=listen, daemon=True).start()
     await asyncio.Event().wait()
@@ -154,9 +153,13 @@ def _limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_the_run() -> None:
+    if os.fork() == 0:
+        os.close(1)  # so that the run sees this process end, not its watch
+        watch = select.poll()
+        watch.register(0, 0)
+        watch.poll()  # the other end has closed
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""Reward functions that misbehave in every way, written to a file, and what they are called with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baton.tasks.judging.settings import JudgeSettings
+from baton.tasks.rewards import Judge, RewardSettings
+from baton.types import FinishReason, Message, Prompt, Segment, Trajectory
+
+SOURCE = """
+import asyncio, os, signal, subprocess, sys, time
+from pathlib import Path
+
+def length(prompt, response, answer):
+    return len(response)
+
+def sleeps(prompt, response, answer):
+    if response == "bad":
+        time.sleep(1000)
+    return 1
+
+def spins(prompt, response, answer):
+    while response == "bad":
+        pass
+    return 1
+
+def spins_in_c(prompt, response, answer):
+    return 9**9**9 if response == "bad" else 1
+
+def exits(prompt, response, answer):
+    if response == "bad":
+        os._exit(3)
+    return 1
+
+def segfaults(prompt, response, answer):
+    if response == "bad":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return 1
+
+def leaves(prompt, response, answer):
+    sys.exit("enough")
+
+def eats(prompt, response, answer):
+    return len(bytearray(1 << 34)) if response == "bad" else 1
+
+def raises(prompt, response, answer):
+    if response == "bad":
+        raise KeyError("no such key")
+    return 1
+
+def nothing(prompt, response, answer):
+    return None
+
+def not_a_number(prompt, response, answer):
+    return float("nan")
+
+def infinite(prompt, response, answer):
+    return float("-inf")
+
+def a_text(prompt, response, answer):
+    return "much"
+
+def a_dict(prompt, response, answer):
+    return {"reward": 1}
+
+def too_many(prompts, completions, **columns):
+    return [1.0, 2.0]
+
+def no_list(prompts, completions, **columns):
+    return 1.0
+
+def not_applicable(prompts, completions, **columns):
+    return [None]
+
+def crashes_once(prompt, response, answer):
+    mark = Path(response)
+    if not mark.exists():
+        mark.touch()
+        os._exit(9)
+    return 1
+
+def starts_another_and_spins(prompt, response, answer):
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(response).write_text(f"{os.getpid()} {child.pid}")
+    return 9**9**9
+
+def who(prompt, response, answer):
+    Path(response).write_text(str(os.getpid()))
+    return 1
+
+def prints(prompt, response, answer):
+    print("hello from a judge")
+    return 1
+
+def threads(prompt, response, answer):
+    return int(os.environ["OMP_NUM_THREADS"])
+
+async def waits(prompt, response, answer):
+    await asyncio.sleep(0.3)
+    return 1
+
+async def waits_forever(prompt, response, answer):
+    if response == "bad":
+        await asyncio.Event().wait()
+    await asyncio.sleep(0.05)
+    return 1
+
+async def never_lets_go(prompt, response, answer):
+    await asyncio.sleep(0.05)
+    while response == "bad":
+        pass
+    return 1
+
+async def exits_async(prompt, response, answer):
+    await asyncio.sleep(0.05)
+    if response == "bad":
+        os._exit(4)
+    return 1
+
+class Awaited:
+    async def __call__(self, prompt, response, answer):
+        return 0.25
+
+awaited = Awaited()
+"""
+
+PROMPT = Prompt("p", "some", (Message("user", "1+1"),), "2")
+
+
+class SomeTask:
+    """A task whose scorer is trusted: the answer has to be the reference."""
+
+    name = "some"
+    scorer = "inline"
+
+    def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
+        return float(answer == reference)
+
+
+def write_functions(directory: Path) -> str:
+    """Path of the file with the functions."""
+    file = directory / "judging_functions.py"
+    file.write_text(SOURCE)
+    return str(file)
+
+
+def judge_with(path: str, name: str, **settings: Any) -> Judge:
+    """A judge with one own function and quick settings; keys of [[reward]] and [judge] alike."""
+    keys = {key: settings.pop(key) for key in tuple(settings) if key in RewardSettings.model_fields}
+    reward = RewardSettings(kind="function", function=f"{path}:{name}", **keys)
+    quick = JudgeSettings(**{"deadline_s": 1.0, "retries": 0, **settings})
+    return Judge({"some": SomeTask()}, [reward], "last_line", quick)  # type: ignore[dict-item]
+
+
+def trajectory(group_id: int, sample_index: int) -> Trajectory:
+    return Trajectory(group_id, sample_index, (1,), (Segment((2, 3), (0.0, 0.0), 0),), FinishReason.STOP)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children() -> set[int]:
+    """Live children of this process."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

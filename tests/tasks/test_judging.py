@@ -1,0 +1,307 @@
+"""Judges that hang, crash, raise or give nonsense leave a cause behind, never a reward, and never stall a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from judging_cases import PROMPT, SomeTask, children, is_running, judge_with, trajectory, wait_until, write_functions
+
+from baton.errors import DeadlineExceeded, UserError
+from baton.tasks import rewards
+from baton.tasks.gym import GymTask
+from baton.tasks.judging.calls import GymSpec
+from baton.tasks.judging.settings import JudgeSettings
+from baton.tasks.rewards import Judge, RewardSettings
+from baton.types import FailureCause, Judgement, Prompt
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_functions(tmp_path_factory.mktemp("functions"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert wait_until(lambda: children() <= before), f"worker processes are left: {children() - before}"
+
+
+def judge_many(judge: Judge, responses: list[str]) -> list[Judgement]:
+    """Judgements in the order of the responses, all in flight together."""
+    with judge:
+        for index, response in enumerate(responses):
+            judge.submit(trajectory(0, index), PROMPT, response)
+        found = {judged.trajectory.sample_index: judged.judgement for judged in judge.drain()}
+    return [found[index] for index in range(len(responses))]
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "said"),
+    [
+        ("sleeps", FailureCause.TIMEOUT, "gave no answer within 1 s and was killed"),
+        ("spins", FailureCause.TIMEOUT, "gave no answer within 1 s and was killed"),
+        ("spins_in_c", FailureCause.TIMEOUT, "gave no answer within 1 s and was killed"),
+        ("exits", FailureCause.CRASHED, "ended with exit code 3"),
+        ("segfaults", FailureCause.CRASHED, "was killed by SIGSEGV"),
+        ("eats", FailureCause.RAISED, "raised MemoryError"),
+        ("raises", FailureCause.RAISED, "raised KeyError: 'no such key' (judging_functions.py, line "),
+        ("leaves", FailureCause.RAISED, "raised SystemExit: enough"),
+        ("nothing", FailureCause.MALFORMED, "returned None (NoneType), which is no number"),
+        ("not_a_number", FailureCause.MALFORMED, "returned nan (float), which is not finite"),
+        ("infinite", FailureCause.MALFORMED, "returned -inf (float), which is not finite"),
+        ("a_text", FailureCause.MALFORMED, "returned 'much' (str), which is no number"),
+        ("a_dict", FailureCause.MALFORMED, "returned {'reward': 1} (dict), which is no number"),
+        ("too_many", FailureCause.MALFORMED, "returned [1.0, 2.0] (list), which has 2 values for 1 completion"),
+        ("no_list", FailureCause.MALFORMED, "returned 1.0 (float), which is no list"),
+        ("waits_forever", FailureCause.TIMEOUT, "gave no answer within 1 s"),
+        ("never_lets_go", FailureCause.TIMEOUT, "gave no answer within 1 s and was killed"),
+        ("exits_async", FailureCause.CRASHED, "ended with exit code 4"),
+    ],
+)
+def test_every_way_to_fail_is_recorded_with_its_cause(
+    functions: str, name: str, cause: FailureCause, said: str
+) -> None:
+    (judgement,) = judge_many(judge_with(functions, name, workers=1), ["bad"])
+    assert not judgement.is_judged
+    assert judgement.cause is cause
+    assert judgement.failure is not None
+    assert judgement.failure.startswith(f"reward function '{functions}:{name}' {said}")
+    assert "\n" not in judgement.failure
+    assert judgement.parts == {}, "a failure is no zero"
+    assert judgement.is_correct is False
+
+
+@pytest.mark.parametrize("name", ["sleeps", "exits", "raises", "waits_forever", "never_lets_go", "exits_async"])
+def test_one_bad_response_costs_the_others_nothing(functions: str, name: str) -> None:
+    """Also of asynchronous calls that share one process: when it dies, the others are asked again alone."""
+    responses = ["good"] * 5 + ["bad"] + ["good"] * 6
+    found = judge_many(judge_with(functions, name, workers=2), responses)
+    assert [j.is_judged for j in found] == [response == "good" for response in responses]
+    assert {j.reward for j in found if j.is_judged} == {1.0}
+
+
+def test_functions_in_processes_give_what_they_give_at_once(functions: str) -> None:
+    judge = judge_with(functions, "length")
+    assert [j.reward for j in judge_many(judge, ["", "a", "ab", "abc"])] == [0.0, 1.0, 2.0, 3.0]
+    assert judge_many(judge_with(functions, "length", isolate=False), ["abc"])[0].reward == 3.0
+    assert judge_many(judge_with(functions, "raises", isolate=False), ["bad"])[0].cause is FailureCause.RAISED
+    assert judge_many(judge_with(functions, "awaited"), ["x"])[0].reward == 0.25
+    with pytest.raises(UserError, match="is async, and isolate = false"):
+        judge_with(functions, "waits", isolate=False)
+
+
+def test_async_calls_wait_together(functions: str) -> None:
+    """40 calls of 0.3 s, 20 at once: 0.6 s and a start, not 12 s."""
+    with judge_with(functions, "waits", concurrency=20, workers=1) as judge:
+        judge.judge(PROMPT, "first")  # the process has started
+        begin = time.monotonic()
+        for index in range(40):
+            judge.submit(trajectory(0, index), PROMPT, "x")
+        assert sum(judged.judgement.reward for judged in judge.drain()) == 40
+        assert 0.6 <= time.monotonic() - begin < 3
+
+
+def test_judging_goes_on_while_the_run_does_something_else(functions: str) -> None:
+    with judge_with(functions, "length") as judge:
+        judge.submit(trajectory(0, 0), PROMPT, "abc")
+        assert wait_until(lambda: not judge._finished.empty(), 20)
+        (judged,) = judge.collect()
+        assert (judged.trajectory, judged.judgement.reward) == (trajectory(0, 0), 3.0)
+        assert judge.collect() == []
+        assert list(judge.drain()) == []
+
+
+def test_a_crash_is_tried_again_and_a_raise_is_not(functions: str, tmp_path: Path) -> None:
+    (judgement,) = judge_many(judge_with(functions, "crashes_once", retries=1), [str(tmp_path / "mark")])
+    assert judgement.reward == 1.0
+    (judgement,) = judge_many(judge_with(functions, "crashes_once", retries=0), [str(tmp_path / "other")])
+    assert judgement.cause is FailureCause.CRASHED
+    begin = time.monotonic()
+    (judgement,) = judge_many(judge_with(functions, "raises", retries=50), ["bad"])
+    assert judgement.cause is FailureCause.RAISED
+    assert time.monotonic() - begin < 10
+
+
+def test_killing_a_judge_kills_what_it_started(functions: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    (judgement,) = judge_many(judge_with(functions, "starts_another_and_spins"), [str(pids)])
+    assert judgement.cause is FailureCause.TIMEOUT
+    judge_pid, grandchild = map(int, pids.read_text().split())
+    assert wait_until(lambda: not is_running(judge_pid) and not is_running(grandchild))
+
+
+def test_a_worker_that_dies_between_two_calls_is_replaced(functions: str, tmp_path: Path) -> None:
+    with judge_with(functions, "who", workers=1) as judge:
+        assert judge.judge(PROMPT, str(tmp_path / "a")).reward == 1.0
+        first = int((tmp_path / "a").read_text())
+        os.kill(first, signal.SIGKILL)
+        assert wait_until(lambda: not is_running(first))
+        time.sleep(0.2)
+        assert judge.judge(PROMPT, str(tmp_path / "b")).reward == 1.0
+        assert int((tmp_path / "b").read_text()) != first
+
+
+def test_workers_are_few_lazy_of_one_thread_and_print_to_stderr(
+    functions: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = children()
+    judge = judge_with(functions, "threads", workers=2)
+    assert children() == before, "nothing is started before it is needed"
+    with judge:
+        for index in range(30):
+            judge.submit(trajectory(0, index), PROMPT, "x")
+        assert {judged.judgement.reward for judged in judge.drain()} == {1.0}
+        assert len(children() - before) <= 2
+    judge_many(judge_with(functions, "prints"), ["x"])
+    out, err = capfd.readouterr()
+    assert "hello" not in out
+    assert "hello from a judge" in err
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_the_run_however_it_ends(functions: str, tmp_path: Path, end: signal.Signals) -> None:
+    """The run is killed while its judge and the judge's own child hang."""
+    pids = tmp_path / "pids"
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from judging_cases import *\n"
+        f"judge_with({functions!r}, 'starts_another_and_spins', deadline_s=500).judge(PROMPT, {str(pids)!r})\n"
+    )
+    root = str(Path(rewards.__file__).parents[2])
+    run = subprocess.Popen(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE
+    )
+    assert wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 30)
+    judge_pid, grandchild = map(int, pids.read_text().split())
+    assert is_running(judge_pid)
+    assert is_running(grandchild)
+    run.send_signal(end)  # Ctrl-C reaches the run alone: its workers have sessions of their own
+    run.communicate(timeout=20)
+    assert wait_until(lambda: not is_running(judge_pid))
+    assert wait_until(lambda: not is_running(grandchild))
+
+
+def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_again(functions: str) -> None:
+    judge = judge_with(functions, "sleeps", deadline_s=100, workers=2)
+    for index in range(6):
+        judge.submit(trajectory(0, index), PROMPT, "bad")
+    time.sleep(1)
+    begin = time.monotonic()
+    judge.close()
+    assert time.monotonic() - begin < 5
+    assert judge.judge(PROMPT, "good").reward == 1.0
+    assert list(judge.drain()) == []
+    judge.close()
+
+
+def test_a_drain_without_a_sign_of_life_names_who_was_waited_for(functions: str) -> None:
+    with judge_with(functions, "sleeps", deadline_s=100) as judge:
+        judge._patience_s = 1.0
+        judge.submit(trajectory(7, 3), PROMPT, "bad")
+        with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' gave no judgement for 1 s while 1 .*first: 7/3"):
+            list(judge.drain())
+        with pytest.raises(DeadlineExceeded, match="gave no judgement within 1 s"):
+            judge.judge(PROMPT, "bad")
+
+
+def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
+    functions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "MAX_UNANSWERED", 3)
+    with pytest.raises(UserError, match=r":exits' left 3 calls in a row unanswered; the last one ended with exit code"):
+        judge_many(judge_with(functions, "exits", workers=1), ["bad"] * 50)
+    found = judge_many(judge_with(functions, "exits", workers=1), ["bad", "bad", "good"] * 4)
+    assert [j.is_judged for j in found] == [False, False, True] * 4
+    found = judge_many(judge_with(functions, "raises", workers=1), ["bad"] * 9)
+    assert {j.cause for j in found} == {FailureCause.RAISED}, "raising is cheap, and may be the response's fault"
+
+
+def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "only_here.py"
+    file.write_text(
+        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no GPU')\ndef f(p, r, a): return 1\n"
+    )
+    judge = judge_with(str(file), "f")
+    with pytest.raises(UserError, match=r"only_here.py:f' cannot be loaded in a worker process: .*no GPU"), judge:
+        judge.judge(PROMPT, "x")
+    slow = tmp_path / "slow.py"
+    slow.write_text("import sys, time\n'pytest' in sys.modules or time.sleep(100)\ndef f(p, r, a): return 1\n")
+    judge = judge_with(str(slow), "f", load_timeout_s=1.0)
+    with (
+        pytest.raises(UserError, match=r"has not loaded reward function '.*slow.py:f' within judge.load_timeout_s = 1"),
+        judge,
+    ):
+        judge.judge(PROMPT, "x")
+
+
+def test_a_part_that_does_not_apply_is_left_out_and_not_zero(functions: str) -> None:
+    none = RewardSettings(kind="function", function=f"{functions}:not_applicable", weight=3)
+    with Judge({"some": SomeTask()}, [RewardSettings(kind="correct"), none], "last_line") as judge:  # type: ignore[dict-item]
+        judgement = judge.judge(PROMPT, "2")
+    assert (judgement.parts, judgement.reward, judgement.is_judged) == ({"correct": 1.0}, 1.0, True)
+    (judgement,) = judge_many(judge_with(functions, "not_applicable"), ["2"])
+    assert judgement.cause is FailureCause.MALFORMED
+    assert judgement.failure == "no reward part applies: every reward function returned None"
+
+
+def test_a_scorer_that_hangs_is_killed_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Countdown's answers are evaluated by sympy. Even if one got past the guard, it could not stall a run."""
+    task = GymTask("countdown", "countdown", {}, is_compact=False)
+    assert isinstance(task.scorer, GymSpec)
+    settings = JudgeSettings(deadline_s=1.5, retries=0)
+    with Judge({"countdown": task}, [RewardSettings(kind="score")], "last_line", settings) as judge:
+        problems = [task.draw(0, index) for index in range(3)]
+        prompts = [Prompt(p.problem_id, "countdown", (), p.answer, p.metadata) for p in problems]
+        judge.judge(prompts[0], "1")  # the process has started
+        begin = time.monotonic()
+        hostile = ["9**9**9**9", "(" * 3000, "9" * 1999, "*".join(["99999999"] * 200), "-" * 1900 + "1"]
+        for index, answer in enumerate([*hostile, problems[0].answer or ""]):
+            judge.submit(trajectory(0, index), prompts[0], answer)
+        found = {j.trajectory.sample_index: j.judgement for j in judge.drain()}
+        assert time.monotonic() - begin < 10
+    assert found[len(hostile)].reward == 1.0
+    assert all(j.reward < 1 for index, j in found.items() if index < len(hostile))
+    assert found[0].is_judged, "the guard refuses a tower of powers: a wrong answer, not a failure"
+
+
+def test_only_scorers_known_to_be_quick_are_called_in_place() -> None:
+    quick = {
+        name
+        for name in ("chain_sum", "basic_arithmetic", "knights_knaves", "countdown", "simple_integration")
+        if GymTask(name, name, {}, is_compact=False).scorer == "inline"
+    }
+    assert quick == {"chain_sum", "basic_arithmetic", "knights_knaves"}
+    hostile = ["9" * 100_000, "1e999999999", "9**9**9", "," * 100_000, "a" * 100_000, "1/" * 50_000, "\\frac" * 9999]
+    for name in sorted(quick):
+        task = GymTask(name, name, {}, is_compact=False)
+        problem = task.draw(0, 0)
+        begin = time.perf_counter()
+        for answer in hostile:
+            assert task.score(answer, problem.answer, problem.metadata) < 1
+        assert time.perf_counter() - begin < 1, f"{name} may stall a run"
+
+
+def test_settings_that_do_not_fit_their_kind_are_refused() -> None:
+    for keys, complaint in (
+        ({"kind": "http"}, "belongs to kind"),
+        ({"kind": "correct", "url": "http://x"}, "belongs to kind"),
+        ({"kind": "http", "url": "x:1"}, "allowed is http://"),
+        ({"kind": "math", "isolate": False}, "signature and isolate belong"),
+        ({"kind": "function", "function": "m:f", "signature": "other"}, "signature"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            RewardSettings(**keys)  # type: ignore[arg-type]
+    assert RewardSettings(kind="http", url="http://x").name == "http"
+    assert RewardSettings(kind="function", function="m.n:brevity").name == "brevity"
+    assert RewardSettings(kind="function", function="m.n:brevity", name="short").name == "short"
