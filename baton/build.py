@@ -140,7 +140,7 @@ def build_loop(
         judge=judge,
         tokenizer=tokenizer,
         port=port,
-        runner=Runner(port, recipe.rollout.stall_timeout_s),
+        runner=Runner(port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens),
         trainer=trainer,
         save_checkpoint=save_checkpoint,
         metrics=MetricsWriter(run.path, resume_step=state.step if place.checkpoint else -1, log=recipe.log),
@@ -262,7 +262,11 @@ def evaluate_model(
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
     with judge:
         results, _ = evaluate(
-            Runner(LocalPort(engine), recipe.rollout.stall_timeout_s),
+            Runner(
+                LocalPort(engine),
+                recipe.rollout.stall_timeout_s,
+                max_context_tokens=recipe.engine.max_context_tokens,
+            ),
             judge,
             tokenizer,
             prompts,

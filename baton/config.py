@@ -160,7 +160,13 @@ MAY_CHANGE = (
     "engine.processes",
 )
 """Keys, or whole sections, that a resumed run may change and stay what it was."""
-CHANGES_BITS = ("run.threads", "model.device", "engine.slots", "trainer.max_tokens_per_microbatch")
+CHANGES_BITS = (
+    "run.threads",
+    "model.device",
+    "engine.slots",
+    "engine.max_context_tokens",
+    "trainer.max_tokens_per_microbatch",
+)
 """Keys that a resumed run may change, at the price of other last bits."""
 
 

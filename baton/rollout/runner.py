@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 from pydantic import Field
 
-from baton.errors import DeadlineExceeded, EngineFault
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rollout.port import WorkerPort
 from baton.settings import Settings
 from baton.types import FromWorker, Lease, Report, Retry, SamplingParams, Trajectory
@@ -50,8 +50,12 @@ class Request(msgspec.Struct, frozen=True):
 class Runner:
     """Grows trajectories on one worker."""
 
-    def __init__(self, port: WorkerPort, stall_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, port: WorkerPort, stall_timeout_s: float = 300.0, *, max_context_tokens: int | None = None
+    ) -> None:
+        """`max_context_tokens` is the worker's: requests that cannot fit are refused before any is sent."""
         self._port = port
+        self._max_context_tokens = max_context_tokens
         self._stall_timeout_s = stall_timeout_s
         self._next_lease_id = 0
 
@@ -67,8 +71,10 @@ class Runner:
         """Yield every trajectory of the requests as it finishes, all under exactly `version`.
 
         `on_tokens` hears of each report's token count. Raises EngineFault when the worker breaks the protocol or does
-        not hold the version, and DeadlineExceeded when nothing is reported for `stall_timeout_s`.
+        not hold the version, DeadlineExceeded when nothing is reported for `stall_timeout_s`, and UserError for a
+        prompt that leaves no room for a response.
         """
+        self._check_room(requests)
         growing: dict[int, Trajectory] = {}
         for request in requests:
             for sample_index in range(request.group_size):
@@ -91,6 +97,16 @@ class Runner:
                 finished = self._take(message, growing, on_tokens)
                 if finished is not None:
                     yield finished
+
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        room = self._max_context_tokens
+        longest = max(requests, key=lambda r: len(r.prompt_ids), default=None)
+        if room is not None and longest is not None and len(longest.prompt_ids) >= room:
+            raise UserError(
+                f"a prompt of {len(longest.prompt_ids)} tokens (group {longest.group_id}) does not fit: "
+                f"engine.max_context_tokens is {room} for prompt and response together; raise it, or leave such "
+                "prompts out"
+            )
 
     def _take(
         self, message: FromWorker, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None

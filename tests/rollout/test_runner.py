@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import DeadlineExceeded, EngineFault
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.port import LocalPort
@@ -167,3 +167,12 @@ def test_a_report_with_a_gap_or_an_overlap_is_not_appended() -> None:
 
 def test_no_requests_need_no_worker() -> None:
     assert list(Runner(Silent()).rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
+
+
+def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent() -> None:
+    worker = Silent()
+    runner = Runner(worker, max_context_tokens=8)
+    long = [*REQUESTS, Request(13, tuple(range(8)), 4)]
+    with pytest.raises(UserError, match=r"prompt of 8 tokens \(group 13\).*engine\.max_context_tokens is 8"):
+        next(iter(runner.rollout(long, SamplingParams(4), noise_seed=1, version=VERSION)))
+    assert worker.receive(0) == []
