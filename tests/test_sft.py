@@ -83,11 +83,11 @@ def test_it_learns_its_demonstrations_by_heart(tokenizer: Tokenizer) -> None:
 
 
 def test_microbatches_do_not_change_the_update(tokenizer: Tokenizer) -> None:
-    """Four rows in one pass, in passes of two, one and one, or one by one: the same gradient but for the last bits."""
-    shortest = sorted(row.num_tokens for row in demonstrations(tokenizer))
+    """Four rows in one pass, in passes of three and one, or one by one: the same gradient but for the last bits."""
+    lengths = sorted((-(-row.num_tokens // 8) * 8 for row in demonstrations(tokenizer)), reverse=True)
     whole, whole_losses, whole_tokens = tuned(tokenizer, steps=3, max_tokens_per_microbatch=4096)
-    assert whole_tokens[0] == 4 * shortest[3], "padded to the longest"
-    for budget, places in ((2 * shortest[1], 2 * shortest[1] + shortest[2] + shortest[3]), (1, sum(shortest))):
+    assert whole_tokens[0] == 4 * lengths[0], "padded to the longest"
+    for budget, places in ((3 * lengths[0], 3 * lengths[0] + lengths[3]), (1, sum(lengths))):
         split, split_losses, split_tokens = tuned(tokenizer, steps=3, max_tokens_per_microbatch=budget)
         assert split_tokens[0] == places
         assert whole_losses == pytest.approx(split_losses, rel=1e-5)
