@@ -165,6 +165,8 @@ def _open_run(recipe: Recipe, trainer: LocalTrainer, observer: Observer, threads
     run = RunDirectory.open(recipe.run.path)
     for warning in compare_for_resume(run.recipe(), resolved):
         observer.said(f"warning: {warning}")
+    if recipe.trainer.compile:
+        observer.said("warning: with trainer.compile the last bits may differ from those of a run never stopped")
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
         observer.said(f"{run.path} has no checkpoint yet: beginning it again")

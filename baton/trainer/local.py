@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
+import shutil
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -72,6 +74,9 @@ class LocalTrainer:
         model.eval()  # type: ignore[no-untyped-call]
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
+        if settings.compile:
+            _check_compiler(model.device)
+            model.compile(dynamic=True)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._temperature, self._total_steps, self._version = temperature, total_steps, version
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -311,6 +316,11 @@ def _finite(value: float, what: str, step: int, version: PolicyVersion, micros: 
         f"train step {step}: {what} is {value} over groups {', '.join(map(str, groups))}; "
         f"the weights stay those of version {version.number}"
     )
+
+
+def _check_compiler(device: torch.device) -> None:
+    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        raise UserError("trainer.compile needs a C++ compiler (g++ or clang++), and none was found on the PATH")
 
 
 def _libraries() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A train step: what moves the weights, what must not, and what it says of itself."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -312,3 +313,20 @@ def test_bfloat16_training_keeps_float32_master_weights_and_follows_float32():
     b = torch.cat([p.grad.flatten() for p in half.model.parameters()])
     assert torch.cosine_similarity(a, b, dim=0) > 0.99
     assert metrics["policy/clip_frac"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_step_is_the_step():
+    batch = random_batch(1)
+    plain, metrics = stepped(batch)
+    compiled, other = stepped(batch, compile=True)
+    assert largest_difference(parameters(plain), parameters(compiled)) < 1e-5
+    assert other["policy/loss"] == pytest.approx(metrics["policy/loss"], abs=1e-6)
+    assert parameters(compiled).keys() == parameters(plain).keys()  # nothing is renamed in what is published
+
+
+def test_compiling_without_a_compiler_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"trainer\.compile needs a C\+\+ compiler"):
+        make_trainer(compile=True)
