@@ -183,6 +183,37 @@ def show(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")],
+    html: Annotated[bool, typer.Option("--html", help="Write a page with curves and examples.")] = False,
+    page: Annotated[
+        Path | None, typer.Argument(metavar="[PATH]", help="Where the page goes; the default is RUN/report.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a run achieved so far, in numbers or as one self-contained HTML page."""
+    from baton.report import print_report, summarise
+    from baton.runs import RunDirectory
+
+    if page is not None and not html:
+        raise UserError(f"{page} would be the place of a page: ask for one with --html")
+    opened = RunDirectory.open(run)
+    if html:
+        from baton.report.page import write_page
+
+        path = page or run / "report.html"
+        write_page(opened, path)
+        if as_json:
+            _print_json({"page": str(path)})
+        else:
+            out.print(f"the page: {path}", highlight=False, markup=False, soft_wrap=True)
+    elif as_json:
+        _print_json(summarise(opened))
+    else:
+        print_report(out, summarise(opened))
+
+
+@app.command()
 def keys(
     section: Annotated[str | None, typer.Argument(help="Only this section, such as rollout.")] = None,
     as_json: Json = False,

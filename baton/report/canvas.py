@@ -11,9 +11,10 @@ from io import StringIO
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 SERIES = tuple(f"#01020{i}" for i in range(1, 8))
 """Colours of data; the page's `--s1` to `--s7`, which keep apart for colour-blind eyes."""
@@ -26,6 +27,8 @@ _VARIABLES = {
     RULE: "var(--rule)",
 }
 WIDTH_IN, HEIGHT_IN = 5.0, 2.75
+LEGEND_CHARACTERS = 60
+"""What fits on a line of the legend, markers counted as four."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "baton",
@@ -71,21 +74,32 @@ def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_s
         if last_step is not None:
             end = max(1, last_step)
             axes.set_xlim(-0.02 * end, 1.02 * end)
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
         paint(axes)
-        if axes.get_yscale() == "linear":
-            axes.yaxis.set_major_locator(MaxNLocator(5))
-            if max(map(abs, axes.get_ylim())) >= 10_000:
-                axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        _tick(axes)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            columns = len(labels) if len(labels) <= 4 else 3 if len(labels) > 6 else len(labels)
+            columns = max(1, min(len(labels), LEGEND_CHARACTERS // (max(map(len, labels)) + 4)))
             axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
         page = StringIO()
         figure.savefig(
             page, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
     return to_svg(page.getvalue())
+
+
+def _tick(axes: Axes) -> None:
+    """Round numbers on the vertical axis, written without mathematics."""
+    if axes.get_yscale() == "log":
+        low, high = axes.get_ylim()
+        axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    if max(map(abs, axes.get_ylim())) >= 10_000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def to_svg(drawing: str) -> str:

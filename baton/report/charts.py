@@ -53,11 +53,19 @@ class LineChart:
     """Factor from the metric's unit to the one shown: 100 for shares in per cent."""
     is_log: bool = False
     is_left_out_if_zero: bool = False
+    repeats: str = ""
+    """A metric; where the chart would show the same curve again, it is left out."""
 
 
 LEARNING = (
     LineChart("Training reward", "reward", (Line("reward/mean", "mean of the batch", is_smoothed=True),)),
-    LineChart("Training accuracy", "correct, %", (Line("accuracy/mean", "batch", GREEN, is_smoothed=True),), scale=100),
+    LineChart(
+        "Training accuracy",
+        "correct, %",
+        (Line("accuracy/mean", "batch", GREEN, is_smoothed=True),),
+        scale=100,
+        repeats="reward/mean",
+    ),
     LineChart(
         "Groups that teach nothing",
         "groups, %",
@@ -133,6 +141,8 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
         is_zero = all(not curve.values.any() for _, curve in curves)
         if not curves or (chart.is_left_out_if_zero and is_zero):
             continue
+        if chart.repeats and _is_same(curves[0][1], history.curve(chart.repeats)):
+            continue
         svg = draw(partial(_paint_lines, chart=chart, curves=curves), y=chart.unit, last_step=history.last_step)
         yield Chart(chart.title, svg, chart.note)
 
@@ -140,6 +150,10 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
 def smoothing_window(num_steps: int) -> int:
     """Rows of the moving mean: a twentieth of the run, odd, at least 5."""
     return max(5, num_steps // 20 | 1)
+
+
+def _is_same(one: Curve, other: Curve) -> bool:
+    return np.array_equal(one.steps, other.steps) and np.array_equal(one.values, other.values)
 
 
 def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[Line, Curve]]) -> None:
@@ -150,13 +164,13 @@ def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[Line, C
         marker = "o" if len(values) <= MARKED else None
         window = smoothing_window(len(values))
         if line.is_smoothed and len(values) > window:
-            axes.plot(curve.steps, values, marker=marker, color=line.colour, alpha=0.35, lw=0.9, ms=2.5)
+            axes.plot(curve.steps, values, marker=marker, color=line.colour, alpha=0.5, lw=0.9, ms=2.5)
             smooth = chart.scale * curve.smoothed(window)
-            axes.plot(curve.steps, smooth, color=line.colour, lw=2.2, label=f"{line.label} (mean of {window} steps)")
+            axes.plot(curve.steps, smooth, color=line.colour, lw=2.2, label=line.label)
         else:
             axes.plot(curve.steps, values, marker=marker, color=line.colour, ms=3, label=line.label)
     if axes.get_yscale() == "linear" and all(curve.values.min() >= 0 for _, curve in curves):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=1.05 * max(1e-9, axes.get_ylim()[1]))
 
 
 # ---- held-out accuracy ---------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def _heat_map(samples: Sequence[StepLengths], longest: float, last_step: int) ->
         axes.set_xlim(min(-0.02 * last_step, lefts[0]), max(1.02 * last_step, rights[-1]))
         axes.set_ylim(0, edges[-1])
 
-    note = "Darker: a larger share of the step's responses has this length."
+    note = "Stronger colour: a larger share of the step's responses has this length."
     return Chart("Response lengths over training", draw(paint, y="tokens", last_step=last_step), note)
 
 

@@ -56,7 +56,12 @@ class MetricRange(msgspec.Struct, frozen=True):
 
 
 def write_page(run: RunDirectory, path: Path) -> None:
-    """Write the page of a run, finished or not. Raises UserError where matplotlib is not installed."""
+    """Write the page of a run, finished or not.
+
+    Raises UserError where matplotlib is not installed or `path` is no place for a file.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"{path} is no place for a page: allowed is a file in a directory that exists")
     write_whole(path, render(run).encode("utf-8"))
 
 
@@ -98,7 +103,9 @@ def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     from baton.report.length_charts import length_charts
 
     last = history.last_step
-    yield Section("Learning", list(charts.learning_charts(history)))
+    window = charts.smoothing_window(history.last_step)
+    smoothing = f"Thin lines are single steps, thick lines the mean of {window} around each." if last > window else ""
+    yield Section("Learning", list(charts.learning_charts(history)), smoothing)
     samples = read_lengths(run)
     recorded = len(run.recorded_steps())
     note = ""
@@ -122,7 +129,7 @@ def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None,
     model = recipe.get("model", {}).get("path", "made from nothing")
     size = _parameters(run.checkpoints)
     yield Fact("Model", f"{model}, {short(size)} parameters" if size else model)
-    yield Fact("Tasks", "; ".join(_task(t, len(recipe["task"])) for t in recipe.get("task", ())) or "none")
+    yield Fact("Tasks", _mixture(recipe.get("task", ())))
     if summary is not None:
         rollout = recipe["rollout"]
         yield Fact(
@@ -140,16 +147,19 @@ def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None,
     yield Fact(
         "Hardware",
         f"{recorded.get('processor') or 'unknown processor'}, {recorded.get('cores')} cores, "
-        f"{recorded.get('threads')} torch threads, device {device}",
+        f"torch threads: {recorded.get('threads')}, device: {device}",
     )
     yield Fact("Started", datetime.fromisoformat(recorded["started"]).strftime("%Y-%m-%d %H:%M UTC"))
     if recorded.get("resumed"):
         yield Fact("Resumed", f"{len(recorded['resumed'])} times")
 
 
-def _task(task: dict[str, Any], count: int) -> str:
-    weight = f" (weight {task['weight']:g})" if count > 1 and task.get("weight") is not None else ""
-    return f"{task['name']}{weight}"
+def _mixture(tasks: Sequence[dict[str, Any]]) -> str:
+    """Names of the tasks, with their weights where these differ."""
+    weights = [task.get("weight", 1.0) for task in tasks]
+    if len(set(weights)) <= 1:
+        return ", ".join(task["name"] for task in tasks) or "none"
+    return ", ".join(f"{task['name']} (weight {weight:g})" for task, weight in zip(tasks, weights, strict=True))
 
 
 def _commit(commit: str | None) -> str:
@@ -189,11 +199,11 @@ def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, s
         yield "Training reward", f"{summary.reward_after:.3f}", f"{summary.reward_before:.3f} in the first steps"
     lengths = history.curve("response_length/mean").values
     if len(lengths):
-        yield "Response length", f"{lengths[-1]:.1f} tokens", f"{lengths[0]:.1f} in the first step"
+        yield "Response length, tokens", f"{lengths[-1]:.1f}", f"{lengths[0]:.1f} in the first step"
     if summary.steps:
         yield (
-            "Throughput",
-            f"{short(summary.throughput_tokens_per_s)} tokens/s",
+            "Throughput, tokens/s",
+            short(summary.throughput_tokens_per_s),
             f"{short(summary.generate_tokens_per_s)} while generating",
         )
 

@@ -9,7 +9,7 @@ import tomli_w
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from baton.evaluation import Evaluation
 from baton.report.summary import RunReport
@@ -57,10 +57,7 @@ def print_report(console: Console, report: RunReport) -> None:
 def _changes_table(report: RunReport) -> Table:
     assert report.evaluated_steps is not None
     first, last = report.evaluated_steps
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column("held-out accuracy", min_width=12)  # names wrap before numbers are cut
-    for heading in (f"step {first}", f"step {last}", "gain"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
     for change in report.changes:
         table.add_row(
             escape(f"{change.before.task}, {change.before.way}"),
@@ -71,11 +68,20 @@ def _changes_table(report: RunReport) -> Table:
     return table
 
 
+def _table(first: str, *others: str) -> Table:
+    """A table for 80 columns: the first column's names wrap before a number is cut."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column(first, min_width=12, overflow="fold")
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
     """Print evaluations as a table; the intervals are of 95 %."""
     with_pass = any(r.samples > 1 for r in results)
     headings = ("task", "sampling", "prompts", "accuracy", *(("pass@k",) if with_pass else ()), "tokens", "cut")
-    table = Table(*(Column(heading, no_wrap=True) for heading in headings))
+    table = _table(*headings)
     for r in results:
         cells = [escape(r.task), r.way, str(r.num_prompts), str(r.accuracy)]
         if with_pass:
