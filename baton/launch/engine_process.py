@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +26,9 @@ from baton.errors import BatonError
 from baton.launch.protocol import Fault, LoadWeights, Progress, Serving, Start, ToEngine, receive_to_engine, send
 from baton.rollout.engine import Engine
 from baton.types import Abort, Lease, ends_lease
+
+SIGN_OF_LIFE_S = 5.0
+"""A working engine is heard of at least this often, though no report be due."""
 
 
 def serve(descriptor: int) -> None:
@@ -61,6 +65,7 @@ def _read(connection: Connection, inbox: SimpleQueue[ToEngine | None]) -> None:
 
 def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: Engine) -> None:
     running: set[int] = set()
+    last_sign_s = time.monotonic()
     while True:
         while not running or not inbox.empty():
             match inbox.get():
@@ -79,8 +84,10 @@ def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: E
                 case other:
                     raise RuntimeError(f"unexpected message {type(other).__name__}")
         reports = engine.step()
-        if reports:
+        now = time.monotonic()
+        if reports or now - last_sign_s > SIGN_OF_LIFE_S:
             send(connection, Progress(tuple(reports), engine.stats))
+            last_sign_s = now
         running.difference_update(report.lease_id for report in reports if ends_lease(report))
 
 

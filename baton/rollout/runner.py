@@ -32,7 +32,7 @@ class RolloutSettings(Settings):
     stop: tuple[str, ...] = ()
     """Strings that end a response, beside the model's end-of-sequence ids."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without any report after which the run stops and names the worker."""
+    """Seconds without a single new token after which the run stops and names the worker."""
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of a training rollout."""
@@ -71,7 +71,7 @@ class Runner:
         """Yield every trajectory of the requests as it finishes, all under exactly `version`.
 
         `on_tokens` hears of each report's token count. Raises EngineFault when the worker breaks the protocol or does
-        not hold the version, DeadlineExceeded when nothing is reported for `stall_timeout_s`, and UserError for a
+        not hold the version, DeadlineExceeded when no token is made for `stall_timeout_s`, and UserError for a
         prompt that leaves no room for a response.
         """
         self._check_room(requests)
@@ -82,15 +82,16 @@ class Runner:
                 growing[self._next_lease_id] = trajectory
                 self._port.send(Lease(self._next_lease_id, trajectory, sampling, noise_seed, version))
                 self._next_lease_id += 1
-        last_report_s = time.monotonic()
+        last_sign_s, last_stats = time.monotonic(), self._port.stats()
         while growing:
             messages = self._port.receive(timeout_s=1.0)
-            if messages:
-                last_report_s = time.monotonic()
-            elif time.monotonic() - last_report_s > self._stall_timeout_s:
+            stats = self._port.stats()
+            if messages or stats != last_stats:
+                last_sign_s, last_stats = time.monotonic(), stats
+            elif time.monotonic() - last_sign_s > self._stall_timeout_s:
                 waiting = ", ".join(t.name for t in list(growing.values())[:4])
                 raise DeadlineExceeded(
-                    f"{self._port.name} has reported nothing for {self._stall_timeout_s:.0f} s while "
+                    f"{self._port.name} has made no progress for {self._stall_timeout_s:.0f} s while "
                     f"{len(growing)} trajectories wait for it (first: {waiting})"
                 )
             for message in messages:

@@ -6,10 +6,14 @@ Two problems with the same canonical form are the same problem to the train/held
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Entry = dict[str, Any]
+
+MAX_RENUMBERED = 6
+"""Puzzles of more people keep the numbering they came with: their problems are too many to meet a mirror image."""
 
 
 def canonical_problem(gym_name: str, entry: Entry) -> str:
@@ -20,7 +24,7 @@ def canonical_problem(gym_name: str, entry: Entry) -> str:
     if gym_name == "countdown":
         return f"countdown:{sorted(int(n) for n in metadata['numbers'])}:{int(metadata['target'])}"
     if gym_name == "knights_knaves":
-        return f"knights_knaves:{_plain(metadata['statements'])}"
+        return f"knights_knaves:{_without_order(metadata['statements'])}"
     return f"{gym_name}:{' '.join(str(entry['question']).lower().split())}"
 
 
@@ -48,6 +52,23 @@ def _knights_knaves(entry: Entry) -> str:
     said = "; ".join(f"{name}: {claim(s)}" for name, s in zip(names, metadata["statements"], strict=True))
     answer = ", and ".join(f"{name} is a {terms['knight']}/{terms['knave']}" for name in names)
     return f"{said}. Answer: {answer}"
+
+
+def _without_order(statements: Sequence[Any]) -> str:
+    """The statements under that numbering of the people which comes first in the alphabet: mirror images are one."""
+    people = range(len(statements))
+    numberings = itertools.permutations(people) if len(statements) <= MAX_RENUMBERED else [tuple(people)]
+    return min(
+        _plain([_renumbered(statements[numbering.index(place)], numbering) for place in people])
+        for numbering in numberings
+    )
+
+
+def _renumbered(statement: Any, numbering: Sequence[int]) -> Any:
+    operator, *parts = statement
+    if operator in ("telling-truth", "lying"):
+        return (operator, numbering[parts[0]])
+    return (operator, *(_renumbered(part, numbering) for part in parts))
 
 
 def _plain(value: Any) -> str:
