@@ -52,6 +52,11 @@ class _Place:
     checkpoint: Path | None
     """None at the beginning."""
 
+    @property
+    def resume_step(self) -> int:
+        """The last step whose metrics stay; none at the beginning, not even those before the first step."""
+        return -1 if self.checkpoint is None else self.state.step
+
 
 def set_up_torch(threads: int) -> int:
     """Fix the number of threads and switch deterministic algorithms on; return the number of threads."""
@@ -96,16 +101,51 @@ def build_loop(
 ) -> Loop:
     """Make every part of a run, from its beginning or from its latest checkpoint.
 
-    Raises UserError for everything that can be seen to be wrong before the first step.
+    Raises UserError for all that can be seen to be wrong before the first step, and leaves what was there as it was.
     """
+    if not resume:
+        RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     threads = set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
+    trainer = _build_trainer(recipe, tokenizer)
+    place = _place(recipe, observer) if resume else _Place(LoopState(), None)
+    port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
+    try:
+        run = _open_run(recipe, trainer, tokenizer, place, threads)
+        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
+    except BaseException:
+        port.close()
+        raise
+    return Loop(
+        run=run,
+        stream=PromptStream(mixture, recipe.run.seed, place.state.position),
+        held_out=held_out,
+        judge=judge,
+        tokenizer=tokenizer,
+        port=port,
+        runner=Runner(port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens),
+        trainer=trainer,
+        save_checkpoint=_checkpoint_writer(recipe, run, trainer),
+        metrics=metrics,
+        observer=observer,
+        rollout=recipe.rollout,
+        eval=recipe.eval,
+        checkpoint=recipe.checkpoint,
+        seed=recipe.run.seed,
+        num_steps=recipe.run.steps,
+        state=place.state,
+        last_checkpoint=place.checkpoint,
+        should_stop=should_stop,
+    )
+
+
+def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
     device = torch_device(recipe.model.device)
     master = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
-    trainer = LocalTrainer(
+    return LocalTrainer(
         master,
         tokenizer,
         recipe.trainer,
@@ -114,17 +154,9 @@ def build_loop(
         total_steps=recipe.run.steps,
         version=PolicyVersion(secrets.token_hex(4), 0),
     )
-    if resume:
-        run, place = _open_run(recipe, trainer, observer, threads)
-    else:
-        run, place = RunDirectory.create(recipe.run.path, overwrite=overwrite), _Place(LoopState(), None)
-    state = place.state
-    port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
-    if place.checkpoint is None:
-        # last, so that a start that was refused leaves no run in the way of the next one
-        run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
-        tokenizer.hf.save_pretrained(run.tokenizer)
 
+
+def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: LocalTrainer) -> Callable[[LoopState], Path]:
     def save_checkpoint(state: LoopState) -> Path:
         path = checkpoint_path(run.checkpoints, state.step)
         with atomic_directory(path) as directory:
@@ -133,55 +165,47 @@ def build_loop(
         prune_checkpoints(run.checkpoints, recipe.checkpoint.keep, keep_step=state.best_step)
         return path
 
-    return Loop(
-        run=run,
-        stream=PromptStream(mixture, recipe.run.seed, state.position),
-        held_out=held_out,
-        judge=judge,
-        tokenizer=tokenizer,
-        port=port,
-        runner=Runner(port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens),
-        trainer=trainer,
-        save_checkpoint=save_checkpoint,
-        metrics=MetricsWriter(run.path, resume_step=state.step if place.checkpoint else -1, log=recipe.log),
-        observer=observer,
-        rollout=recipe.rollout,
-        eval=recipe.eval,
-        checkpoint=recipe.checkpoint,
-        seed=recipe.run.seed,
-        num_steps=recipe.run.steps,
-        state=state,
-        last_checkpoint=place.checkpoint,
-        should_stop=should_stop,
-    )
+    return save_checkpoint
 
 
-def _open_run(recipe: Recipe, trainer: LocalTrainer, observer: Observer, threads: int) -> tuple[RunDirectory, _Place]:
-    """Open a run to go on with: from its latest checkpoint, or from the start where it has not got that far."""
-    resolved = without_none(recipe.model_dump(mode="json"))
-    if not (recipe.run.path / "run.json").exists():
-        observer.said(f"{recipe.run.path} does not exist yet: beginning it")
-        return RunDirectory.create(recipe.run.path, overwrite=False), _Place(LoopState(), None)
-    run = RunDirectory.open(recipe.run.path)
-    for warning in compare_for_resume(run.recipe(), resolved):
+def _place(recipe: Recipe, observer: Observer) -> _Place:
+    """Find where to go on: after the latest checkpoint, or at the beginning where the run has not got that far."""
+    path = recipe.run.path
+    if not (path / "run.json").exists():
+        observer.said(f"{path} does not exist yet: beginning it")
+        return _Place(LoopState(), None)
+    run = RunDirectory.open(path)
+    for warning in compare_for_resume(run.recipe(), without_none(recipe.model_dump(mode="json"))):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
         observer.said("warning: with trainer.compile the last bits may differ from those of a run never stopped")
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        observer.said(f"{run.path} has no checkpoint yet: beginning it again")
-        return RunDirectory.create(recipe.run.path, overwrite=True), _Place(LoopState(), None)
+        observer.said(f"{path} has no checkpoint yet: beginning it again")
+        return _Place(LoopState(), None)
     state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
     if state.step >= recipe.run.steps:
         raise UserError(
-            f"{run.path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
+            f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
             f"to go on, resume with a larger run.steps"
         )
-    trainer.restore(checkpoint)
-    run.cut_after(state.step)
-    run.write_resume(resolved, step=state.step, threads=threads)
     observer.said(f"going on after step {state.step}, from {checkpoint}")
-    return run, _Place(state, checkpoint)
+    return _Place(state, checkpoint)
+
+
+def _open_run(recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
+    """Make the run's directory, or bring it and the trainer to where they go on. The last act of a start."""
+    resolved = without_none(recipe.model_dump(mode="json"))
+    if place.checkpoint is not None:
+        run = RunDirectory.open(recipe.run.path)
+        trainer.restore(place.checkpoint)
+        run.cut_after(place.state.step)
+        run.write_resume(resolved, step=place.state.step, threads=threads)
+        return run
+    run = RunDirectory.create(recipe.run.path)
+    run.write_start(resolved, seed=recipe.run.seed, threads=threads)
+    tokenizer.hf.save_pretrained(run.tokenizer)
+    return run
 
 
 @dataclass(frozen=True, slots=True)

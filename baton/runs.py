@@ -56,14 +56,18 @@ class RunDirectory:
         self._evaluations = path / "evaluations.jsonl"
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool) -> RunDirectory:
-        """Make a new run's directory. Raises UserError when there is one already and it is not to be overwritten."""
+    def check_free(cls, path: Path, *, overwrite: bool) -> None:
+        """Raise UserError when there is a run already and it is not to be overwritten."""
+        if (path / "run.json").exists() and not overwrite:
+            raise UserError(
+                f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
+                "or choose another run.name"
+            )
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """Make a new run's directory, in place of one that is there."""
         if (path / "run.json").exists():
-            if not overwrite:
-                raise UserError(
-                    f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
-                    "or choose another run.name"
-                )
             shutil.rmtree(path)
         run = cls(path)
         run.checkpoints.mkdir(parents=True, exist_ok=True)

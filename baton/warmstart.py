@@ -39,7 +39,7 @@ def warm_start(recipe: WarmStart, console: Console) -> WarmStartReport:
     """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all."""
     if recipe.task:  # refused now, and not by the evaluation after the training
         TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts)
-    run = RunDirectory.create(recipe.run.path, overwrite=True)
+    run = RunDirectory.create(recipe.run.path)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = build_warm_start(recipe)
