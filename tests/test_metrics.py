@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -180,14 +182,27 @@ def test_wandb_that_is_not_installed_is_one_sentence_before_anything_starts(
     assert "log.wandb: got 'p', Weights & Biases is not installed: run `pip install wandb`" in str(caught.value)
 
 
+OFFLINE = """
+import sys
+from pathlib import Path
+from baton.metrics import LogSettings, MetricsWriter
+
+writer = MetricsWriter(Path(sys.argv[1]), resume_step=-1, log=LogSettings(wandb="p"))
+writer.write(1, {"reward/mean": 0.5})
+writer.write(1, {"eval/all/greedy": 0.25})
+writer.close()
+"""
+
+
 @pytest.mark.slow
-def test_the_real_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_wandb_writes_a_run_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = MetricsWriter(tmp_path, resume_step=-1, log=LogSettings(wandb="p"))
-    writer.write(1, {"reward/mean": 0.5})
-    writer.write(1, {"eval/all/greedy": 0.25})
-    writer.close()
+    # in a process of its own: offline, W&B may write until the process ends
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
     run_id = (tmp_path / "wandb_id").read_text()
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 1

@@ -27,17 +27,11 @@ from baton.report.examples import choose_examples
 from baton.report.history import Curve, evenly
 from baton.report.page import duration, render, short, write_page
 from baton.runs import RunDirectory
-from baton.show import print_trajectories, read_trajectories, visible
-from baton.types import FinishReason, Group, Judged, Judgement, Message, Prompt, Segment, Trajectory
+from baton.types import Judgement
+from tests.report_cases import changeable_run as changeable_run
+from tests.report_cases import write_responses
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x1b[2J\u202e{{ 7 * 7 }}"
-
-
-@pytest.fixture
-def run(small: Any, tmp_path: Path) -> RunDirectory:
-    """A copy of the small finished run, to be changed."""
-    shutil.copytree(small.run, tmp_path / "copy")
-    return RunDirectory.open(tmp_path / "copy")
 
 
 @pytest.fixture
@@ -85,19 +79,6 @@ def row(step: int, **values: float) -> dict[str, Any]:
 def evaluation(accuracy: float, temperature: float = 1.0) -> Evaluation:
     share = Interval(accuracy, accuracy - 0.0625, accuracy + 0.0625)
     return Evaluation("all", 16, 1, temperature, share, share, 20.0, 0.0)
-
-
-def write_responses(run: RunDirectory, step: int, responses: Sequence[tuple[str, float]], task: str = "t") -> None:
-    """Keep one group of (response, reward) as the step's trajectories; reward 1 is correct."""
-    tokenizer = load_tokenizer(str(run.tokenizer))
-    members = []
-    for index, (response, reward) in enumerate(responses):
-        ids = (*tokenizer.ids(response), tokenizer.hf.eos_token_id)
-        segment = Segment(ids, (-0.5,) * len(ids), step - 1)
-        prompt_ids = tokenizer.prompt_ids([Message("user", "1+1")])
-        trajectory = Trajectory(step, index, prompt_ids, (segment,), FinishReason.STOP)
-        members.append(Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0, answer=response)))
-    run.write_groups(step, [Group(step, Prompt("p", task, (Message("user", "1+1"),), "2"), tuple(members))])
 
 
 # ---- the summary -----------------------------------------------------------------------------------------------------
@@ -238,6 +219,16 @@ def test_examples_are_of_both_ends_of_the_run_and_none_is_there_twice(run: RunDi
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_an_example_without_a_judgement_says_why(run: RunDirectory) -> None:
+    write_responses(run, 3, [("a", 1.0), ("b", 0.0)])
+    group = run.groups(3)[0]
+    unjudged = Judgement(0.0, {}, False, failure="the judge <hung>")
+    members = (msgspec.structs.replace(group.members[0], judgement=unjudged), group.members[1])
+    run.write_groups(3, [msgspec.structs.replace(group, members=members)])
+    assert "not judged (the judge <hung>)" in Elements(render(run)).text
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_very_long_response_is_shortened_and_the_page_says_so(run: RunDirectory) -> None:
     write_responses(run, 3, [("a1 " * 10_000, 1.0), ("2", 0.0)])
     example = next(e for e in choose_examples(run) if e.shown.num_tokens > 5000)
@@ -344,73 +335,3 @@ def test_numbers_are_short(value: float, words: str) -> None:
 )
 def test_durations_have_two_units(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-# ---- show ------------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_a_model_wrote_reaches_the_terminal_as_a_command(run: RunDirectory) -> None:
-    write_responses(
-        run, 3, [("\x1b[31m[bold red]x[/bold red]\x07\r\x9b2J\u202e", 1.0), ("2", 0.0)], task="[link=x]t[/link]"
-    )
-    console = Console(width=80, record=True, file=StringIO(), force_terminal=True)
-    print_trajectories(console, read_trajectories(run.path, 3, order="best", limit=1))
-    text = console.export_text(clear=False)
-    assert not set(text) & set("\x1b\x07\r\x9b\u202e")
-    assert r"\x1b[31m[bold red]x[/bold red]\x07\x0d\x9b2J\u202e" in text
-    assert "[link=x]t[/link]" in text
-
-
-def test_shown_trajectories_fit_80_columns_without_losing_a_word(run: RunDirectory) -> None:
-    words = " ".join(f"w{i}" for i in range(60))
-    write_responses(run, 3, [(words, 1.0), ("2", 0.0)])
-    console = Console(width=80, record=True, file=StringIO())
-    print_trajectories(console, read_trajectories(run.path, 3, order="longest", limit=1))
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 80
-    assert all(f"w{i}" in text for i in range(60))
-    assert "mean logprob -0.500" in " ".join(text.replace("│", " ").split())
-
-
-def test_trajectories_are_chosen_by_verdict_and_task(run: RunDirectory) -> None:
-    write_responses(run, 3, [("a", 1.0), ("b", 0.0), ("c", 1.0)], task="sums")
-
-    def chosen(**filters: Any) -> list[int]:
-        return [r.shown.sample_index for r in read_trajectories(run.path, 3, limit=9, **filters)]
-
-    assert chosen(is_correct=True) == [0, 2]
-    assert chosen(is_correct=False) == [1]
-    assert chosen(order="worst", task="sums") == [1, 0, 2]
-    with pytest.raises(UserError, match="no task 'other' here; there are: sums"):
-        chosen(task="other")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_trajectory_without_a_judgement_is_neither_correct_nor_wrong(run: RunDirectory) -> None:
-    write_responses(run, 3, [("a", 1.0), ("b", 0.0)])
-    group = run.groups(3)[0]
-    unjudged = msgspec.structs.replace(
-        group.members[0].judgement, is_correct=False, reward=0.0, failure="the judge hung"
-    )
-    members = (msgspec.structs.replace(group.members[0], judgement=unjudged), group.members[1])
-    run.write_groups(3, [msgspec.structs.replace(group, members=members)])
-    for is_correct, expected in ((True, []), (False, [1]), (None, [0, 1])):
-        found = read_trajectories(run.path, 3, is_correct=is_correct, limit=9)
-        assert [r.shown.sample_index for r in found] == expected
-    assert found[0].shown.verdict == "not judged (the judge hung)"
-    assert "not judged (the judge hung)" in Elements(render(run)).text
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("a\tb\nc", "a\tb\nc"),
-        ("\x1b]0;t\x07", r"\x1b]0;t\x07"),
-        ("\u2066x\u2069", r"\u2066x\u2069"),
-        ("\u2028", r"\u2028"),
-        ("\U000e0041", r"\U000e0041"),
-        ("größer ≥ 中 é", "größer ≥ 中 é"),
-    ],
-)
-def test_control_characters_are_spelt_and_letters_are_not(text: str, shown: str) -> None:
-    assert visible(text) == shown

@@ -26,14 +26,14 @@ _VARIABLES = {
     INK: "var(--ink-2)",
     RULE: "var(--rule)",
 }
-WIDTH_IN, HEIGHT_IN = 5.0, 2.75
-LEGEND_CHARACTERS = 60
+WIDTH_IN, HEIGHT_IN = 5.0, 2.85
+LEGEND_CHARACTERS = 58
 """What fits on a line of the legend, markers counted as four."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "baton",
     "text.parse_math": False,
-    "font.size": 10,
+    "font.size": 10.5,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": RULE,
@@ -50,7 +50,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.left": False,
     "ytick.labelcolor": INK,
     "legend.frameon": False,
-    "legend.fontsize": 9.5,
+    "legend.fontsize": 10,
     "legend.handlelength": 1.2,
     "legend.handletextpad": 0.4,
     "legend.columnspacing": 1.0,
@@ -79,7 +79,8 @@ def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_s
         _tick(axes)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            columns = max(1, min(len(labels), LEGEND_CHARACTERS // (max(map(len, labels)) + 4)))
+            widths = [len(label) + 4 for label in labels]
+            columns = len(labels) if sum(widths) <= LEGEND_CHARACTERS else max(1, LEGEND_CHARACTERS // max(widths))
             axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2)
         page = StringIO()
         figure.savefig(

@@ -164,13 +164,21 @@ def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[Line, C
         marker = "o" if len(values) <= MARKED else None
         window = smoothing_window(len(values))
         if line.is_smoothed and len(values) > window:
-            axes.plot(curve.steps, values, marker=marker, color=line.colour, alpha=0.5, lw=0.9, ms=2.5)
+            axes.plot(
+                curve.steps,
+                values,
+                marker=marker,
+                color=line.colour,
+                alpha=0.5 if len(values) <= 200 else 0.3,
+                lw=0.9,
+                ms=2.5,
+            )
             smooth = chart.scale * curve.smoothed(window)
             axes.plot(curve.steps, smooth, color=line.colour, lw=2.2, label=line.label)
         else:
             axes.plot(curve.steps, values, marker=marker, color=line.colour, ms=3, label=line.label)
     if axes.get_yscale() == "linear" and all(curve.values.min() >= 0 for _, curve in curves):
-        axes.set_ylim(bottom=0, top=1.05 * max(1e-9, axes.get_ylim()[1]))
+        axes.set_ylim(bottom=0, top=1.05 * max(curve.values.max() * chart.scale for _, curve in curves) or 1.0)
 
 
 # ---- held-out accuracy ---------------------------------------------------------------------------------------------
