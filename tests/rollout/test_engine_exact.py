@@ -149,7 +149,7 @@ def test_prefill_shapes_follow_from_the_length_alone_and_hold_it():
         rows, padded = prefill_shape(length)
         assert length <= padded < length + 64
         assert rows * padded <= 256 or rows == 1
-        assert padded % 32 == 0
+        assert padded % 16 == 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def draw(logits_V, params: SamplingParams, uniform):
     """Sample one token for each of the given uniform draws from the same logits."""
     uniform = np.asarray(uniform, dtype=np.float64)
     logits_WV = torch.tensor(logits_V, dtype=torch.float32).expand(len(uniform), -1)
-    rows = row_params([(0, params)] * len(uniform), logits_WV.shape[1], CPU)
+    rows = row_params([params] * len(uniform), logits_WV.shape[1], CPU)
     return sample(logits_WV, rows, uniform)
 
 
@@ -128,9 +128,9 @@ def test_rows_of_mixed_parameters_equal_the_same_rows_alone():
         SamplingParams(1, top_k=3, temperature=1.3),
     ]
     uniform = np.linspace(0.1, 0.9, 5)
-    mixed = sample(logits_WV, row_params([(0, p) for p in params], 50, CPU), uniform)
+    mixed = sample(logits_WV, row_params(params, 50, CPU), uniform)
     for row, p in enumerate(params):
-        alone = sample(logits_WV[row : row + 1], row_params([(0, p)], 50, CPU), uniform[row : row + 1])
+        alone = sample(logits_WV[row : row + 1], row_params([p], 50, CPU), uniform[row : row + 1])
         assert (mixed[0][row], mixed[1][row]) == (alone[0][0], alone[1][0])
 
 
@@ -140,7 +140,7 @@ def test_a_last_bit_of_the_logits_hardly_ever_changes_a_draw():
     logits_WV = torch.randn(2000, 50, generator=generator)
     noise_WV = 1e-6 * torch.randn(2000, 50, generator=generator)
     uniform = uniforms(np.full(2000, noise_key(0, 0, 0), dtype=np.uint64), np.arange(2000))
-    rows = row_params([(0, SamplingParams(1))] * 2000, 50, CPU)
+    rows = row_params([SamplingParams(1)] * 2000, 50, CPU)
     changed = sample(logits_WV, rows, uniform)[0] != sample(logits_WV + noise_WV, rows, uniform)[0]
     assert changed.sum() <= 3
 
@@ -148,6 +148,6 @@ def test_a_last_bit_of_the_logits_hardly_ever_changes_a_draw():
 def test_a_row_that_is_not_finite_says_so_and_spares_the_others():
     logits_WV = torch.zeros(3, 4)
     logits_WV[1, 2] = float("nan")
-    ids, logprobs = sample(logits_WV, row_params([(0, SamplingParams(1))] * 3, 4, CPU), np.array([0.1, 0.5, 0.9]))
+    ids, logprobs = sample(logits_WV, row_params([SamplingParams(1)] * 3, 4, CPU), np.array([0.1, 0.5, 0.9]))
     assert logprobs.isfinite().tolist() == [True, False, True]
     assert 0 <= ids[1] < 4

@@ -1,7 +1,8 @@
 """Keys and values of many trajectories at once, each at its own position, behind the cache interface of transformers.
 
-One preallocated tensor [slots, kv_heads, length, head_dim] for the keys of each layer and one for its values, never one
+One preallocated tensor [slots, length, kv_heads, head_dim] for the keys of each layer and one for its values, never one
 stacked tensor. A decode step sees the first `width` slots and the first `kv_length` positions as views, without a copy.
+All heads of a token lie together: a new token is one row to write, and a memory page holds fewer, longer runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Prefix:
     """Keys and values of one sequence of ids, outside the slots."""
 
     keys: list[Tensor]
-    """Per layer [kv_heads, L, head_dim]."""
+    """Per layer [L, kv_heads, head_dim]."""
     values: list[Tensor]
     num_tokens: int
 
@@ -32,14 +33,14 @@ class Prefix:
 class DecodeWindow:
     """What one decode step sees of the slots; shared by the layers of one cache, set before each step."""
 
-    __slots__ = ("kv_length", "positions_W", "rows_W", "width")
+    __slots__ = ("first_W", "kv_length", "places_W", "width")
 
     def __init__(self) -> None:
         self.width = 0
         self.kv_length = 0
-        self.rows_W = torch.empty(0, dtype=torch.long)
-        """0 … width - 1."""
-        self.positions_W = torch.empty(0, dtype=torch.long)
+        self.first_W = torch.empty(0, dtype=torch.long)
+        """Place of each slot's first position, where places count through all slots."""
+        self.places_W = torch.empty(0, dtype=torch.long)
         """Where each row's new key and value go."""
 
 
@@ -53,7 +54,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
         self.slot_keys, self.slot_values = keys, values
-        """[slots, kv_heads, length, head_dim]"""
+        """[slots, length, kv_heads, head_dim]"""
+        self._flat_keys, self._flat_values = (t.view(-1, t.shape[2] * t.shape[3]) for t in (keys, values))
+        """[slots × length, kv_heads × head_dim], the same memory."""
         self.is_initialized = True
         self._window = window
 
@@ -69,10 +72,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         window = self._window
         width, kv_length = window.width, window.kv_length
-        index = (window.rows_W, slice(None), window.positions_W)
-        self.slot_keys[index] = key_states[:, :, 0]
-        self.slot_values[index] = value_states[:, :, 0]
-        return self.slot_keys[:width, :, :kv_length], self.slot_values[:width, :, :kv_length]
+        self._flat_keys.index_copy_(0, window.places_W, key_states.reshape(width, -1))
+        self._flat_values.index_copy_(0, window.places_W, value_states.reshape(width, -1))
+        keys, values = self.slot_keys[:width, :kv_length], self.slot_values[:width, :kv_length]
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what `update` returns."""
@@ -84,7 +87,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_max_length(self) -> int:
         """Positions allocated."""
-        return int(self.slot_keys.shape[2])
+        return int(self.slot_keys.shape[1])
 
 
 class SlotCache(Cache):
@@ -97,8 +100,8 @@ class SlotCache(Cache):
         """Positions per slot."""
         self._slot_layers = [
             SlotLayer(
-                keys.new_zeros((slots, keys.shape[0], length, keys.shape[2])),
-                values.new_zeros((slots, values.shape[0], length, values.shape[2])),
+                keys.new_zeros((slots, length, *keys.shape[1:])),
+                values.new_zeros((slots, length, *values.shape[1:])),
                 self.window,
             )
             for keys, values in zip(like.keys, like.values, strict=True)
@@ -110,20 +113,20 @@ class SlotCache(Cache):
         window = self.window
         if window.width != width:
             window.width = width
-            window.rows_W = torch.arange(width, device=positions_W.device)
-        window.kv_length, window.positions_W = kv_length, positions_W
+            window.first_W = torch.arange(width, device=positions_W.device) * self.length
+        window.kv_length, window.places_W = kv_length, window.first_W + positions_W
 
     def write(self, slot: int, prefix: Prefix) -> None:
         """Fill the first positions of a slot."""
         for layer, keys, values in zip(self._slot_layers, prefix.keys, prefix.values, strict=True):
-            layer.slot_keys[slot, :, : prefix.num_tokens] = keys
-            layer.slot_values[slot, :, : prefix.num_tokens] = values
+            layer.slot_keys[slot, : prefix.num_tokens] = keys
+            layer.slot_values[slot, : prefix.num_tokens] = values
 
     def move(self, source: int, destination: int, num_tokens: int) -> None:
         """Copy the first positions of one slot to another."""
         for layer in self._slot_layers:
-            layer.slot_keys[destination, :, :num_tokens] = layer.slot_keys[source, :, :num_tokens]
-            layer.slot_values[destination, :, :num_tokens] = layer.slot_values[source, :, :num_tokens]
+            layer.slot_keys[destination, :num_tokens] = layer.slot_keys[source, :num_tokens]
+            layer.slot_values[destination, :num_tokens] = layer.slot_values[source, :num_tokens]
 
 
 def prefill_cache() -> Cache:
@@ -134,12 +137,16 @@ def prefill_cache() -> Cache:
 def prefixes(cache: Cache, lengths: Sequence[int]) -> list[Prefix]:
     """Cut the first rows of a filled prefill cache into prefixes of the given lengths, each its own copy."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    keys = [layer.keys for layer in layers if layer.keys is not None]
-    values = [layer.values for layer in layers if layer.values is not None]
+    keys = [layer.keys.transpose(1, 2) for layer in layers if layer.keys is not None]
+    values = [layer.values.transpose(1, 2) for layer in layers if layer.values is not None]
     return [
-        Prefix([k[row, :, :length].clone() for k in keys], [v[row, :, :length].clone() for v in values], length)
+        Prefix([_cut(k, row, length) for k in keys], [_cut(v, row, length) for v in values], length)
         for row, length in enumerate(lengths)
     ]
+
+
+def _cut(states: Tensor, row: int, length: int) -> Tensor:
+    return states[row, :length].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +165,14 @@ class Masks:
         An additive mask serves every attention implementation; a boolean one is misread by the eager one.
         """
         kv = torch.arange(kv_length, device=query_Q1.device)
+        seen = torch.zeros((), dtype=self.dtype, device=kv.device)
+        unseen = torch.full_like(seen, float("-inf"))
         masks = {}
         for layer_type, window in self.windows.items():
             is_seen = kv <= query_Q1
             if window is not None:
                 is_seen &= kv > query_Q1 - window
-            mask = torch.zeros(is_seen.shape, dtype=self.dtype, device=kv.device)
-            masks[layer_type] = mask.masked_fill_(~is_seen, float("-inf"))
+            masks[layer_type] = torch.where(is_seen, seen, unseen)
         return masks if self.by_type else next(iter(masks.values()))
 
 

@@ -13,6 +13,7 @@ crowd, in any slot, while the batch drains (tested). `network.py` says by which 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from baton.policy.tokenizer import Tokenizer
 
 _SLOTS_MULTIPLE = 8
+_LOOK_AHEAD = 64
+"""Waiting prefixes that are looked at to fill up a prefill."""
 _KEPT_CONTEXTS = 8
-"""Prefixes kept for waiting siblings hold at most this many times max_context_tokens."""
+"""Prefixes kept for waiting leases hold at most this many times max_context_tokens."""
 
 
 class EmbeddedEngine:
@@ -60,6 +63,10 @@ class EmbeddedEngine:
         self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
+        self._inputs = np.zeros((3, self._network.widths[-1]), dtype=np.int64)
+        """[3, slots] the id that each row's next decode step is fed, its position, and the row's tokens so far."""
+        self._noise_keys = np.zeros(self._network.widths[-1], dtype=np.uint64)
+        """[slots]"""
         self._params: RowParams | None = None
         """None after the rows have changed."""
         self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
@@ -107,22 +114,34 @@ class EmbeddedEngine:
         return reports
 
     def _fill(self, admitted: list[tuple[int, Row]]) -> None:
-        """Write the prefix of each new row into its slot, computing it where no sibling's is kept."""
-        wanted = dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids)
+        """Write the prefix of each new row into its slot, computing it where none is kept."""
         by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        for ids in wanted:
+        for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):
             if ids not in self._kept:
                 by_shape.setdefault(prefill_shape(len(ids)), []).append(ids)
-        for (rows, _), distinct in by_shape.items():
-            for start in range(0, len(distinct), rows):
-                batch = distinct[start : start + rows]
+        for shape, wanted in by_shape.items():
+            rows = shape[0]
+            wanted += self._ahead(shape, -len(wanted) % rows, wanted)
+            for start in range(0, len(wanted), rows):
+                batch = wanted[start : start + rows]
                 self._kept.update(zip(batch, self._network.prefill(batch), strict=True))
                 self._prefilled_tokens += sum(len(ids) for ids in batch)
         with torch.inference_mode():
             for slot, row in admitted:
                 if row.prefix_ids:
                     self._network.cache.write(slot, self._kept[row.prefix_ids])
+                trajectory = row.lease.trajectory
+                self._inputs[:, slot] = row.last_id, row.position, row.length
+                self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
         self._forget()
+
+    def _ahead(self, shape: tuple[int, int], count: int, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return up to `count` prefixes of the next waiting leases, to fill the rows that a prefill has to spare."""
+        if not count:
+            return []
+        waiting = islice(self._book.waiting_prefixes, _LOOK_AHEAD)
+        found = (ids for ids in waiting if ids and prefill_shape(len(ids)) == shape)
+        return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
 
     def _forget(self) -> None:
         """Drop prefixes that no waiting sibling wants, and the oldest beyond the limit: they can be computed again."""
@@ -140,27 +159,34 @@ class EmbeddedEngine:
         width = next(w for w in self._network.widths if w >= book.num_running)
         if any(row is not None for row in book.rows[width:]):
             self._compact(width)
-        rows = [*book.rows[:width], *[None] * (width - len(book.rows))]
-        if self._params is None or len(self._params.keys) != width:
-            self._params = row_params([_keyed(row) for row in rows], self._network.vocabulary, device)
-        state = np.array(
-            [(row.last_id, row.position, row.length) if row is not None else (0, 0, 0) for row in rows], dtype=np.int64
-        ).T.copy()
-        num_positions = int(state[1].max()) + 1
+        if self._params is None or self._params.num_rows != width:
+            self._params = self._gather_params(width)
+        inputs = self._inputs[:, :width]
+        num_positions = int(inputs[1].max()) + 1
         kv_length = next(n for n in self._network.kv_lengths if n >= num_positions)
-        state_W = torch.from_numpy(state).to(device)
+        inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
         with torch.inference_mode():
-            logits_WV = self._network.decode(state_W[0], state_W[1], kv_length)
-            ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._params.keys, state[2]))
-            ids, logprobs = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
+            logits_WV = self._network.decode(inputs_W[0], inputs_W[1], kv_length)
+            ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
+            drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
+        ids = drawn[0].astype(np.int64)
+        inputs[0] = ids
+        inputs[1:] += 1
         self._decode_steps += 1
         self._decode_rows += width
         self._decoded_tokens += book.num_running
         running = book.num_running
-        reports = book.commit(ids.astype(np.int64).tolist(), logprobs.tolist())
+        reports = book.commit(ids.tolist(), drawn[1].tolist())
         if book.num_running != running:
             self._params = None
         return reports
+
+    def _gather_params(self, width: int) -> RowParams:
+        """Look at who is where. Empty rows begin again at position 0, and so never outrun those that are running."""
+        rows = [*self._book.rows[:width], *[None] * (width - len(self._book.rows))]
+        self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
+        params = [row.lease.sampling if row is not None else None for row in rows]
+        return row_params(params, self._network.vocabulary, self._network.device)
 
     def _compact(self, width: int) -> None:
         """Move running rows into the lowest slots, with their keys and values."""
@@ -169,12 +195,6 @@ class EmbeddedEngine:
                 row = self._book.rows[destination]
                 assert row is not None
                 self._network.cache.move(source, destination, row.position)
+                self._inputs[:, destination] = self._inputs[:, source]
+                self._noise_keys[destination] = self._noise_keys[source]
         self._params = None
-
-
-def _keyed(row: Row | None) -> tuple[int, Any] | None:
-    if row is None:
-        return None
-    trajectory = row.lease.trajectory
-    key = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
-    return key, row.lease.sampling

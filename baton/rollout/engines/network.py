@@ -36,7 +36,8 @@ from baton.rollout.engines.cache import (
 
 _PREFILL_TOKENS = 256
 """A prefill computes this many tokens, or one row where the ids alone are longer."""
-_PREFILL_BUCKET = 32
+_PREFILL_BUCKETS = ((128, 16), (256, 32))
+"""(Up to this length, multiples of this many tokens); of `_LONG_BUCKET` beyond."""
 _LONG_BUCKET = 64
 MIN_WIDTH = 16
 """Rows of the narrowest decode step."""
@@ -45,11 +46,11 @@ MIN_WIDTH = 16
 def prefill_shape(num_tokens: int) -> tuple[int, int]:
     """Return the (rows, length) in which ids of this length are prefilled, whatever else waits.
 
-    Multiples of 32 up to 256, of 64 beyond; 8 rows of 32, 4 of 64, 1 from 129 on: never fewer than 32 tokens at once.
+    Multiples of 16 up to 128, of 32 up to 256, of 64 beyond; 16 rows of 16, 8 of 32, 1 from 129 on: never fewer than
+    128 tokens at once.
     """
-    length = round_up(num_tokens, _PREFILL_BUCKET)
-    if length > _PREFILL_TOKENS:
-        length = round_up(num_tokens, _LONG_BUCKET)
+    bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
+    length = round_up(num_tokens, bucket)
     return max(1, _PREFILL_TOKENS // length), length
 
 
@@ -186,8 +187,8 @@ class Network:
         generator = torch.Generator().manual_seed(0)
         full = self.cache.length
         noise = Prefix(
-            [torch.randn((k.shape[0], full, k.shape[2]), generator=generator) for k in like.keys],
-            [torch.randn((v.shape[0], full, v.shape[2]), generator=generator) for v in like.values],
+            [torch.randn((full, *k.shape[1:]), generator=generator) for k in like.keys],
+            [torch.randn((full, *v.shape[1:]), generator=generator) for v in like.values],
             full,
         )
         for slot in range(self._width):
@@ -199,14 +200,22 @@ class Network:
 
         last = self._max_context_tokens - 1
         full_WV = logits(self._width, last, full)
-        narrower = [w for w in (MIN_WIDTH << i for i in range(12)) if w < self._width and self.device.type == "cpu"]
+        narrower = [w for w in _widths(self._width) if self.device.type == "cpu"]
         widths = [w for w in narrower if torch.equal(logits(w, last, full), full_WV[:w])]
-        shorter = [n for n in _kv_lengths(full) if n < full]
+        shorter = _kv_lengths(full)
         lengths = [n for n in shorter if torch.equal(logits(self._width, n - 1, n), logits(self._width, n - 1, full))]
         return (*widths, self._width), (*lengths, full)
 
 
+def _widths(full: int) -> list[int]:
+    """Widths worth a try: multiples of 8 up to 64, then four per doubling."""
+    doublings = [64 << i for i in range(full.bit_length())]
+    tried = [*range(MIN_WIDTH, 64, 8), *[d + d // 4 * quarter for d in doublings for quarter in range(4)]]
+    return [w for w in tried if w < full]
+
+
 def _kv_lengths(full: int) -> list[int]:
-    """Lengths worth a try: multiples of 64 up to 512, then two per doubling."""
+    """Lengths worth a try: multiples of 32 up to 256, of 64 up to 512, then two per doubling."""
     doublings = [512 << i for i in range(full.bit_length())]
-    return [*range(KV_BUCKET, 512, KV_BUCKET), *[n for d in doublings for n in (d, d + d // 2)]]
+    short = [*range(KV_BUCKET // 2, 256, KV_BUCKET // 2), *range(256, 512, KV_BUCKET)]
+    return [n for n in (*short, *[n for d in doublings for n in (d, d + d // 2)]) if n < full]

@@ -45,8 +45,8 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 class RowParams:
     """How each of W rows is sampled, as arrays: built when the rows change, read at every step."""
 
-    keys: NDArray[np.uint64]
-    """[W] noise keys; 0 in empty rows."""
+    num_rows: int
+    """W"""
     temperature_W1: Tensor | None
     """None where every row has temperature 1; greedy rows hold 1."""
     is_greedy_W: Tensor | None
@@ -57,9 +57,10 @@ class RowParams:
     top_p_F1: Tensor | None
 
 
-def row_params(rows: Sequence[tuple[int, SamplingParams] | None], vocabulary: int, device: torch.device) -> RowParams:
-    """Gather the (noise key, sampling parameters) of each row; empty rows are None and cost nothing."""
-    params = [row[1] if row is not None else None for row in rows]
+def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
+    """Gather the sampling parameters of each row; empty rows are None and cost nothing."""
+    if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
+        return RowParams(len(params), None, None, None, None, None)
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
     is_greedy = [p is not None and p.temperature == 0 for p in params]
     filtered = [
@@ -68,7 +69,7 @@ def row_params(rows: Sequence[tuple[int, SamplingParams] | None], vocabulary: in
         if p is not None and p.temperature != 0 and (p.top_p < 1 or 0 < p.top_k < vocabulary)
     ]
     return RowParams(
-        keys=np.array([row[0] if row is not None else 0 for row in rows], dtype=np.uint64),
+        num_rows=len(params),
         temperature_W1=(
             torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
             if any(t != 1 for t in temperatures)
