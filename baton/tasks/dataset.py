@@ -57,6 +57,10 @@ class FileTask:
         epoch, place = divmod(index, len(self._rows))
         return self._rows[self._order(seed, epoch)[place]]
 
+    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """See `Task`."""
+        return metadata
+
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """1 when the answer equals the reference, as text without outer blanks or as the same number."""
         if answer is None or reference is None:

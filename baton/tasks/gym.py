@@ -6,6 +6,7 @@ their seeds from a hash, 48 bits wide, and the train/held-out split never looks 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -55,6 +56,7 @@ class GymTask:
             )
         self._dataset = lru_cache(maxsize=8)(self._make_dataset)
         self._entry = lru_cache(maxsize=65_536)(self._make_entry)
+        self._literal = lru_cache(maxsize=1024)(self._make_literal)
         self._entry(0, 0)
 
     @property
@@ -79,6 +81,13 @@ class GymTask:
             metadata={"gym_seed": gym_seed, "gym_index": place},
         )
 
+    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Add the entry itself, because generating it again may take longer than scoring; as a Python literal, which
+        unlike JSON keeps its tuples. An entry that is none is generated again.
+        """
+        entry = self._literal(metadata["gym_seed"], metadata["gym_index"])
+        return metadata if entry is None else {**metadata, "entry": entry}
+
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Score with reasoning-gym's verifier; the entry is generated again from its seed and index.
 
@@ -86,7 +95,10 @@ class GymTask:
         """
         if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
-        entry = self._entry(metadata["gym_seed"], metadata["gym_index"])
+        if "entry" in metadata:
+            entry = ast.literal_eval(metadata["entry"])
+        else:
+            entry = self._entry(metadata["gym_seed"], metadata["gym_index"])
         return float(self._dataset(metadata["gym_seed"]).score_answer(answer, entry))
 
     def _make_dataset(self, gym_seed: int) -> Any:
@@ -96,6 +108,13 @@ class GymTask:
                 return gym.create_dataset(self._gym_name, seed=gym_seed, size=BLOCK, **self._params)
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(f"task {self.name!r}: reasoning-gym refuses params {self._params}: {error}") from error
+
+    def _make_literal(self, gym_seed: int, place: int) -> str | None:
+        text = repr(self._entry(gym_seed, place))
+        try:
+            return text if repr(ast.literal_eval(text)) == text else None
+        except (ValueError, SyntaxError):
+            return None
 
     def _make_entry(self, gym_seed: int, place: int) -> dict[str, Any]:
         try:

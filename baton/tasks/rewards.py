@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from pydantic import Field, model_validator
 
 from baton.errors import DeadlineExceeded, UserError
@@ -236,7 +237,7 @@ class Judge:
                 )
             return None
         if scorer != "inline":
-            return self._in_worker(scorer, str(scorer), needs_answer=True)
+            return self._in_worker(scorer, str(scorer), needs_answer=True, portable=task.portable)
 
         def score_here(call: Call) -> Outcome:
             try:
@@ -291,6 +292,7 @@ class Judge:
         *,
         needs_answer: bool = False,
         concurrency: int = 0,
+        portable: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> _Asked:
         if isinstance(spec, MathSpec):
             check_installed()
@@ -301,6 +303,9 @@ class Judge:
         async def ask(call: Call) -> Outcome:
             if needs_answer and call.answer is None:
                 return Value(0.0)
+            if portable is not None:
+                metadata = portable(call.prompt.metadata)
+                call = msgspec.structs.replace(call, prompt=msgspec.structs.replace(call.prompt, metadata=metadata))
             return await self._background().worker_call(place, call, deadline_s, concurrency=concurrency)
 
         return _Asked(who, ask)

@@ -60,6 +60,10 @@ class Task(Protocol):
         """Return draw `index` of stream `seed`: the same one each time; draws may repeat a problem."""
         ...
 
+    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return what `score` may be given in place of `metadata` in another process, to save it work."""
+        ...
+
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Score an extracted answer in 0..1; only 1 is correct, less is partial credit."""
         ...

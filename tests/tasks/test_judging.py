@@ -305,3 +305,14 @@ def test_settings_that_do_not_fit_their_kind_are_refused() -> None:
     assert RewardSettings(kind="http", url="http://x").name == "http"
     assert RewardSettings(kind="function", function="m.n:brevity").name == "brevity"
     assert RewardSettings(kind="function", function="m.n:brevity", name="short").name == "short"
+
+
+def test_a_worker_need_not_generate_a_problem_again() -> None:
+    """The metadata for another process holds the entry itself: a task that never drew it scores it all the same."""
+    for name in ("countdown", "sudoku", "n_queens"):
+        task, fresh = (GymTask(name, name, {}, is_compact=False) for _ in range(2))
+        problem = task.draw(5, 3)
+        portable = task.portable(problem.metadata)
+        drawn = fresh._entry.cache_info().currsize
+        assert fresh.score(problem.answer, problem.answer, portable) == 1.0
+        assert fresh._entry.cache_info().currsize == drawn
