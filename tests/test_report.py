@@ -184,6 +184,7 @@ def test_hostile_names_of_metrics_tasks_and_the_run_stay_text(run: RunDirectory)
     page = render(run)
     assert "<img" not in page
     assert "<svg onload" not in page
+    assert re.search(r"<text[^>]*>\$b\$</text>", page), "the name is not set as mathematics"
     assert "<script" not in page
 
 
