@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # where torch comes from, when not from pip's own index: https://download.pytorch.org/whl/cpu or …/cu130
 TORCH_INDEX ?=
+TORCH := torch>=2.9,<2.14
 export OMP_WAIT_POLICY := passive
 
 .PHONY: install demo test check clean
@@ -15,7 +16,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(PIP) 'torch>=2.9,<2.14' --index-url $(TORCH_INDEX))
+	$(if $(TORCH_INDEX),$(PIP) '$(TORCH)' --index-url $(TORCH_INDEX))
 	$(PIP) -e .
 	$(PIP) --no-deps reasoning-gym==0.1.25
 	touch $@
