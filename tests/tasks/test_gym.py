@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from task_cases import FOUR
 
 from baton.errors import UserError
-from baton.tasks.gym import GymTask, gym_tasks
+from baton.tasks.gym import NEEDS_COMPILER, GymTask, gym_tasks
 from baton.tasks.listing import list_tasks
 
 NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -35,9 +36,15 @@ HOSTILE = (
 )
 
 
+def usable_tasks() -> list[str]:
+    """All tasks but those whose module wants a C compiler and was therefore not installed."""
+    missing = {task for module, task in NEEDS_COMPILER.items() if importlib.util.find_spec(module) is None}
+    return [name for name in gym_tasks() if name not in missing]
+
+
 def test_every_task_builds_gives_the_same_problem_twice_and_gives_its_own_answer_the_full_score() -> None:
-    names = gym_tasks()
-    assert len(names) >= 104
+    names = usable_tasks()
+    assert len(names) >= 103
     without = set()
     for name in names:
         task = GymTask(name, name, {}, is_compact=False)
@@ -56,7 +63,7 @@ def test_every_task_builds_gives_the_same_problem_twice_and_gives_its_own_answer
 def test_no_answer_hangs_a_scorer_or_runs_as_code(tmp_path: Path) -> None:
     """Several scorers evaluate the answer as Python. What one raises at an unreadable answer is the judge's matter."""
     mark = tmp_path / "was-run"
-    for name in gym_tasks():
+    for name in usable_tasks():
         task = GymTask(name, name, {}, is_compact=False)
         problem = task.draw(0, 0)
         for text in HOSTILE:
