@@ -138,6 +138,23 @@ def test_a_group_is_prefilled_once_even_while_its_siblings_wait_for_slots(embedd
     assert not engine._kept, "nothing is kept once nobody waits"
 
 
+def test_a_prefill_is_filled_up_with_prompts_that_wait_and_shrinks_when_none_do(embedded, driver, monkeypatch):
+    """40 prompts of 10 ids through 8 slots: the first 8 take 24 waiting ones along, then 8 are left; 32 rows are most."""
+    engine = embedded()
+    batches = []
+    prefill = engine._network.prefill
+
+    def noted(ids):
+        batches.append(len(ids))
+        return prefill(ids)
+
+    monkeypatch.setattr(engine._network, "prefill", noted)
+    driver.run(engine, [driver.lease(i, p, 3 + i % 5) for i, p in enumerate(prompts([10] * 40))])
+    assert batches == [32, 8]
+    assert engine.stats.prefilled_tokens == 40 * 9
+    assert not engine._kept
+
+
 def test_a_prompt_of_one_token_needs_no_prefill(embedded, driver):
     engine = embedded()
     driver.run(engine, [driver.lease(0, [4], 3)])
@@ -148,7 +165,7 @@ def test_prefill_shapes_follow_from_the_length_alone_and_hold_it():
     for length in range(1, 600):
         rows, padded = prefill_shape(length)
         assert length <= padded < length + 64
-        assert rows * padded <= 256 or rows == 1
+        assert rows * padded <= 512 or rows == 1
         assert padded % 16 == 0
 
 
@@ -248,6 +265,23 @@ def test_a_shape_that_changes_bits_is_never_used(embedded, monkeypatch):
     assert 32 not in network.widths
     assert 128 not in network.kv_lengths
     assert (network.widths[-1], network.kv_lengths[-1]) == (64, 512)
+
+
+def test_a_number_of_prefill_rows_that_changes_bits_is_never_used(embedded, monkeypatch):
+    """A prefill that differs in its last bits at 4 rows must not run at 4; 16 rows of 32 are most."""
+    prefill = Network._prefill
+
+    def fickle(self, ids, rows, length):
+        found = prefill(self, ids, rows, length)
+        if rows == 4:
+            found[0].values[-1][0, 0, 0] *= 1 + 2**-20
+        return found
+
+    monkeypatch.setattr(Network, "_prefill", fickle)
+    network = embedded()._network
+    network.prefill([[7] * 30])
+    assert 4 not in network._prefill_rows[32]
+    assert network._prefill_rows[32][-1] == 16
 
 
 def test_the_shapes_of_decode_end_with_the_largest_whatever_the_cpu(embedded):

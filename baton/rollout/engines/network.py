@@ -3,7 +3,8 @@
 The shapes are what makes a trajectory independent of its neighbours (law 5). A matrix product takes its kernel, and
 with it the order of its sums, from its shape; within one shape neither a row's place nor the other rows' content
 changes its bits. So prefill's shape follows from the length of the ids alone, and decode has one shape, unless smaller
-ones give the same bits. Each new engine tries that on its own model and keeps those that do. Measured on a CPU:
+ones give the same bits. Each new engine tries that on its own model (for prefill, when a length is first met) and keeps
+those that do. Measured on a CPU:
 
     rows       float32, one thread: the same bits from 16 rows on, other ones below; bfloat16 or two threads: never sure
     positions  float32: the same bits at 64, 128, 192, 256 and multiples of 512, others between; bfloat16: at all
@@ -34,8 +35,10 @@ from baton.rollout.engines.cache import (
     round_up,
 )
 
-_PREFILL_TOKENS = 256
-"""A prefill computes this many tokens, or one row where the ids alone are longer."""
+_PREFILL_TOKENS = 512
+"""A prefill computes at most this many tokens, or one row where the ids alone are longer."""
+_MIN_PREFILL_TOKENS = 32
+"""And never fewer than this."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """(Up to this length, multiples of this many tokens); of `_LONG_BUCKET` beyond."""
 _LONG_BUCKET = 64
@@ -44,10 +47,9 @@ MIN_WIDTH = 16
 
 
 def prefill_shape(num_tokens: int) -> tuple[int, int]:
-    """Return the (rows, length) in which ids of this length are prefilled, whatever else waits.
+    """Return the most rows, and the length, in which ids of this length are prefilled, whatever else waits.
 
-    Multiples of 16 up to 128, of 32 up to 256, of 64 beyond; 16 rows of 16, 8 of 32, 1 from 129 on: never fewer than
-    128 tokens at once.
+    Multiples of 16 up to 128, of 32 up to 256, of 64 beyond; 32 rows of 16, 16 of 32, 1 from 257 on.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
@@ -77,12 +79,19 @@ class Network:
         """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
         self.kv_lengths: tuple[int, ...] = ()
         """Ascending numbers of positions that a decode step may scan, likewise; the last is the whole cache."""
+        self._prefill_rows: dict[int, tuple[int, ...]] = {}
+        """By length: ascending numbers of rows, all of which give a row the same bits."""
         self.cache = self._proven_cache()
 
     def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
         """Compute the keys and values of sequences that share one `prefill_shape`, at most as many as its rows."""
-        rows, length = prefill_shape(len(ids[0]))
-        assert len(ids) <= rows, f"{len(ids)} sequences for a prefill of {rows} rows"
+        most, length = prefill_shape(len(ids[0]))
+        assert len(ids) <= most, f"{len(ids)} sequences for a prefill of {most} rows"
+        if length not in self._prefill_rows:
+            self._prefill_rows[length] = self._same_rows(most, length)
+        return self._prefill(ids, next(rows for rows in self._prefill_rows[length] if rows >= len(ids)), length)
+
+    def _prefill(self, ids: Sequence[Sequence[int]], rows: int, length: int) -> list[Prefix]:
         padded = [[*row, *[0] * (length - len(row))] for row in ids] + [[0] * length] * (rows - len(ids))
         query_Q = torch.arange(length, device=self.device)
         position_Q = query_Q.clamp(max=self._max_context_tokens - 1)
@@ -179,6 +188,21 @@ class Network:
             scale = expected_V.norm().clamp_min(1e-30)
             return self.cache, float((got_V - expected_V).norm() / scale)
 
+    def _same_rows(self, most: int, length: int) -> tuple[int, ...]:
+        """Return the numbers of rows, ascending, that give a row of this length the same bits as the most."""
+        generator = torch.Generator().manual_seed(0)
+        limit = min(length, self._max_context_tokens)
+        ids = torch.randint(self.vocabulary, (most, limit), generator=generator).tolist()
+        halves = [most >> i for i in range(1, 5)] if self.device.type == "cpu" else []
+        fewer = [rows for rows in halves if rows and rows * length >= _MIN_PREFILL_TOKENS]
+        full = self._prefill(ids, most, length) if fewer else []
+        same = [
+            rows
+            for rows in reversed(fewer)
+            if all(_are_equal(a, b) for a, b in zip(self._prefill(ids[:rows], rows, length), full, strict=False))
+        ]
+        return (*same, most)
+
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the decode widths and cache lengths, ascending, that give the same bits as the largest of each.
 
@@ -205,6 +229,10 @@ class Network:
         shorter = _kv_lengths(full)
         lengths = [n for n in shorter if torch.equal(logits(self._width, n - 1, n), logits(self._width, n - 1, full))]
         return (*widths, self._width), (*lengths, full)
+
+
+def _are_equal(a: Prefix, b: Prefix) -> bool:
+    return all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
 
 
 def _widths(full: int) -> list[int]:
