@@ -127,7 +127,7 @@ def test_eval_measures_a_run_a_checkpoint_and_any_model(small: Any) -> None:
     assert (of_run[-1]["num_prompts"], of_run[-1]["samples"]) == (4, 2)
     greedy = json.loads(invoke("eval", small.model, "--recipe", small.recipe, "-n", 4, "--temperature", 0, "--json")[0])
     assert greedy[-1]["temperature"] == 0
-    assert "pass@k" in invoke("eval", small.run, "-n", 4, "-k", 2)[0]
+    assert "pass@2" in invoke("eval", small.run, "-n", 4, "-k", 2)[0]
 
 
 def test_tasks_and_keys_are_listed() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from baton.errors import DeadlineExceeded, EngineFault
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.launch.protocol import (
     Fault,
     LoadWeights,
@@ -75,6 +75,8 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self._ended() from error
         if isinstance(message, Fault):
+            if message.kind == UserError.__name__:
+                raise UserError(message.text)
             raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
         return message
 

@@ -78,15 +78,14 @@ def _table(first: str, *others: str) -> Table:
 
 
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
-    """Print evaluations as a table; the intervals are of 95 %."""
-    with_pass = any(r.samples > 1 for r in results)
-    headings = ("task", "sampling", "prompts", "accuracy", *(("pass@k",) if with_pass else ()), "tokens", "cut")
-    table = _table(*headings)
+    """Print evaluations as a table, pass@k in a row of its own; the intervals are of 95 %."""
+    table = _table("task", "held-out", "measure", "result", "tokens", "cut")
     for r in results:
-        cells = [escape(r.task), r.way, str(r.num_prompts), str(r.accuracy)]
-        if with_pass:
-            cells.append("" if r.samples == 1 else f"k={r.samples}: {r.pass_at_k}")
-        table.add_row(*cells, f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %")
+        measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
+        length, cut = f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %"
+        table.add_row(escape(r.task), str(r.num_prompts), measure, str(r.accuracy), length, cut)
+        if r.samples > 1:
+            table.add_row("", "", f"pass@{r.samples}", str(r.pass_at_k), "", "")
     console.print(table, soft_wrap=True)
 
 

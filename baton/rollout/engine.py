@@ -17,7 +17,7 @@ class EngineSettings(Settings):
 
     processes: int = Field(default=0, ge=0)
     """Engine processes with one torch thread each, on a CPU; 0 is one engine in the trainer's own process."""
-    slots: int = 64
+    slots: int = Field(default=64, ge=8, multiple_of=8)
     """Trajectories that an engine generates at once; a multiple of 8."""
     max_context_tokens: int = 1024
     """Prompt plus response; the KV cache is allocated for slots × max_context_tokens when the engine starts."""
