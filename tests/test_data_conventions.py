@@ -59,6 +59,11 @@ def plain(prompt, response, answer):
 def raises(prompt, response, answer):
     raise RuntimeError("no licence")
 
+def breaks_later(prompt, response, answer):
+    if (Path(__file__).parent / "broken").exists():
+        raise RuntimeError("the disk of the sandbox is full")
+    return len(response) % 7
+
 def hangs_once(prompt, response, answer):
     mark = Path(__file__).parent / "hung"
     if not mark.exists():
@@ -250,3 +255,20 @@ def test_a_function_that_always_raises_stops_the_run_in_one_sentence(tree: dict[
     assert "none of the 2 trajectories of the evaluation of 'mine' could be judged: " in str(caught.value)
     assert "functions.py:raises' raised RuntimeError: no licence (functions.py, line " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_breaks_in_mid_run_stops_it_after_the_step_whose_trajectories_are_kept(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "breaks_later")]}
+    with TerminalObserver(Console(quiet=True), 1) as observer:
+        loop = build_loop(Recipe.model_validate(tree), observer, resume=False, overwrite=False)
+        loop._publish()
+        loop.evaluate()
+        (tmp_path / "broken").touch()
+        with pytest.raises(UserError, match=r"none of the 16 trajectories of train step 1 .* the sandbox is full"):
+            loop._step()
+        loop.judge.close()
+        loop.close()
+    causes = {m.judgement.cause for group in loop.run.groups(1) for m in group.members}
+    assert causes == {FailureCause.RAISED}

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from baton.errors import UserError
-from baton.tasks.rewards import failure_metrics, require_judged
+from baton.evaluation import Evaluation, evaluate
+from baton.loop import evaluation_metrics
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.fake import FakeEngine
+from baton.rollout.port import LocalPort
+from baton.rollout.runner import Runner
+from baton.tasks.rewards import Judge, RewardSettings, failure_metrics, require_judged
 from baton.trainer.advantages import group_relative
 from baton.trainer.batch import batch_metrics, minibatches
 from baton.types import (
@@ -16,7 +22,10 @@ from baton.types import (
     Group,
     Judged,
     Judgement,
+    Message,
+    PolicyVersion,
     Prompt,
+    SamplingParams,
     Segment,
     Trajectory,
 )
@@ -97,3 +106,72 @@ def test_a_step_without_any_judgement_stops_the_run_with_the_first_cause() -> No
         UserError, match="none of the 2 trajectories of train step 3 could be judged: the judge crashed"
     ):
         require_judged([NOBODY], "train step 3")
+
+
+class Words:
+    """A tokenizer for the fake engine: a prompt is its own number, a response the number of its tokens."""
+
+    def prompt_ids(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        return (int(messages[-1].content),)
+
+    def text(self, token_ids: list[int], *, keep_special: bool = False) -> str:
+        return str(len(token_ids))
+
+
+class BreaksAtThree:
+    """A task solved by two tokens, whose scorer breaks on three."""
+
+    name = "some"
+    scorer = "inline"
+
+    def score(self, answer: str | None, reference: str | None, metadata: object) -> float:
+        if answer == "3":
+            raise ZeroDivisionError("three")
+        return float(answer == "2")
+
+
+def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
+    """The evaluation of prompts 0 and 1 whose sample i has lengths[prompt, i] tokens."""
+    prompts = [Prompt(str(p), "some", (Message("user", str(p + 5)),), "2") for p in (0, 1)]
+    engine = FakeEngine(
+        EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
+    )
+    judge = Judge({"some": BreaksAtThree()}, [RewardSettings(kind="correct")], "last_line")  # type: ignore[dict-item]
+    (result,), _ = evaluate(
+        Runner(LocalPort(engine)),
+        judge,
+        Words(),  # type: ignore[arg-type]
+        prompts,
+        SamplingParams(9),
+        samples=samples,
+        version=0,
+    )
+    return result
+
+
+def test_accuracy_is_over_what_was_judged_and_says_how_much_was_not() -> None:
+    # prompt 0: right, unjudged; prompt 1: wrong, right: mean of 1/1 and 1/2
+    result = evaluated({(0, 0): 2, (0, 1): 3, (1, 0): 4, (1, 1): 2}, 2)
+    assert (result.accuracy.value, result.pass_at_k.value, result.unjudged) == (0.75, 1.0, 1)
+    assert (result.samples, result.num_prompts) == (2, 2)
+    # prompt 0 has no judgement at all: accuracy is that of prompt 1
+    result = evaluated({(0, 0): 3, (1, 0): 2}, 1)
+    assert (result.accuracy.value, result.unjudged) == (1.0, 1)
+    assert evaluation_metrics(result)["eval/some/unjudged"] == 1
+    assert "eval/some/unjudged" not in evaluation_metrics(evaluated({(0, 0): 4, (1, 0): 2}, 1))
+    with pytest.raises(UserError, match=r"none of the 2 trajectories of the evaluation of 'some' .* ZeroDivisionError"):
+        evaluated({(0, 0): 3, (1, 0): 3}, 1)
+
+
+class WithoutReference:
+    """A task of prompts alone."""
+
+    name = "some"
+    scorer = None
+
+
+def test_without_a_scorer_correct_is_what_all_parts_of_positive_weight_call_full() -> None:
+    judge = Judge({"some": WithoutReference()}, [RewardSettings(kind="format")], "tags")  # type: ignore[dict-item]
+    prompt = Prompt("p", "some", ())
+    assert judge.judge(prompt, "<answer>3</answer>").is_correct
+    assert not judge.judge(prompt, "3").is_correct
