@@ -249,7 +249,7 @@ def test_a_model_whose_cached_logits_are_wrong_is_refused(load, tokenizer, monke
 
 @pytest.mark.parametrize("settings", [{"slots": 12}, {"slots": 0}, {"max_context_tokens": 2000}])
 def test_shapes_that_cannot_be_are_refused(settings, embedded):
-    with pytest.raises((UserError, ValidationError), match="allowed|multiple|greater"):
+    with pytest.raises((UserError, ValidationError), match=r"allowed|multiple|greater"):
         embedded(**settings)
 
 
