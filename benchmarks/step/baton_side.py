@@ -1,0 +1,52 @@
+"""Baton's side: the quickstart's own loop, two engine processes and a trainer with all cores."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from turns import RECIPE, SAME, Turns, own_stdout
+
+from baton.build import build_loop
+from baton.config import Recipe, load_recipe
+from baton.evaluation import Evaluation
+
+
+class Watcher:
+    """Watches a run as the terminal does, and stops it between turns."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Nothing is shown."""
+        yield lambda done: None
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        """Report the times of a step."""
+        kept = {name: value for name, value in metrics.items() if name.startswith(("time/", "tokens/", "perf/"))}
+        self._turns.stepped(kept | {"response_length/mean": metrics["response_length/mean"]})
+
+    def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
+        """The evaluation before the first step: set-up is done."""
+        self._turns.ready()
+
+    def said(self, text: str) -> None:
+        """Nobody listens."""
+
+
+def main() -> None:
+    """Train until the driver hangs up."""
+    turns = Turns(own_stdout())
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = [*SAME, f"run.directory={scratch}", "run.steps=10000", "eval.every=0", "checkpoint.every=10000"]
+        recipe = load_recipe(Recipe, RECIPE, [*overrides, *sys.argv[1:]])
+        loop = build_loop(recipe, Watcher(turns), resume=False, overwrite=False)
+        loop.train()
+
+
+if __name__ == "__main__":
+    main()
