@@ -10,12 +10,22 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
 from baton.errors import UserError
 from baton.trainer.advantages import has_equal_rewards, is_comparable, is_trained
 from baton.types import Batch, FinishReason, Group
+
+PASS_TOKENS = 64
+"""One more forward and backward pass is taken to cost as much as this many tokens more in another."""
+
+ANY_SHAPE = (1, 1)
+"""Multiples of which rows and width of a microbatch must be: none."""
+FEW_SHAPES = (8, 16)
+"""The same where each new shape is dear: rows × width is then one of a few numbers."""
 
 PAD_ID = 0
 """Fills a row after its end; no place is trained on it and no token sees it, so any id of the vocabulary serves."""
@@ -64,6 +74,8 @@ class MicroBatch:
     """[B] float32"""
     num_tokens: int
     """Without padding: B × S less this is the waste."""
+    has_gradient: bool
+    """False where every advantage is 0: such rows give no gradient, and are run forward only, for the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +122,21 @@ def minibatches(
     num_minibatches: int,
     max_tokens_per_microbatch: int,
     device: torch.device,
+    multiples: tuple[int, int] = ANY_SHAPE,
 ) -> list[MiniBatch]:
-    """Split a batch by whole groups, in order, as evenly as they go, and each part into microbatches."""
+    """Split a batch by whole groups, in order, as evenly as they go, and each part into microbatches.
+
+    Rows and width of a microbatch are multiples of `multiples`; rows without an advantage are kept apart.
+    """
     found = []
     for part in split_evenly(groups, num_minibatches):
         part_rows = rows(part, advantages)
         trained = [row for row in part_rows if row.num_trained]
-        chunks = under_budget(trained, max_tokens_per_microbatch)
+        kinds = [row for row in trained if row.advantage], [row for row in trained if not row.advantage]
+        chunks = [chunk for kind in kinds for chunk in under_budget(kind, max_tokens_per_microbatch, multiples)]
         found.append(
             MiniBatch(
-                microbatches=tuple(pad(chunk, device) for chunk in chunks),
+                microbatches=tuple(pad(chunk, device, multiples) for chunk in chunks),
                 num_trajectories=len(part_rows),
                 num_trained_tokens=sum(row.num_trained for row in trained),
             )
@@ -137,35 +154,52 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group
     return [groups[start:end] for start, end in pairwise(cuts)]
 
 
-def under_budget(all_rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+def under_budget(all_rows: Sequence[Row], max_tokens: int, multiples: tuple[int, int] = ANY_SHAPE) -> list[list[Row]]:
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (rows × the longest).
 
-    A row longer than the budget stands alone. Rows of one length keep their order.
+    Of all such cuts the one with the fewest padded tokens, where each chunk counts `PASS_TOKENS` more. A row longer
+    than the budget stands alone. Rows of one length keep their order. What `multiples` add counts as padding too.
     """
+    ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))  # what does not fit in memory fails at once
+    widths = [round_up(len(row.token_ids), multiples[1]) for row in ordered]
+    padded_rows = round_up(np.arange(1, len(ordered) + 1), multiples[0])
+    cost = np.zeros(len(ordered) + 1)
+    """Of the rows from each one on, cut as well as they can be."""
+    sizes = [0] * len(ordered)
+    for first in reversed(range(len(ordered))):
+        most = max(1, min(len(ordered) - first, max_tokens // widths[first]))
+        costs = PASS_TOKENS + widths[first] * padded_rows[:most] + cost[first + 1 : first + 1 + most]
+        sizes[first] = int(costs.argmin()) + 1
+        cost[first] = costs[sizes[first] - 1]
     chunks: list[list[Row]] = []
-    for row in sorted(all_rows, key=lambda row: -len(row.token_ids)):
-        # Longest first: the first row of a chunk sets its width, and what does not fit in memory fails at once.
-        if chunks and (len(chunks[-1]) + 1) * len(chunks[-1][0].token_ids) <= max_tokens:
-            chunks[-1].append(row)
-        else:
-            chunks.append([row])
+    first = 0
+    while first < len(ordered):
+        chunks.append(ordered[first : first + sizes[first]])
+        first += sizes[first]
     return chunks
 
 
-def pad(chunk: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Lay rows side by side, padded on the right to the longest."""
-    width = max(len(row.token_ids) for row in chunk)
+def round_up(count: Any, multiple: int) -> Any:
+    """Return the next multiple at or above a count, or each of an array of counts."""
+    return -(-count // multiple) * multiple
+
+
+def pad(chunk: Sequence[Row], device: torch.device, multiples: tuple[int, int] = ANY_SHAPE) -> MicroBatch:
+    """Lay rows side by side, padded on the right to the longest; fill up to `multiples` with columns and empty rows."""
+    width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
+    empty = Row(chunk[0].group_id, (PAD_ID,) * width, width, (), (), (), 0.0)
+    filled = [*chunk, *[empty] * (round_up(len(chunk), multiples[0]) - len(chunk))]
 
     def kept(values: Callable[[Row], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
         """[B, K] from [L] values per row; what is not a trained token gets 0."""
         padded = []
-        for row in chunk:
+        for row in filled:
             trained = [v if t else 0 for v, t in zip(values(row), row.is_trained, strict=True)]
             padded.append([0] * (row.prompt_length - first) + trained + [0] * (width - len(row.token_ids)))
         return torch.tensor(padded, dtype=dtype, device=device)
 
-    input_ids = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
+    input_ids = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in filled]
     return MicroBatch(
         group_ids=tuple(row.group_id for row in chunk),
         input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
@@ -173,8 +207,9 @@ def pad(chunk: Sequence[Row], device: torch.device) -> MicroBatch:
         mask=kept(lambda row: row.is_trained, torch.bool),
         behavior_logprobs=kept(lambda row: row.behavior_logprobs, torch.float32),
         policy_versions=kept(lambda row: row.policy_versions, torch.int64),
-        advantages=torch.tensor([row.advantage for row in chunk], dtype=torch.float32, device=device),
+        advantages=torch.tensor([row.advantage for row in filled], dtype=torch.float32, device=device),
         num_tokens=sum(len(row.token_ids) for row in chunk),
+        has_gradient=any(row.advantage for row in chunk),
     )
 
 

@@ -24,7 +24,7 @@ from baton.policy.logprobs import compute_in, prefer_float32_attention, token_lo
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.advantages import ESTIMATORS
-from baton.trainer.batch import MicroBatch, MiniBatch, batch_metrics, minibatches
+from baton.trainer.batch import ANY_SHAPE, FEW_SHAPES, MicroBatch, MiniBatch, batch_metrics, minibatches
 from baton.trainer.checkpoint import State, read_optimizer, read_state, write_checkpoint
 from baton.trainer.losses import OBJECTIVES, Loss, LossInputs, LossShape, divisor
 from baton.trainer.optimizer import (
@@ -105,6 +105,7 @@ class LocalTrainer:
             num_minibatches=settings.num_minibatches,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             device=self.model.device,
+            multiples=self._multiples(),
         )
         lr = learning_rate(
             batch.step,
@@ -181,6 +182,11 @@ class LocalTrainer:
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
         _warn_of_other_bits(state)
 
+    def _multiples(self) -> tuple[int, int]:
+        """On a CPU, bfloat16 kernels are made anew for each shape that is met."""
+        makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
+        return FEW_SHAPES if makes_kernels else ANY_SHAPE
+
     def _logprobs(self, micro: MicroBatch, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         with compute_in(torch_dtype(self._settings.dtype), self.model.device):
             return token_logprobs(
@@ -208,18 +214,23 @@ class LocalTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         part_loss = 0.0
         for micro, fixed in zip(part.microbatches, proximal, strict=True):
-            logprobs, entropy = self._logprobs(micro, with_entropy=True)
-            assert entropy is not None
-            inputs = LossInputs(
-                logprobs=logprobs,
-                proximal_logprobs=logprobs.detach() if fixed is None else fixed,
-                behavior_logprobs=micro.behavior_logprobs,
-                advantages=micro.advantages,
-                mask=micro.mask,
-            )
-            loss = OBJECTIVES[algorithm.name](inputs, shape)
-            loss.loss.backward()  # type: ignore[no-untyped-call]
+            with torch.set_grad_enabled(micro.has_gradient):
+                logprobs, entropy = self._logprobs(micro, with_entropy=True)
+                assert entropy is not None
+                inputs = LossInputs(
+                    logprobs=logprobs,
+                    proximal_logprobs=logprobs.detach() if fixed is None else fixed,
+                    behavior_logprobs=micro.behavior_logprobs,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                )
+                loss = OBJECTIVES[algorithm.name](inputs, shape)
+            if micro.has_gradient:
+                loss.loss.backward()  # type: ignore[no-untyped-call]
             part_loss += _finite(totals.add(micro, inputs, loss, entropy), "the loss", step, self._version, [micro])
+        if not any(micro.has_gradient for micro in part.microbatches):
+            for parameter in self._parameters.values():
+                parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm).item()
         totals.grad_norms.append(_finite(norm, "the gradient's norm", step, self._version, part.microbatches))
         totals.losses.append(part_loss)

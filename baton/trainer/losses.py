@@ -1,6 +1,7 @@
 """Policy-gradient objectives as pure functions of tensors, in shared words: log-ratio, clip, aggregate, masks.
 
-To join: write a function with `Objective`'s signature and name it in `OBJECTIVES`.
+To join: write a function with `Objective`'s signature and name it in `OBJECTIVES`. Rows whose advantage is 0 are run
+without gradient, so an objective must be flat in them.
 Shapes: B trajectories, K places of a padded row. Masks are True at tokens that are trained.
 
 Normalisers. A minibatch reaches an objective in pieces (microbatches, later ranks), so no mean is taken here: sums

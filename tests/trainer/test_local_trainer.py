@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,53 @@ def test_the_update_does_not_depend_on_how_it_is_cut_into_microbatches(aggregati
 
 def tiny_trainer():
     return make_trainer()
+
+
+def test_rows_without_an_advantage_change_neither_update_nor_metrics_by_having_no_gradient(monkeypatch):
+    """Two groups of three have equal rewards: run with gradient all the same, they give the same."""
+    batch = random_batch(1, num_groups=3)
+    equal = random_batch(1, seed=5, num_groups=2, first_id=3).groups
+    equal = tuple(
+        make_group(g.group_id, [0.5] * 3, [m.trajectory.segments for m in g.members], prompt_ids=(4, 5)) for g in equal
+    )
+    batch = Batch(1, (*batch.groups, *equal))
+    apart, metrics = stepped(batch)
+    cut = local.minibatches
+    forced = []
+
+    def with_gradient(*arguments, **named):
+        parts = cut(*arguments, **named)
+        forced.extend(micro.has_gradient for part in parts for micro in part.microbatches)
+        return [
+            replace(part, microbatches=tuple(replace(m, has_gradient=True) for m in part.microbatches))
+            for part in parts
+        ]
+
+    monkeypatch.setattr(local, "minibatches", with_gradient)
+    together, others = stepped(batch)
+    assert set(forced) == {True, False}
+    assert are_bit_equal(parameters(apart), parameters(together))
+    assert metrics == others
+
+
+def test_an_update_without_any_advantage_still_lets_the_moments_decay():
+    """After a step that moved the weights, one of equal rewards moves them on by what the moments hold."""
+    equal = tuple(make_group(9 + i, [0.5] * 3, [[policy(5, version=1)]] * 3) for i in range(2))
+    trainer, _ = stepped(random_batch(1))
+    before = parameters(trainer)
+    metrics = trainer.step(Batch(2, equal))
+    assert metrics["policy/grad_norm"] == 0.0
+    # AdamW at step 2 with gradients g, 0: m = 0.09 g / 0.19, v = 0.000999 g² / 0.001999: a move of 0.67 lr.
+    assert largest_difference(parameters(trainer), before) == pytest.approx(0.67e-3, rel=0.01)
+
+
+def test_few_shapes_in_bfloat16_change_the_update_by_no_more_than_its_rounding(monkeypatch):
+    batch = random_batch(1, num_groups=5)
+    few, _ = stepped(batch, dtype="bfloat16")
+    monkeypatch.setattr(local, "FEW_SHAPES", (1, 1))
+    plain, _ = stepped(batch, dtype="bfloat16")
+    for (name, a), b in zip(few.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 0.02 * b.grad.norm(), name
 
 
 def test_a_group_of_equal_rewards_moves_nothing():

@@ -8,7 +8,17 @@ from trainer_cases import environment, make_group, policy, random_batch
 
 from baton.errors import UserError
 from baton.trainer.advantages import group_relative
-from baton.trainer.batch import Row, batch_metrics, minibatches, pad, rows, split_evenly, under_budget
+from baton.trainer.batch import (
+    FEW_SHAPES,
+    PASS_TOKENS,
+    Row,
+    batch_metrics,
+    minibatches,
+    pad,
+    rows,
+    split_evenly,
+    under_budget,
+)
 from baton.types import Batch, FinishReason
 
 CPU = torch.device("cpu")
@@ -53,6 +63,51 @@ def test_chunks_hold_every_row_once_within_the_budget_and_depend_on_nothing_else
 def test_rows_are_sorted_by_length_so_that_little_is_padding():
     chunks = under_budget([row_of(n) for n in (4, 20, 4, 20, 4)], 40)
     assert [[len(row.token_ids) for row in chunk] for chunk in chunks] == [[20, 20], [4, 4, 4]]
+
+
+def padded_tokens(lengths, budget, multiples):
+    """Fewest padded tokens, passes included, over every way to cut lengths that descend; None where a part is over."""
+    if not lengths:
+        return 0
+    width = -(-lengths[0] // multiples[1]) * multiples[1]
+    ways = []
+    for size in range(1, len(lengths) + 1):
+        if size > 1 and size * width > budget:
+            break
+        filled = -(-size // multiples[0]) * multiples[0]
+        ways.append(PASS_TOKENS + filled * width + padded_tokens(lengths[size:], budget, multiples))
+    return min(ways)
+
+
+@given(
+    st.lists(st.integers(2, 300), max_size=9), st.integers(1, 1500), st.sampled_from([(1, 1), (1, 8), (2, 4), (8, 16)])
+)
+def test_no_other_cut_has_fewer_padded_tokens(lengths, budget, multiples):
+    chunks = under_budget([row_of(length) for length in lengths], budget, multiples)
+    found = sum(PASS_TOKENS + pad(chunk, CPU, multiples).input_ids.numel() for chunk in chunks)
+    assert found == padded_tokens(sorted(lengths, reverse=True), budget, multiples)
+
+
+def test_few_shapes_are_made_of_columns_and_rows_that_nobody_sees():
+    """Three rows of at most 21 tokens become 8 of 32; their own values lie where they lay."""
+    all_rows = [row_of(n) for n in (21, 9, 4)]
+    plain, few = pad(all_rows, CPU), pad(all_rows, CPU, FEW_SHAPES)
+    assert few.input_ids.shape == (8, 32)
+    assert (few.first, few.num_tokens, few.group_ids) == (plain.first, plain.num_tokens, plain.group_ids)
+    for name in ("mask", "behavior_logprobs", "policy_versions"):
+        whole = getattr(few, name)
+        assert whole.shape == (8, 31)
+        assert torch.equal(whole[:3, :20], getattr(plain, name)), name
+        assert not whole[3:].any()
+        assert not whole[:, 20:].any()
+    assert few.advantages.tolist() == [0.0] * 8
+
+
+def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
+    groups = [make_group(0, [1.0, 0.0, 0.0]), make_group(1, [1.0, 1.0, 1.0]), make_group(2, [0.0, 1.0, 1.0])]
+    (part,) = minibatches(groups, group_relative(groups), num_minibatches=1, max_tokens_per_microbatch=1000, device=CPU)
+    assert [(set(m.group_ids), m.has_gradient) for m in part.microbatches] == [({0, 2}, True), ({1}, False)]
+    assert (part.num_trajectories, part.num_trained_tokens) == (9, 9)
 
 
 @given(st.integers(1, 30), st.integers(1, 30))
