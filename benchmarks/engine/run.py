@@ -32,9 +32,8 @@ from workload import PROMPT_TOKENS, SIZES, Request, requests, save_model
 HERE = Path(__file__).parent
 SEED = 0
 REPETITIONS = {"1M": 3, "10M": 2, "30M": 1}
-REQUESTS = {"1M": 512, "10M": 512, "30M": 256}
-"""30M serves half as many, for time."""
-BATCH_TOKENS = {"1M": 512, "10M": 512, "30M": 512}
+REQUESTS = 512
+BATCH_TOKENS = {"1M": 512, "10M": 512, "30M": 256}
 """Of continuous batching: the best of 64, 128, 256 and 512."""
 
 
@@ -71,7 +70,7 @@ def measure(size: str, dtype: str, repetitions: int) -> list[dict[str, Any]]:
         baton, generate = Baton(Path(scratch), dtype), Generate(Path(scratch), dtype)
         batching = ContinuousBatching(Path(scratch), dtype, BATCH_TOKENS[size])
         for workload in ("lognormal", "equal"):
-            wanted = requests(workload, REQUESTS[size], SEED)
+            wanted = requests(workload, REQUESTS, SEED)
             sides = {"baton": baton.run, "generate": generate.run}
             if workload == "lognormal":
                 sides["continuous"] = batching.run
