@@ -135,13 +135,12 @@ class Baton:
         with torch.inference_mode(), stopwatch() as timing:
             for shape in self._prefills:
                 ids_BQ, mask, at_BQ = inputs[shape]
-                network.model(
+                network._body(
                     input_ids=ids_BQ,
                     attention_mask=mask,
                     position_ids=at_BQ,
                     past_key_values=prefill_cache(),
                     use_cache=True,
-                    logits_to_keep=1,
                 )
         return timing
 
@@ -149,7 +148,7 @@ class Baton:
         """Note the shape of every forward and the time of every prefill."""
         network = self.engine._network
         decode, prefill = network.decode, network.prefill
-        forward: Callable[..., Any] = network.model.forward
+        forward: Callable[..., Any] = network._body.forward
 
         def noted_decode(ids_W: Any, position_W: Any, kv_length: int) -> Any:
             self.steps.append((len(ids_W), kv_length))
@@ -157,11 +156,11 @@ class Baton:
 
         def noted_prefill(ids: Any) -> Any:
             begin = time.process_time()
-            network.model.forward = noted_forward
+            network._body.forward = noted_forward
             try:
                 return prefill(ids)
             finally:
-                network.model.forward = forward
+                network._body.forward = forward
                 self._prefill_s += time.process_time() - begin
 
         def noted_forward(**inputs: Any) -> Any:

@@ -135,18 +135,19 @@ def prefill_cache() -> Cache:
 
 
 def prefixes(cache: Cache, lengths: Sequence[int]) -> list[Prefix]:
-    """Cut the first rows of a filled prefill cache into prefixes of the given lengths, each its own copy."""
+    """Cut the first rows of a filled prefill cache into prefixes of the given lengths: views of one copy per layer."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    keys = [layer.keys.transpose(1, 2) for layer in layers if layer.keys is not None]
-    values = [layer.values.transpose(1, 2) for layer in layers if layer.values is not None]
+    keys = [_by_row(layer.keys) for layer in layers if layer.keys is not None]
+    values = [_by_row(layer.values) for layer in layers if layer.values is not None]
     return [
-        Prefix([_cut(k, row, length) for k in keys], [_cut(v, row, length) for v in values], length)
+        Prefix([k[row][:length] for k in keys], [v[row][:length] for v in values], length)
         for row, length in enumerate(lengths)
     ]
 
 
-def _cut(states: Tensor, row: int, length: int) -> Tensor:
-    return states[row, :length].clone(memory_format=torch.contiguous_format)
+def _by_row(states: Tensor) -> tuple[Tensor, ...]:
+    """Turn [rows, kv_heads, L, head_dim] into one contiguous [L, kv_heads, head_dim] per row."""
+    return states.transpose(1, 2).contiguous().unbind()
 
 
 @dataclass(frozen=True, slots=True)

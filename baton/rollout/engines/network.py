@@ -7,7 +7,7 @@ ones give the same bits. Each new engine tries that on its own model (for prefil
 those that do. Measured on a CPU:
 
     rows       float32, one thread: the same bits from 16 rows on, other ones below; bfloat16 or two threads: never sure
-    positions  float32: the same bits at 64, 128, 192, 256 and multiples of 512, others between; bfloat16: at all
+    positions  float32: the same bits at multiples of 16 up to 256, and of 256 beyond; bfloat16: at all
 
 It also proves on a few tokens that prefill and decode together give the logits of the plain forward, and refuses a
 model for which they do not.
@@ -15,12 +15,12 @@ model for which they do not.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
@@ -34,6 +34,7 @@ from baton.rollout.engines.cache import (
     prefixes,
     round_up,
 )
+from baton.rollout.engines.packed import PackedLinears
 
 _PREFILL_TOKENS = 512
 """A prefill computes at most this many tokens, or one row where the ids alone are longer."""
@@ -72,8 +73,9 @@ class Network:
                 f"engine.max_context_tokens: got {max_context_tokens}, allowed at most {limit} (the model's)"
             )
         self._masks: Masks = masks_for(model.config, max_context_tokens, model.dtype)
-        takes = inspect.signature(type(model).forward).parameters
-        self._keep_one: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._packed = PackedLinears(model)
+        self._body: Module = model.base_model
+        """The model without its head: a prefill's logits are not wanted."""
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
         """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
@@ -97,13 +99,12 @@ class Network:
         position_Q = query_Q.clamp(max=self._max_context_tokens - 1)
         cache = prefill_cache()
         with torch.inference_mode():
-            self.model(
+            self._body(
                 input_ids=torch.tensor(padded, device=self.device),
                 attention_mask=self._masks.additive(query_Q[None, None, :, None], length),
                 position_ids=position_Q.expand(rows, length),
                 past_key_values=cache,
                 use_cache=True,
-                **self._keep_one,
             )
             return prefixes(cache, [len(row) for row in ids])
 
@@ -148,6 +149,7 @@ class Network:
         with torch.inference_mode():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
+        self._packed.refresh()
 
     def _proven_cache(self) -> SlotCache:
         try:
@@ -175,7 +177,7 @@ class Network:
         length = min(max([*windows, 0]) + 12, self._max_context_tokens)
         ids = [(7 * i + 1) % self.vocabulary for i in range(length)]
         with torch.inference_mode():
-            plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False, **self._keep_one)
+            plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
             expected_V = plain.logits[0, -1].float()
             prefix = self.prefill([ids[:-1]])[0]
             if not prefix.keys:
@@ -226,7 +228,7 @@ class Network:
         full_WV = logits(self._width, last, full)
         narrower = [w for w in _widths(self._width) if self.device.type == "cpu"]
         widths = [w for w in narrower if torch.equal(logits(w, last, full), full_WV[:w])]
-        shorter = _kv_lengths(full)
+        shorter = [n for n in _kv_lengths(full) if n <= last]
         lengths = [n for n in shorter if torch.equal(logits(self._width, n - 1, n), logits(self._width, n - 1, full))]
         return (*widths, self._width), (*lengths, full)
 
@@ -243,7 +245,7 @@ def _widths(full: int) -> list[int]:
 
 
 def _kv_lengths(full: int) -> list[int]:
-    """Lengths worth a try: multiples of 32 up to 256, of 64 up to 512, then two per doubling."""
+    """Lengths worth a try: up to 512 about sixteen of them, 16 to 64 apart, then two per doubling."""
+    step = next((step for step in (16, 32) if full <= 16 * step), KV_BUCKET)
     doublings = [512 << i for i in range(full.bit_length())]
-    short = [*range(KV_BUCKET // 2, 256, KV_BUCKET // 2), *range(256, 512, KV_BUCKET)]
-    return [n for n in (*short, *[n for d in doublings for n in (d, d + d // 2)]) if n < full]
+    return [n for n in (*range(step, 512, step), *[n for d in doublings for n in (d, d + d // 2)]) if n < full]
