@@ -17,7 +17,7 @@ import torch
 
 from baton.errors import UserError
 from baton.trainer.advantages import has_equal_rewards, is_comparable, is_trained
-from baton.types import Batch, FinishReason, Group
+from baton.types import Batch, FinishReason, Group, Trajectory
 
 PASS_TOKENS = 64
 """One more forward and backward pass is taken to cost as much as this many tokens more in another."""
@@ -41,7 +41,7 @@ class Row:
     prompt_length: int
     """Tokens."""
     is_trained: tuple[bool, ...]
-    """[L] whether the policy wrote the token."""
+    """[L] whether the policy wrote the token, under a version that is not too old."""
     behavior_logprobs: tuple[float, ...]
     """[L]"""
     policy_versions: tuple[int, ...]
@@ -71,7 +71,7 @@ class MicroBatch:
     policy_versions: torch.Tensor
     """[B, K] int64; 0 outside the mask."""
     advantages: torch.Tensor
-    """[B] float32"""
+    """[B, K] float32; 0 outside the mask."""
     num_tokens: int
     """Without padding: B × S less this is the waste."""
     has_gradient: bool
@@ -88,11 +88,12 @@ class MiniBatch:
     num_trained_tokens: int
 
 
-def rows(groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> list[Row]:
+def rows(groups: Sequence[Group], advantages: Mapping[int, Sequence[float]], *, oldest: int = 0) -> list[Row]:
     """Return one row per member, in the order of the batch. Advantages are looked up by group id and sample index.
 
-    A trajectory without a judgement, or without a judged one beside it, has no row: no gradient, and no share in the
-    counts that a loss is divided by.
+    A token of a version below `oldest` is context and part of what is rewarded, but gets no gradient. A row of nothing
+    but such tokens keeps its place in the count of trajectories that a loss is divided by. A trajectory without a
+    judgement, or without a judged one beside it, has no row: no gradient, and no share in those counts.
     """
     found = []
     for group in groups:
@@ -106,13 +107,24 @@ def rows(groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> 
                     group_id=group.group_id,
                     token_ids=(*trajectory.prompt_ids, *trajectory.token_ids),
                     prompt_length=len(trajectory.prompt_ids),
-                    is_trained=tuple(trajectory.is_policy),
+                    is_trained=trained_tokens(trajectory, oldest),
                     behavior_logprobs=tuple(trajectory.behavior_logprobs),
                     policy_versions=tuple(trajectory.policy_versions),
                     advantage=advantages[group.group_id][trajectory.sample_index],
                 )
             )
     return found
+
+
+def trained_tokens(trajectory: Trajectory, oldest: int) -> tuple[bool, ...]:
+    """[L] whether each token gets a gradient: the policy wrote it, and in version `oldest` or later."""
+    found = zip(trajectory.is_policy, trajectory.policy_versions, strict=True)
+    return tuple(is_policy and version >= oldest for is_policy, version in found)
+
+
+def oldest_trained(batch: Batch, max_staleness: int | None) -> int:
+    """Return the oldest policy version whose tokens are trained; None for no bound."""
+    return 0 if max_staleness is None else max(0, batch.step - 1 - max_staleness)
 
 
 def minibatches(
@@ -122,15 +134,17 @@ def minibatches(
     num_minibatches: int,
     max_tokens_per_microbatch: int,
     device: torch.device,
+    oldest: int = 0,
     multiples: tuple[int, int] = ANY_SHAPE,
 ) -> list[MiniBatch]:
     """Split a batch by whole groups, in order, as evenly as they go, and each part into microbatches.
 
-    Rows and width of a microbatch are multiples of `multiples`; rows without an advantage are kept apart.
+    Tokens of versions below `oldest` are not trained. Rows and width of a microbatch are multiples of `multiples`; rows
+    without an advantage are kept apart.
     """
     found = []
     for part in split_evenly(groups, num_minibatches):
-        part_rows = rows(part, advantages)
+        part_rows = rows(part, advantages, oldest=oldest)
         trained = [row for row in part_rows if row.num_trained]
         kinds = [row for row in trained if row.advantage], [row for row in trained if not row.advantage]
         chunks = [chunk for kind in kinds for chunk in under_budget(kind, max_tokens_per_microbatch, multiples)]
@@ -207,19 +221,18 @@ def pad(chunk: Sequence[Row], device: torch.device, multiples: tuple[int, int] =
         mask=kept(lambda row: row.is_trained, torch.bool),
         behavior_logprobs=kept(lambda row: row.behavior_logprobs, torch.float32),
         policy_versions=kept(lambda row: row.policy_versions, torch.int64),
-        advantages=torch.tensor([row.advantage for row in filled], dtype=torch.float32, device=device),
+        advantages=kept(lambda row: [row.advantage] * len(row.is_trained), torch.float32),
         num_tokens=sum(len(row.token_ids) for row in chunk),
         has_gradient=any(row.advantage for row in chunk),
     )
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch, *, oldest: int = 0) -> dict[str, float]:
     """Return what can be said of a batch without a model: rewards, lengths and staleness.
 
     Rewards and accuracy are over judged trajectories, and absent where there is none; `reward/std` has divisor N;
     `reward/zero_std_frac` is the share of groups whose rewards are all equal, of those with two or more judged
-    members; `judge/groups_lost` counts the others. Lengths count all tokens after the prompt; staleness is over
-    trained tokens, against version step − 1.
+    members; `judge/groups_lost` counts the others. Lengths count all tokens after the prompt.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
@@ -229,14 +242,6 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     for member in judged:
         for name, value in member.judgement.parts.items():
             by_part.setdefault(name, []).append(value)
-    ages = [
-        batch.step - 1 - version
-        for group in batch.groups
-        for member in group.members
-        if is_trained(group, member)
-        for version, is_policy in zip(member.trajectory.policy_versions, member.trajectory.is_policy, strict=True)
-        if is_policy
-    ]
     num_cut = sum(member.trajectory.finish_reason is FinishReason.LENGTH for member in members)
     found: dict[str, float] = {"judge/groups_lost": float(len(batch.groups) - len(comparable))}
     if judged:
@@ -252,7 +257,31 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": num_cut / len(members),
+        **staleness_metrics(batch, oldest),
+    }
+
+
+def staleness_metrics(batch: Batch, oldest: int) -> dict[str, float]:
+    """Return how old the tokens are, against version step − 1, and how many are too old to be trained.
+
+    Over policy tokens of trajectories that have a share in the loss: `staleness/mean` and `/max` of those that are
+    trained; of all, the share that is trained though not of the trainer's own version (`stale_frac`) and the share
+    that is too old (`masked_frac`).
+    """
+    ages: list[int] = []
+    num_masked = 0
+    for group in batch.groups:
+        for trajectory in (member.trajectory for member in group.members if is_trained(group, member)):
+            trained = trained_tokens(trajectory, oldest)
+            versions = [v for v, kept in zip(trajectory.policy_versions, trained, strict=True) if kept]
+            ages += [batch.step - 1 - version for version in versions]
+            num_masked += sum(trajectory.is_policy) - len(versions)
+    num_tokens = max(1, len(ages) + num_masked)
+    return {
         "staleness/mean": statistics.fmean(ages) if ages else 0.0,
         "staleness/max": float(max(ages, default=0)),
+        "staleness/stale_frac": sum(age > 0 for age in ages) / num_tokens,
+        "staleness/masked_frac": num_masked / num_tokens,
         "tokens/trained": float(len(ages)),
+        "tokens/masked": float(num_masked),
     }

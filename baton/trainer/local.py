@@ -7,9 +7,7 @@ import math
 import os
 import platform
 import shutil
-import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,19 @@ from baton.policy.logprobs import compute_in, prefer_float32_attention, token_lo
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.advantages import ESTIMATORS
-from baton.trainer.batch import ANY_SHAPE, FEW_SHAPES, MicroBatch, MiniBatch, batch_metrics, minibatches
+from baton.trainer.alarms import Alarms
+from baton.trainer.batch import (
+    ANY_SHAPE,
+    FEW_SHAPES,
+    MicroBatch,
+    MiniBatch,
+    batch_metrics,
+    minibatches,
+    oldest_trained,
+)
 from baton.trainer.checkpoint import State, read_optimizer, read_state, write_checkpoint
-from baton.trainer.losses import OBJECTIVES, Loss, LossInputs, LossShape, divisor
+from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff
+from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, divisor
 from baton.trainer.optimizer import (
     check_schedule,
     learning_rate,
@@ -36,10 +44,14 @@ from baton.trainer.optimizer import (
     set_learning_rate,
 )
 from baton.trainer.settings import AlgorithmSettings, TrainerSettings
+from baton.trainer.totals import Totals
 from baton.trainer.trainer import Weights
 from baton.types import Batch, PolicyVersion
 
 logger = logging.getLogger(__name__)
+
+_Proximal = Sequence[torch.Tensor | None]
+"""[B, K] for each microbatch; None where the update's own logprobs are the proximal ones."""
 
 
 class LocalTrainer:
@@ -60,10 +72,12 @@ class LocalTrainer:
         temperature: float,
         total_steps: int,
         version: PolicyVersion,
+        max_staleness: int | None = None,
     ) -> None:
         """Take over `model`. Raises UserError for settings that contradict each other.
 
         `temperature` is the one the rollout samples at; `total_steps` is the run's length, for the learning rate.
+        Tokens more than `max_staleness` versions old stay in context and reward and get no gradient; None trains all.
         """
         if not temperature > 0:
             raise UserError(f"training needs sampled trajectories: got temperature {temperature}, allowed is above 0")
@@ -84,6 +98,8 @@ class LocalTrainer:
             self._parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
         self._num_updates = 0
+        self._max_staleness = max_staleness
+        self._alarms = Alarms(algorithm)
 
     @property
     def version(self) -> PolicyVersion:
@@ -99,9 +115,11 @@ class LocalTrainer:
         """
         settings, start = self._settings, self._version
         assert batch.step == start.number + 1, f"batch of train step {batch.step} came to version {start.number}"
+        oldest = oldest_trained(batch, self._max_staleness)
         parts = minibatches(
             batch.groups,
             ESTIMATORS[self._algorithm.name](batch.groups),
+            oldest=oldest,
             num_minibatches=settings.num_minibatches,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             device=self.model.device,
@@ -119,9 +137,10 @@ class LocalTrainer:
         num_updates = settings.num_epochs * settings.num_minibatches
         # The only update of a step starts from the proximal policy, so its own logprobs are the proximal ones. It also
         # needs no copy to go back to: divergence is noticed before the weights change.
-        proximal = [self._proximal(part) if num_updates > 1 else [None] * len(part.microbatches) for part in parts]
+        is_known = num_updates > 1 or self._algorithm.correction == "second_moment"
+        proximal = [self._proximal(part) if is_known else [None] * len(part.microbatches) for part in parts]
         before = self._snapshot() if num_updates > 1 else None
-        totals = _Totals(version=start.number)
+        totals = Totals(version=start.number)
         try:
             for _ in range(settings.num_epochs):
                 for part, fixed in zip(parts, proximal, strict=True):
@@ -133,7 +152,9 @@ class LocalTrainer:
             raise
         self._num_updates += num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
-        return {**batch_metrics(batch), **totals.metrics(), "policy/lr": lr}
+        metrics = {**batch_metrics(batch, oldest=oldest), **totals.metrics(), "policy/lr": lr}
+        self._alarms.watch(metrics)
+        return metrics
 
     def publish(self) -> Weights:
         """Return a copy of the current weights, on the trainer's device, under their `state_dict` names."""
@@ -202,7 +223,7 @@ class LocalTrainer:
         """[B, K] for each microbatch, under the weights as they are now."""
         return [self._logprobs(micro, with_entropy=False)[0] for micro in part.microbatches]
 
-    def _update(self, step: int, part: MiniBatch, proximal: Iterable[torch.Tensor | None], totals: _Totals) -> None:
+    def _update(self, step: int, part: MiniBatch, proximal: _Proximal, totals: Totals) -> None:
         """Make one optimiser update, or raise TrainingDiverged before the weights change."""
         algorithm = self._algorithm
         shape = LossShape(
@@ -211,6 +232,7 @@ class LocalTrainer:
             aggregation=algorithm.aggregation,
             divisor=divisor(part.num_trajectories, part.num_trained_tokens, algorithm.aggregation),
         )
+        correction = correction_shape(algorithm, part, proximal)
         self._optimizer.zero_grad(set_to_none=True)
         part_loss = 0.0
         for micro, fixed in zip(part.microbatches, proximal, strict=True):
@@ -224,10 +246,12 @@ class LocalTrainer:
                     advantages=micro.advantages,
                     mask=micro.mask,
                 )
-                loss = OBJECTIVES[algorithm.name](inputs, shape)
+                anchor = CORRECTIONS[algorithm.correction](inputs, correction)
+                loss = OBJECTIVES[algorithm.name](inputs, anchor, shape)
             if micro.has_gradient:
                 loss.loss.backward()  # type: ignore[no-untyped-call]
-            part_loss += _finite(totals.add(micro, inputs, loss, entropy), "the loss", step, self._version, [micro])
+            value = totals.add(micro, inputs, anchor, loss, entropy)
+            part_loss += _finite(value, "the loss", step, self._version, [micro])
         if not any(micro.has_gradient for micro in part.microbatches):
             for parameter in self._parameters.values():
                 parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
@@ -250,73 +274,17 @@ class LocalTrainer:
         load_optimizer_tensors(self._optimizer, self._parameters, moments)
 
 
-@dataclass(slots=True)
-class _Totals:
-    """Sums over the trained tokens of a train step, over all its updates."""
-
-    version: int
-    """The trainer's at the start of the step."""
-    losses: list[float] = field(default_factory=list)
-    """One per update, as are `grad_norms`."""
-    grad_norms: list[float] = field(default_factory=list)
-    tokens: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    current: float = 0.0
-    """Tokens sampled from `version`: on these engine and trainer hold equal weights. The next three are of these."""
-    k3: float = 0.0
-    abs_diff: float = 0.0
-    max_diff: float = 0.0
-    real: int = 0
-    """Tokens fed, and with padding: places."""
-    places: int = 0
-
-    @torch.no_grad()
-    def add(self, micro: MicroBatch, inputs: LossInputs, loss: Loss, entropy: torch.Tensor) -> float:
-        """Add one microbatch and return its loss. The only place where the host waits for the device."""
-        current = inputs.mask & (micro.policy_versions == self.version)
-        diff = torch.where(current, inputs.proximal_logprobs - inputs.behavior_logprobs, 0.0)
-        sums = (
-            loss.loss.detach(),
-            inputs.mask.sum(),
-            torch.where(inputs.mask, entropy, 0.0).sum(),
-            loss.is_clipped.sum(),
-            current.sum(),
-            (
-                diff.expm1() - diff
-            ).sum(),  # k3 of KL(behavior ‖ proximal): r − 1 − log r with r = π_proximal / π_behavior
-            diff.abs().sum(),
-            diff.abs().max(),
-        )
-        value, tokens, entropy_sum, clipped, num_current, k3, abs_diff, max_diff = torch.stack(
-            [item.float() for item in sums]
-        ).tolist()
-        self.tokens += tokens
-        self.entropy += entropy_sum
-        self.clipped += clipped
-        self.current += num_current
-        self.k3 += k3
-        self.abs_diff += abs_diff
-        self.max_diff = max(self.max_diff, max_diff)
-        self.real += micro.num_tokens
-        self.places += micro.input_ids.numel()
-        return float(value)
-
-    def metrics(self) -> dict[str, float]:
-        """Return means. `policy/loss` and `policy/grad_norm` (before clipping) are means over updates."""
-        tokens = max(1.0, self.tokens)
-        found = {
-            "policy/loss": statistics.fmean(self.losses),
-            "policy/entropy": self.entropy / tokens,
-            "policy/clip_frac": self.clipped / tokens,
-            "policy/grad_norm": statistics.fmean(self.grad_norms),
-            "tokens/padding_frac": 1.0 - self.real / max(1, self.places),
-        }
-        if self.current:
-            found["policy/mismatch_kl"] = self.k3 / self.current
-            found["policy/logprob_diff_mean"] = self.abs_diff / self.current
-            found["policy/logprob_diff_max"] = self.max_diff
-        return found
+def correction_shape(algorithm: AlgorithmSettings, part: MiniBatch, proximal: _Proximal) -> CorrectionShape:
+    """Return what a correction is told of a whole minibatch; `second_moment` needs its proximal logprobs."""
+    cutoff = math.inf
+    if algorithm.correction == "second_moment":
+        apart = [
+            (fixed - micro.behavior_logprobs)[micro.mask]
+            for micro, fixed in zip(part.microbatches, proximal, strict=True)
+            if fixed is not None
+        ]
+        cutoff = second_moment_cutoff(apart, algorithm.second_moment_limit)
+    return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)
 
 
 def _finite(value: float, what: str, step: int, version: PolicyVersion, micros: Iterable[MicroBatch]) -> float:

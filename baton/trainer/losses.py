@@ -1,8 +1,12 @@
 """Policy-gradient objectives as pure functions of tensors, in shared words: log-ratio, clip, aggregate, masks.
 
-To join: write a function with `Objective`'s signature and name it in `OBJECTIVES`. Rows whose advantage is 0 are run
-without gradient, so an objective must be flat in them.
+To join: write a function with `Objective`'s signature and name it in `OBJECTIVES`. Rows whose advantages are 0 are
+run without gradient, so an objective must be flat in them.
 Shapes: B trajectories, K places of a padded row. Masks are True at tokens that are trained.
+
+Three policies. `behavior` sampled the tokens, `proximal` is the policy at the start of the train step, and the one
+being optimised carries the gradient. A correction (`corrections.py`) turns the first two into an `Anchor`: what the
+ratio is taken against, and a weight per token.
 
 Normalisers. A minibatch reaches an objective in pieces (microbatches, later ranks), so no mean is taken here: sums
 are divided by a `divisor` that the caller takes over the whole minibatch, and the pieces add up to the whole.
@@ -31,9 +35,21 @@ class LossInputs:
     behavior_logprobs: torch.Tensor
     """[B, K] under the policy that sampled each token; no gradient."""
     advantages: torch.Tensor
-    """[B]"""
+    """[B, K]"""
     mask: torch.Tensor
     """[B, K] bool"""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Where an objective's ratio is taken from; made by a correction."""
+
+    logprobs: torch.Tensor
+    """[B, K] of PPO's old policy: the proximal one, or the behavior policy itself."""
+    weights: torch.Tensor
+    """[B, K] before each token's surrogate, without gradient; 0 at masked tokens."""
+    is_cut: torch.Tensor
+    """[B, K] bool: tokens whose weight the correction has truncated or set to 0; False at masked tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +75,21 @@ class Loss:
     """[B, K] bool: tokens whose gradient the clip has cut; False at masked tokens."""
 
 
-Objective = Callable[[LossInputs, LossShape], Loss]
+Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
 
-def grpo(inputs: LossInputs, shape: LossShape) -> Loss:
+def grpo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """GRPO without its KL term (arXiv 2402.03300, equation 3), minimised.
 
-    J = 1/N Σ_i 1/T_i Σ_t min(r_t A_i, clip(r_t, 1 − clip_low, 1 + clip_high) A_i), r_t = π_θ / π_proximal
+    J = 1/N Σ_i 1/T_i Σ_t w_t min(r_t A_i, clip(r_t, 1 − clip_low, 1 + clip_high) A_i), r_t = π_θ / π_anchor
     for `sequence_mean`; `token_mean` (arXiv 2503.14476, equation 8) takes 1/ΣT_i Σ_i Σ_t instead.
     """
-    advantages = inputs.advantages[:, None]
-    ratio = log_ratio(inputs.logprobs, inputs.proximal_logprobs, inputs.mask).exp()
-    unclipped = ratio * advantages
-    clipped = clip(ratio, shape.clip_low, shape.clip_high) * advantages
-    surrogate = torch.minimum(unclipped, clipped)
+    ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp()
+    unclipped = ratio * inputs.advantages
+    clipped = clip(ratio, shape.clip_low, shape.clip_high) * inputs.advantages
+    surrogate = anchor.weights * torch.minimum(unclipped, clipped)
     loss = -aggregate(surrogate, inputs.mask, shape.aggregation) / shape.divisor
-    return Loss(loss, ratio.detach(), (clipped < unclipped).detach())
+    return Loss(loss, ratio.detach(), (inputs.mask & (clipped < unclipped)).detach())
 
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from baton.trainer.advantages import ESTIMATORS
 
 Aggregation = Literal["sequence_mean", "token_mean"]
 Decay = Literal["constant", "linear", "cosine"]
+CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop", "opsm", "second_moment"]
 
 
 class AlgorithmSettings(Settings):
@@ -25,6 +26,16 @@ class AlgorithmSettings(Settings):
     """… and below 1 + clip_high; a larger one than clip_low (0.28 in DAPO) lets rare tokens grow faster."""
     aggregation: Aggregation = "sequence_mean"
     """`sequence_mean` gives every trajectory the same weight (GRPO), `token_mean` every token (DAPO)."""
+    correction: CorrectionName = "token_tis"
+    """How tokens sampled by another policy than the one that is trained are weighted (docs/algorithms.md)."""
+    weight_cap: float = Field(default=2.0, ge=1)
+    """Largest importance weight: truncated to it, or by `icepop` dropped above it."""
+    weight_floor: float = Field(default=0.5, ge=0, le=1)
+    """Smallest importance weight that `icepop` keeps."""
+    opsm_delta: float = Field(default=1e-4, ge=0)
+    """Nats per token by which the policy may have left a bad trajectory behind before `opsm` drops it."""
+    second_moment_limit: float = Field(default=0.04, gt=0)
+    """`second_moment` drops tokens until the mean square of the others' log weights is at most this."""
 
     @field_validator("name")
     @classmethod

@@ -36,17 +36,21 @@ def stepped(batch, model=None, **settings):
 # ---- what the update is ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("correction", ["none", "token_tis"])
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
-def test_the_gradient_is_that_of_the_formula_trajectory_by_trajectory(aggregation):
+def test_the_gradient_is_that_of_the_formula_trajectory_by_trajectory(aggregation, correction):
     batch, temperature = random_batch(1), 0.8
     model, advantages = tiny_model(), group_relative(batch.groups)
-    # At ratio 1 the gradient of the objective is Σ_i w_i Σ_t A_i ∇ log π, unclipped: no microbatch, no padding here.
+    # At ratio 1 the gradient of the objective is Σ_i c_i Σ_t w_t A_i ∇ log π, unclipped: nothing is cut or padded here.
     lengths = [t.num_tokens for t in batch.trajectories]
     objective = torch.zeros(())
     for trajectory in batch.trajectories:
         ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.token_ids]])
         logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-        terms = logprobs[len(trajectory.prompt_ids) - 1 :] * advantages[trajectory.group_id][trajectory.sample_index]
+        logprobs = logprobs[len(trajectory.prompt_ids) - 1 :]
+        terms = logprobs * advantages[trajectory.group_id][trajectory.sample_index]
+        if correction == "token_tis":
+            terms = terms * (logprobs.detach() - torch.tensor(trajectory.behavior_logprobs)).exp().clamp(max=2.0)
         objective = objective + (
             terms.mean() / len(lengths) if aggregation == "sequence_mean" else terms.sum() / sum(lengths)
         )
@@ -54,6 +58,7 @@ def test_the_gradient_is_that_of_the_formula_trajectory_by_trajectory(aggregatio
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = math.sqrt(sum(float((g**2).sum()) for g in expected.values()))
     settings = {"aggregation": aggregation, "temperature": temperature, "max_tokens_per_microbatch": 40}
+    settings["correction"] = correction
     trainer, metrics = stepped(batch, max_grad_norm=math.inf, **settings)
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, parameter in trainer.model.named_parameters():
@@ -173,8 +178,8 @@ def watched(monkeypatch):
     """Record what the objective sees."""
     seen, original = [], local.OBJECTIVES["grpo"]
 
-    def spy(inputs, shape):
-        result = original(inputs, shape)
+    def spy(inputs, anchor, shape):
+        result = original(inputs, anchor, shape)
         seen.append((inputs, result, shape))
         return result
 

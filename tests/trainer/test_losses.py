@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, divisor, grpo
+from baton.trainer.losses import OBJECTIVES, Anchor, LossInputs, LossShape, divisor
+from baton.trainer.losses import grpo as objective
 from baton.trainer.settings import AlgorithmSettings
 
 # Row 0, A = +1, ratios 1.1, 1.5, 0.9: min with clip to [0.8, 1.2] → 1.1, 1.2 (clipped), 0.9; mean 3.2 / 3
@@ -17,7 +18,14 @@ ADVANTAGES = [1.0, -2.0]
 def inputs_of(ratios, mask, advantages):
     proximal = torch.linspace(-3.0, -1.0, len(ratios) * len(ratios[0])).view(len(ratios), -1)
     logprobs = (proximal + torch.tensor(ratios).log()).requires_grad_()
-    return LossInputs(logprobs, proximal, torch.zeros_like(proximal), torch.tensor(advantages), torch.tensor(mask))
+    by_token = torch.tensor(advantages)[:, None].expand_as(proximal)
+    return LossInputs(logprobs, proximal, torch.zeros_like(proximal), by_token, torch.tensor(mask))
+
+
+def grpo(inputs, shape):
+    """Without a correction: every weight is 1."""
+    mask = inputs.mask
+    return objective(inputs, Anchor(inputs.proximal_logprobs, mask.to(inputs.logprobs.dtype), ~mask & mask), shape)
 
 
 def shape_of(aggregation, divided_by, clip_low=0.2, clip_high=0.2):
@@ -76,7 +84,8 @@ def test_loss_and_gradient_agree_with_numpy_and_finite_differences(aggregation, 
     advantages, mask = rng.normal(size=4), rng.random((4, 6)) < 0.7
     mask[3] = False
     leaf = torch.tensor(logprobs, requires_grad=True)
-    inputs = LossInputs(leaf, torch.tensor(proximal), leaf.detach(), torch.tensor(advantages), torch.tensor(mask))
+    by_token = torch.tensor(advantages)[:, None].expand_as(leaf)
+    inputs = LossInputs(leaf, torch.tensor(proximal), leaf.detach(), by_token, torch.tensor(mask))
     loss = grpo(inputs, shape_of(aggregation, divisor(4, int(mask.sum()), aggregation))).loss
     loss.backward()
     assert loss.item() == pytest.approx(by_numpy(logprobs, proximal, advantages, mask, aggregation), abs=1e-12)

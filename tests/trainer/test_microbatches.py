@@ -41,7 +41,7 @@ def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
     assert micro.mask.tolist() == [[f, f, t, t, f, t], [t, f, f, f, f, f]]
     assert micro.policy_versions.tolist() == [[0, 0, 3, 3, 0, 4], [0] * 6]
     assert micro.behavior_logprobs.tolist() == [[0, 0, -1.5, -1.5, 0, -2.5], [-4.0, 0, 0, 0, 0, 0]]
-    assert micro.advantages.tolist() == [0.5, 0.0]
+    assert micro.advantages.tolist() == [[0, 0, 0.5, 0.5, 0, 0.5], [0] * 6]
     assert (micro.group_ids, micro.num_tokens) == ((1, 2), 9)
 
 
@@ -94,13 +94,12 @@ def test_few_shapes_are_made_of_columns_and_rows_that_nobody_sees():
     plain, few = pad(all_rows, CPU), pad(all_rows, CPU, FEW_SHAPES)
     assert few.input_ids.shape == (8, 32)
     assert (few.first, few.num_tokens, few.group_ids) == (plain.first, plain.num_tokens, plain.group_ids)
-    for name in ("mask", "behavior_logprobs", "policy_versions"):
+    for name in ("mask", "behavior_logprobs", "policy_versions", "advantages"):
         whole = getattr(few, name)
         assert whole.shape == (8, 31)
         assert torch.equal(whole[:3, :20], getattr(plain, name)), name
         assert not whole[3:].any()
         assert not whole[:, 20:].any()
-    assert few.advantages.tolist() == [0.0] * 8
 
 
 def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
@@ -150,8 +149,23 @@ def test_batch_metrics_by_hand():
         "response_length/clip_ratio": 0.5,
         "staleness/mean": 8 / 6,  # the trainer holds version 3: ages 2, 0, 0 | 0 | 3 | 3
         "staleness/max": 3.0,
+        "staleness/stale_frac": 0.5,
+        "staleness/masked_frac": 0.0,
         "judge/groups_lost": 0.0,
         "tokens/trained": 6.0,
+        "tokens/masked": 0.0,
+    }
+    bounded = batch_metrics(Batch(4, (mixed, equal)), oldest=1)  # the two of version 0 are too old
+    assert {name: bounded[name] for name in bounded if name.startswith(("staleness", "tokens"))} == {
+        "staleness/mean": 2 / 4,
+        "staleness/max": 2.0,
+        "staleness/stale_frac": 1 / 6,
+        "staleness/masked_frac": 2 / 6,
+        "tokens/trained": 4.0,
+        "tokens/masked": 2.0,
+    }
+    assert {n: v for n, v in bounded.items() if n.startswith("reward")} == {
+        n: v for n, v in found.items() if n.startswith("reward")
     }
 
 

@@ -53,8 +53,15 @@ def tiny_tokenizer() -> Tokenizer:
     return scratch_tokenizer(["a tiny corpus"], 300)
 
 
-def make_trainer(model: PreTrainedModel | None = None, *, temperature: float = 1.0, **settings: object) -> LocalTrainer:
-    algorithm = AlgorithmSettings(**{k: settings.pop(k) for k in ("aggregation", "clip_high") if k in settings})
+def make_trainer(
+    model: PreTrainedModel | None = None,
+    *,
+    temperature: float = 1.0,
+    max_staleness: int | None = None,
+    **settings: object,
+) -> LocalTrainer:
+    """Settings of the algorithm and of the trainer, by name."""
+    algorithm = AlgorithmSettings(**{k: settings.pop(k) for k in AlgorithmSettings.model_fields if k in settings})
     return LocalTrainer(
         model if model is not None else tiny_model(),
         tiny_tokenizer(),
@@ -63,6 +70,7 @@ def make_trainer(model: PreTrainedModel | None = None, *, temperature: float = 1
         temperature=temperature,
         total_steps=10,
         version=PolicyVersion("first", 0),
+        max_staleness=max_staleness,
     )
 
 

@@ -1,0 +1,54 @@
+"""Signs that a run trains on what it should not, said once each time they appear."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from baton.trainer.settings import AlgorithmSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_MISMATCH_KL = 0.01
+"""Nats per token between engine and trainer at equal weights; float32 on a CPU gives 1e-9, bfloat16 engines 1e-4."""
+MIN_ESS = 0.5
+"""Effective sample size, as a share of the trained tokens."""
+MAX_MASKED_FRAC = 0.5
+"""Share of the tokens that are too old to be trained."""
+
+
+class Alarms:
+    """Compares a step's metrics with their thresholds and logs a warning when one is crossed, not while it stays so."""
+
+    def __init__(self, algorithm: AlgorithmSettings) -> None:
+        self._correction = algorithm.correction
+        self._is_on: set[str] = set()
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of one train step."""
+        checks: dict[str, tuple[Callable[[float], bool], str]] = {
+            "policy/mismatch_kl": (
+                lambda value: value > MAX_MISMATCH_KL,
+                f"policy/mismatch_kl is {{:.3g}} nats per token, above {MAX_MISMATCH_KL}: engine and trainer disagree "
+                "about equal weights; compute both in the same dtype (engine.dtype, trainer.dtype = float32) to see "
+                "which of them it is",
+            ),
+            "policy/ess": (
+                lambda value: value < MIN_ESS,
+                f"policy/ess is {{:.2f}}, below {MIN_ESS}: the policy has moved so far from the one that sampled this "
+                f"batch that only this share of its tokens counts (algorithm.correction = {self._correction!r}); lower "
+                "the staleness bound or the learning rate",
+            ),
+            "staleness/masked_frac": (
+                lambda value: value > MAX_MASKED_FRAC,
+                f"staleness/masked_frac is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; "
+                "raise the staleness bound or lower the over-provision",
+            ),
+        }
+        for name, (is_bad, sentence) in checks.items():
+            value = metrics.get(name)
+            if value is None or not is_bad(value):
+                self._is_on.discard(name)
+            elif name not in self._is_on:
+                self._is_on.add(name)
+                logger.warning(sentence.format(value))

@@ -1,0 +1,104 @@
+"""What a train step says of its tokens: sums over microbatches, and the means made of them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.trainer.batch import MicroBatch
+from baton.trainer.corrections import weights
+from baton.trainer.losses import Anchor, Loss, LossInputs
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the trained tokens of a train step, over all its updates."""
+
+    version: int
+    """The trainer's at the start of the step."""
+    losses: list[float] = field(default_factory=list)
+    """One per update, as are `grad_norms`."""
+    grad_norms: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    weight: float = 0.0
+    """Weights as the correction left them."""
+    cut: float = 0.0
+    raw_weight: float = 0.0
+    """Weights before truncation, and their squares."""
+    raw_square: float = 0.0
+    current: float = 0.0
+    """Tokens sampled from `version`: on these engine and trainer hold equal weights. The next three are of these."""
+    k3: float = 0.0
+    abs_diff: float = 0.0
+    max_diff: float = 0.0
+    real: int = 0
+    """Tokens fed, and with padding: places."""
+    places: int = 0
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, inputs: LossInputs, anchor: Anchor, loss: Loss, entropy: torch.Tensor) -> float:
+        """Add one microbatch and return its loss. The only place where the host waits for the device."""
+        current = inputs.mask & (micro.policy_versions == self.version)
+        diff = torch.where(current, inputs.proximal_logprobs - inputs.behavior_logprobs, 0.0)
+        raw = torch.where(inputs.mask, weights(inputs), 0.0)
+        sums = (
+            loss.loss.detach(),
+            inputs.mask.sum(),
+            torch.where(inputs.mask, entropy, 0.0).sum(),
+            loss.is_clipped.sum(),
+            anchor.weights.sum(),
+            anchor.is_cut.sum(),
+            raw.sum(),
+            raw.square().sum(),
+            current.sum(),
+            # k3 of KL(behavior ‖ proximal): r − 1 − log r with r = π_proximal / π_behavior
+            (diff.expm1() - diff).sum(),
+            diff.abs().sum(),
+            diff.abs().max(),
+        )
+        value, tokens, entropy_sum, clipped, weight, cut, raw_sum, raw_square, num_current, k3, abs_diff, max_diff = (
+            torch.stack([item.float() for item in sums]).tolist()
+        )
+        self.tokens += tokens
+        self.entropy += entropy_sum
+        self.clipped += clipped
+        self.weight += weight
+        self.cut += cut
+        self.raw_weight += raw_sum
+        self.raw_square += raw_square
+        self.current += num_current
+        self.k3 += k3
+        self.abs_diff += abs_diff
+        self.max_diff = max(self.max_diff, max_diff)
+        self.real += micro.num_tokens
+        self.places += micro.input_ids.numel()
+        return float(value)
+
+    def metrics(self) -> dict[str, float]:
+        """Return means. `policy/loss` and `policy/grad_norm` (before clipping) are means over updates.
+
+        `policy/ess` is Kish's effective sample size (Σw)² / Σw² as a share of the trained tokens, of the weights
+        π_proximal / π_behavior as they are before any truncation: it says how far apart the two policies are,
+        whatever the correction makes of it.
+        """
+        tokens = max(1.0, self.tokens)
+        found = {
+            "policy/loss": statistics.fmean(self.losses),
+            "policy/entropy": self.entropy / tokens,
+            "policy/clip_frac": self.clipped / tokens,
+            "policy/weight_mean": self.weight / tokens,
+            "policy/weight_cut_frac": self.cut / tokens,
+            "policy/grad_norm": statistics.fmean(self.grad_norms),
+            "tokens/padding_frac": 1.0 - self.real / max(1, self.places),
+        }
+        if self.raw_square:
+            found["policy/ess"] = self.raw_weight**2 / (self.tokens * self.raw_square)
+        if self.current:
+            found["policy/mismatch_kl"] = self.k3 / self.current
+            found["policy/logprob_diff_mean"] = self.abs_diff / self.current
+            found["policy/logprob_diff_max"] = self.max_diff
+        return found
