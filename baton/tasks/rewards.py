@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -117,6 +118,7 @@ class Judge:
         self._waiting: dict[int, Trajectory] = {}
         self._next_id = 0
         self._unanswered: dict[str, int] = {}
+        self._last_sign_s = 0.0
         self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
         self._parts = {r.name: self._part(r) for r in rewards}
         self._patience_s = self._longest_call_s()
@@ -131,6 +133,8 @@ class Judge:
 
     def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
         """Have a finished trajectory judged; `collect` or `drain` gives it back, in any order."""
+        if not self._waiting:
+            self._last_sign_s = time.monotonic()
         place, self._next_id = self._next_id, self._next_id + 1
         self._waiting[place] = trajectory
         begun = self._begin(prompt, response, trajectory.token_ids)
@@ -139,24 +143,32 @@ class Judge:
         else:
             begun.add_done_callback(lambda done: self._finished.put((place, done)))
 
-    def collect(self) -> list[Judged]:
-        """Return what has been judged so far, without waiting. Raises UserError where a judge cannot work at all."""
-        found = []
-        while not self._finished.empty():
-            found.append(self._take(self._finished.get()))
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        """Return what has been judged, waiting at most `timeout_s` for the first.
+
+        Raises UserError where a judge cannot work at all, and DeadlineExceeded naming who gave no sign for too long.
+        """
+        found: list[Judged] = []
+        while self._waiting:
+            try:
+                finished = self._finished.get(timeout=0.0 if found else timeout_s)
+            except queue.Empty:
+                break
+            self._last_sign_s = time.monotonic()
+            found.append(self._take(finished))
+        silence_s = time.monotonic() - self._last_sign_s
+        if not found and self._waiting and silence_s > self._patience_s:
+            some = ", ".join(t.name for t in list(self._waiting.values())[:4])
+            raise DeadlineExceeded(
+                f"{self._judges()} gave no judgement for {silence_s:.0f} s while {len(self._waiting)} trajectories "
+                f"wait for it (first: {some})"
+            )
         return found
 
     def drain(self) -> Iterator[Judged]:
-        """Yield all that was submitted and not yet collected. Raises DeadlineExceeded naming who gave no sign."""
+        """Yield all that was submitted and not yet collected, waiting for it as `collect` does."""
         while self._waiting:
-            try:
-                yield self._take(self._finished.get(timeout=self._patience_s))
-            except queue.Empty:
-                some = ", ".join(t.name for t in list(self._waiting.values())[:4])
-                raise DeadlineExceeded(
-                    f"{self._judges()} gave no judgement for {self._patience_s:.0f} s while {len(self._waiting)} "
-                    f"trajectories wait for it (first: {some})"
-                ) from None
+            yield from self.collect(min(1.0, self._patience_s))
 
     def close(self) -> None:
         """Kill the worker processes and forget what is being judged. The next call starts them again."""

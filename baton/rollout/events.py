@@ -1,0 +1,159 @@
+"""What the scheduler hears and what it says. Counts and versions, never tokens: those stay with the runner.
+
+A trajectory is named by (group_id, sample_index). `at_s` is the time of an event on the clock of whoever drives the
+scheduler: the live run's, or a simulator's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A worker offers capacity."""
+
+    at_s: float
+    worker: int
+    slots: int
+    """Trajectories it generates at once."""
+    queue: int = 0
+    """Leases it wants beyond that, so that a free slot never waits for one."""
+
+
+class Left(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A worker is gone, with whatever it had not reported."""
+
+    at_s: float
+    worker: int
+
+
+class Grew(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Tokens of one version have arrived."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+    version: int
+    num_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A trajectory is complete; its tokens have been heard of before."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+
+
+class PutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A lease has ended without finishing its trajectory: aborted, or refused by the worker."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+
+
+class Rewarded(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A finished trajectory is judged; without a reward where there is no judgement."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+    reward: float | None
+
+
+class VersionMade(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The trainer has made a version, and workers should serve it."""
+
+    at_s: float
+    version: int
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The workers serve the version that was loaded."""
+
+    at_s: float
+    version: int
+
+
+class BatchWanted(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The trainer can take a batch."""
+
+    at_s: float
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The workers are wanted for something else: put down everything, start nothing."""
+
+    at_s: float
+
+
+class Resumed(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """They are free again."""
+
+    at_s: float
+
+
+Event = Joined | Left | Grew | Finished | PutDown | Rewarded | VersionMade | Serving | BatchWanted | Paused | Resumed
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Begin a group with the next prompt, or with that of a group which was dropped."""
+
+    group_id: int
+    again: int | None = None
+    """The dropped group whose prompt is tried once more."""
+
+
+class Assign(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Lease a trajectory to a worker."""
+
+    worker: int
+    group_id: int
+    sample_index: int
+    version: int
+    is_exact: bool
+    """Serve exactly this version, else at least it."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Have the worker put a trajectory down and report what it has."""
+
+    worker: int
+    group_id: int
+    sample_index: int
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Forget a trajectory's tokens: it is generated again from its prompt."""
+
+    group_id: int
+    sample_index: int
+
+
+class Discard(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A group will not be trained."""
+
+    group_id: int
+    cause: str
+    """`filtered` or `dropped`."""
+
+
+class Deliver(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The batch of the next train step."""
+
+    step: int
+    group_ids: tuple[int, ...]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Have the workers switch to a version; nothing stands in the way."""
+
+    version: int
+
+
+Command = Open | Assign | Abort | Restart | Discard | Deliver | Load

@@ -1,0 +1,364 @@
+"""Which trajectory runs where, when it is put down, and which groups make a batch. Events in, commands out.
+
+No clock, no I/O, no torch, no tokens: the live run and a simulator drive the same object. Every trajectory is in one
+state, and its tokens in one account of the `Ledger`:
+
+    Open ─▶ pending ──Assign──▶ leased ──Finished──▶ judging ──Rewarded──▶ judged ─▶ (group complete) ─▶ buffer
+              ▲  ▲                 │                                           │                          │
+              │  └──── PutDown ◀───┤ Abort                              filtered, dropped              Deliver
+              └─────── Left ◀──────┘
+
+One rule opens groups in all modes: N of them may have been submitted by version v,
+
+    sync, async   floor((N − 1) / batch_groups) ≤ v + max_staleness        (AReaL, arXiv 2505.24298, equation 3)
+    partial       at most overprovision × batch_groups of them in no batch   (APRIL, arXiv 2509.18521)
+
+where groups that are filtered or dropped leave N. `sync` is the first with max_staleness 0. `sync` and `partial`
+generate only while a batch is wanted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from baton.buffer import Buffer
+from baton.errors import UserError
+from baton.rollout.events import (
+    Abort,
+    Assign,
+    BatchWanted,
+    Command,
+    Deliver,
+    Discard,
+    Event,
+    Finished,
+    Grew,
+    Joined,
+    Left,
+    Load,
+    Open,
+    Paused,
+    PutDown,
+    Restart,
+    Resumed,
+    Rewarded,
+    Serving,
+    VersionMade,
+)
+from baton.rollout.ledger import Ledger, StepCounts
+from baton.rollout.overprovision import next_overprovision
+from baton.rollout.settings import FILTERED_LIMIT, Rules
+from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory, Worker
+
+
+class RolloutScheduler:
+    """The decisions of the rollout side."""
+
+    def __init__(self, rules: Rules, *, version: int = 0, next_group_id: int = 0) -> None:
+        """Begin at a version that has consumed as many batches."""
+        self.rules = rules
+        self.version = version
+        """The trainer's; as many batches have been delivered, or one more while it steps."""
+        self.overprovision = rules.overprovision
+        self.ledger = Ledger()
+        self.step = StepCounts()
+        """Of the batch that is being made."""
+        self._delivered = version
+        self._next_group_id = next_group_id
+        self._groups: dict[int, TrackedGroup] = {}
+        self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
+        self._workers: dict[int, Worker] = {}
+        self._pending: list[tuple[bool, int, int]] = []
+        """Heap of (has no tokens, group id, sample index): what was put down goes first, the oldest first."""
+        self._dropped: deque[tuple[int, int]] = deque()
+        """(group id, times tried) of dropped groups whose prompts are to be tried again."""
+        self._num_leased = 0
+        self._is_wanted = False
+        self._is_paused = False
+        self._is_changing = True
+        """Whether a version is made that is not yet served; nothing is assigned then, but for `keep`."""
+        self._served: int | None = None
+        """The version that the workers were last known to serve."""
+        self._is_loading = False
+        self._last_s = 0.0
+        self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
+            Joined: self._joined,
+            Left: self._left,
+            Grew: self._grew,
+            Finished: self._finished,
+            PutDown: self._put_down,
+            Rewarded: self._rewarded,
+            VersionMade: self._version_made,
+            Serving: self._serving,
+            BatchWanted: self._batch_wanted,
+            Paused: self._paused,
+            Resumed: self._resumed,
+        }
+
+    def take_up(self, carried: Sequence[TrackedGroup]) -> list[Command]:
+        """Go on with the unconsumed groups of an earlier process, before the first event."""
+        commands: list[Command] = []
+        for group in carried:
+            assert group.group_id < self._next_group_id, f"group {group.group_id} is to be opened yet"
+            self._groups[group.group_id] = group
+            self._buffer.opened(group.group_id)
+            self.ledger.generated += group.num_tokens
+            for member in group.members:
+                if member.state is State.PENDING:
+                    self._put_back(member)
+            if not group.num_unjudged:
+                self._complete(group, commands)
+        return commands
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take one event; return what is to be done, in order. Times never go back."""
+        elapsed_s = event.at_s - self._last_s
+        if elapsed_s > 0:
+            self.step.pass_time(elapsed_s, self._num_leased, sum(w.slots for w in self._workers.values()))
+            self._last_s = event.at_s
+        commands: list[Command] = []
+        self._handlers[type(event)](event, commands)
+        self._deliver(commands)
+        self._assign(commands)
+        return commands
+
+    @property
+    def num_leased(self) -> int:
+        """Trajectories in the hands of workers."""
+        return self._num_leased
+
+    @property
+    def num_open(self) -> int:
+        """Groups that are in no batch yet."""
+        return len(self._buffer)
+
+    @property
+    def num_carried_tokens(self) -> int:
+        """Tokens of groups that are in no batch yet."""
+        return sum(t.num_tokens for g in self._groups.values() for t in g.members)
+
+    def groups(self) -> Iterable[TrackedGroup]:
+        """The groups that are in no batch yet."""
+        return self._groups.values()
+
+    def take_step_counts(self) -> StepCounts:
+        """Return what was counted since the last call, and begin anew."""
+        taken, self.step = self.step, StepCounts()
+        return taken
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _joined(self, event: Joined, commands: list[Command]) -> None:
+        assert event.worker not in self._workers, f"worker {event.worker} joined twice"
+        self._workers[event.worker] = Worker(event.slots, event.queue)
+
+    def _left(self, event: Left, commands: list[Command]) -> None:
+        """What was leased there goes on elsewhere: from its last report, or in sync from its prompt (law 5)."""
+        for key in sorted(self._workers.pop(event.worker).leased):
+            trajectory = self._trajectory(*key)
+            if self.rules.mode == "sync" and trajectory.num_tokens:
+                self.ledger.lose("worker_left", trajectory.num_tokens)
+                trajectory.versions.clear()
+                trajectory.num_tokens = 0
+                commands.append(Restart(*key))
+            self._put_back(trajectory)
+        self._load_when_free(commands)
+
+    def _grew(self, event: Grew, commands: list[Command]) -> None:
+        trajectory = self._trajectory(event.group_id, event.sample_index)
+        assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} grew while {trajectory.state.name}"
+        trajectory.grow(event.version, event.num_tokens)
+        self.ledger.generated += event.num_tokens
+        self.step.generated_tokens += event.num_tokens
+
+    def _finished(self, event: Finished, commands: list[Command]) -> None:
+        trajectory = self._trajectory(event.group_id, event.sample_index)
+        self._release(trajectory, State.JUDGING)
+        self.step.finished += 1
+        self._load_when_free(commands)
+
+    def _put_down(self, event: PutDown, commands: list[Command]) -> None:
+        self._put_back(self._release(self._trajectory(event.group_id, event.sample_index), State.PENDING))
+        self._load_when_free(commands)
+
+    def _rewarded(self, event: Rewarded, commands: list[Command]) -> None:
+        trajectory = self._trajectory(event.group_id, event.sample_index)
+        assert trajectory.state is State.JUDGING, f"trajectory {trajectory.name} judged while {trajectory.state.name}"
+        trajectory.state, trajectory.reward = State.JUDGED, event.reward
+        group = self._groups[event.group_id]
+        group.num_unjudged -= 1
+        if not group.num_unjudged:
+            self._complete(group, commands)
+
+    def _version_made(self, event: VersionMade, commands: list[Command]) -> None:
+        assert event.version == self._delivered, f"version {event.version} made of {self._delivered} batches"
+        self.version, self._is_changing = event.version, True
+        if self.rules.on_new_version == "resume":
+            self._abort_all(commands)
+        if self.rules.on_new_version == "keep":
+            self._is_loading = True
+            commands.append(Load(event.version))
+        self._load_when_free(commands)
+
+    def _serving(self, event: Serving, commands: list[Command]) -> None:
+        self._is_loading, self._served = False, event.version
+        self._is_changing = event.version != self.version
+        self._load_when_free(commands)
+
+    def _batch_wanted(self, event: BatchWanted, commands: list[Command]) -> None:
+        assert not self._is_wanted, "a batch is wanted already"
+        assert self._delivered == self.version, "a batch is wanted while the last one is being trained"
+        self._is_wanted = True
+
+    def _paused(self, event: Paused, commands: list[Command]) -> None:
+        self._is_paused = True
+        self._abort_all(commands)
+
+    def _resumed(self, event: Resumed, commands: list[Command]) -> None:
+        self._is_paused = False
+
+    # ---- decisions ---------------------------------------------------------------------------------------------------
+
+    def _may_open(self) -> bool:
+        rules = self.rules
+        if rules.mode == "partial":
+            return len(self._buffer) < rules.max_outstanding(self.overprovision)
+        submitted = self._delivered * rules.batch_groups + len(self._buffer)
+        return submitted // rules.batch_groups <= self.version + rules.max_staleness
+
+    def _is_generating(self) -> bool:
+        if self._is_paused or self._served is None or (self._is_changing and self.rules.on_new_version != "keep"):
+            return False
+        return self._is_wanted or self.rules.mode == "async"
+
+    def _assign(self, commands: list[Command]) -> None:
+        """Fill the places that are free: with what was put down, then what waits, then a new group."""
+        if not self._is_generating():
+            return
+        most = self.rules.max_concurrency or math.inf
+        is_exact = self.rules.on_new_version != "keep"
+        while self._num_leased < most:
+            found = min(self._workers.items(), key=_fullness, default=None)
+            if found is None or len(found[1].leased) >= found[1].slots + found[1].queue:
+                return
+            if not self._pending:
+                if not self._may_open():
+                    return
+                self._open(commands)
+            _, group_id, sample_index = heapq.heappop(self._pending)
+            trajectory = self._trajectory(group_id, sample_index)
+            number, worker = found
+            worker.leased.add((group_id, sample_index))
+            trajectory.state, trajectory.worker = State.LEASED, number
+            self._num_leased += 1
+            if trajectory.num_tokens:
+                self.step.resumed += 1
+                self.step.reprefilled_tokens += trajectory.num_tokens
+            commands.append(Assign(number, group_id, sample_index, self._served or 0, is_exact))
+
+    def _open(self, commands: list[Command]) -> None:
+        again, attempts = self._dropped.popleft() if self._dropped else (None, 0)
+        group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
+        group = TrackedGroup.new(group_id, self.rules.group_size, opened_at=self.version, attempts=attempts)
+        self._groups[group_id] = group
+        self._buffer.opened(group_id)
+        for member in group.members:
+            heapq.heappush(self._pending, (True, group_id, member.sample_index))
+        commands.append(Open(group_id, again))
+
+    def _complete(self, group: TrackedGroup, commands: list[Command]) -> None:
+        """Into the buffer with it, unless it has nothing to teach (DAPO, arXiv 2503.14476, section 3.2)."""
+        if self.rules.dynamic_sampling and group.has_equal_rewards:
+            self._buffer.closed(group.group_id)
+            self._discard(group, "filtered", commands)
+            self.step.filtered_groups += 1
+            limit = FILTERED_LIMIT * self.rules.batch_groups
+            if self.step.filtered_groups >= limit:
+                raise UserError(
+                    f"rollout.dynamic_sampling rejected {limit} groups for one batch of {self.rules.batch_groups}: all "
+                    "members had equal rewards; take tasks that are neither too easy nor too hard, a larger "
+                    "group_size, or dynamic_sampling = false"
+                )
+        else:
+            self._buffer.completed(group.group_id, group.oldest_version(default=self.version))
+
+    def _deliver(self, commands: list[Command]) -> None:
+        """Hand out the batch that is wanted as soon as there is one."""
+        if not self._is_wanted or self._buffer.num_complete < self.rules.batch_groups:
+            return
+        waits = self.rules.stale == "wait"
+        unfinished = (g.oldest_version(default=self.version) for g in self._groups.values() if g.num_unjudged)
+        take = self._buffer.take(self.version, unfinished if waits else ())
+        for group_id in take.expired:
+            self._drop(self._groups[group_id], commands)
+        if not take.group_ids:
+            return
+        floor = self.version - self.rules.max_staleness
+        for group_id in take.group_ids:
+            group = self._groups.pop(group_id)
+            tokens, masked = group.num_tokens, group.num_tokens_before(floor)
+            self.ledger.trained += tokens - masked
+            self.ledger.masked += masked
+            self.step.consume(group, masked, self.version)
+        self._is_wanted = False
+        self._delivered += 1
+        self.step.carried_groups = len(self._buffer)
+        if self.rules.mode == "partial":
+            self._abort_all(commands)
+        if self.rules.is_adaptive:
+            self.overprovision = next_overprovision(self.overprovision, self.step.measured())
+        commands.append(Deliver(self._delivered, take.group_ids))
+
+    def _drop(self, group: TrackedGroup, commands: list[Command]) -> None:
+        """Try a group's prompt again under a new id, or give it up."""
+        if group.attempts < self.rules.max_requeues:
+            self._dropped.append((group.group_id, group.attempts + 1))
+            self.step.requeued_groups += 1
+        else:
+            self.step.dropped_groups += 1
+        self._discard(group, "dropped", commands)
+
+    def _discard(self, group: TrackedGroup, cause: str, commands: list[Command]) -> None:
+        del self._groups[group.group_id]
+        if cause == "filtered":
+            self.ledger.filtered += group.num_tokens
+        else:
+            self.ledger.dropped += group.num_tokens
+        commands.append(Discard(group.group_id, cause))
+
+    def _abort_all(self, commands: list[Command]) -> None:
+        for number, worker in self._workers.items():
+            commands += [Abort(number, *key) for key in sorted(worker.leased)]
+
+    def _load_when_free(self, commands: list[Command]) -> None:
+        """Have a version loaded once nobody runs under the old one."""
+        if self._is_changing and not self._is_loading and not self._num_leased:
+            self._is_loading = True
+            commands.append(Load(self.version))
+
+    # ---- states ------------------------------------------------------------------------------------------------------
+
+    def _trajectory(self, group_id: int, sample_index: int) -> TrackedTrajectory:
+        return self._groups[group_id].members[sample_index]
+
+    def _release(self, trajectory: TrackedTrajectory, state: State) -> TrackedTrajectory:
+        assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} is {trajectory.state.name}, not leased"
+        self._workers[trajectory.worker].leased.remove((trajectory.group_id, trajectory.sample_index))
+        self._num_leased -= 1
+        trajectory.state = state
+        return trajectory
+
+    def _put_back(self, trajectory: TrackedTrajectory) -> None:
+        if trajectory.state is State.LEASED:  # its worker has left
+            self._num_leased -= 1
+        trajectory.state = State.PENDING
+        heapq.heappush(self._pending, (not trajectory.num_tokens, trajectory.group_id, trajectory.sample_index))
+
+
+def _fullness(item: tuple[int, Worker]) -> tuple[float, int]:
+    number, worker = item
+    return len(worker.leased) / max(1, worker.slots), number

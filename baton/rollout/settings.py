@@ -1,0 +1,169 @@
+"""[rollout]: what is generated, by whom it is waited for, and how old it may become."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from baton.buffer import Consume, Stale
+from baton.settings import Settings
+from baton.types import SamplingParams
+
+Mode = Literal["sync", "partial", "async"]
+OnNewVersion = Literal["drain", "resume", "keep"]
+
+DEFAULT_OVERPROVISION = 2.0
+DEFAULT_MAX_STALENESS = 4
+MAX_AUTO_OVERPROVISION = 4.0
+FILTERED_LIMIT = 20
+"""Groups that dynamic sampling may reject for each one that a batch needs, before the run stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`RolloutSettings` with every default filled in: what the scheduler goes by."""
+
+    mode: Mode = "sync"
+    batch_groups: int = 32
+    group_size: int = 8
+    overprovision: float = 1.0
+    """Groups outstanding per group that a batch needs; infinite where only `max_concurrency` bounds them."""
+    is_adaptive: bool = False
+    """Whether `overprovision` is a first value that changes with what is measured."""
+    max_concurrency: int | None = None
+    max_staleness: int = 0
+    on_new_version: OnNewVersion = "drain"
+    consume: Consume = "submission"
+    stale: Stale = "mask"
+    max_requeues: int = 2
+    dynamic_sampling: bool = False
+
+    def max_outstanding(self, overprovision: float) -> float:
+        """Groups that `partial` lets be open at once."""
+        return (
+            max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
+            if (math.isfinite(overprovision))
+            else math.inf
+        )
+
+
+class RolloutSettings(Settings):
+    """[rollout] what is generated, and how far it may run ahead of training."""
+
+    mode: Mode = "sync"
+    """`sync`: generate a batch, train it, publish. `partial` (APRIL): start more groups than a batch needs, stop when
+    enough are complete, carry the others on after the next version. `async` (AReaL): generate while the trainer
+    steps, as far ahead as max_staleness allows."""
+    batch_groups: int = Field(default=32, ge=1)
+    """Groups per train step."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories per group: samples of one prompt."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest response, tokens; counted over all resumes."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the trainer computes its probabilities at the same one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, beside the model's end-of-sequence ids."""
+    overprovision: float | Literal["auto"] | None = None
+    """`partial`: groups open at once per group that a batch needs, at least 1; `auto` follows the measured tail. The
+    default is 2, or no bound where max_concurrency is given."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Trajectories generated at once, over all workers; a free place goes to a waiting sibling or the next prompt."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Versions that a token may be behind the trainer and still be trained. The default is 0 for `sync`, else 4."""
+    on_new_version: OnNewVersion | None = None
+    """What becomes of running trajectories: `drain` (there are none; sync), `resume` (put down, and carried on by the
+    new weights from their ids; the default of partial and async), `keep` (async: they go on in flight with the
+    keys and values of the old weights)."""
+    consume: Consume | None = None
+    """Which complete groups make a batch: in the order of `completion` (default of partial), of `submission` (sync), or
+    the `stalest` first (async)."""
+    stale: Stale = "mask"
+    """What becomes of tokens beyond max_staleness: `mask` keeps them as context and in the reward, without a gradient;
+    `drop` tries the group's prompt again; `wait` holds the batch back until nothing left behind would exceed it."""
+    max_requeues: int = Field(default=2, ge=0)
+    """`drop`: times that a prompt is tried again before it is given up."""
+    dynamic_sampling: bool = False
+    """DAPO: groups whose rewards are all equal are left out, and others generated in their place."""
+    stall_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds without a single new token after which the run stops and names the worker."""
+
+    @field_validator("overprovision")
+    @classmethod
+    def _is_enough(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and not (1 <= value < math.inf):
+            raise ValueError('allowed is a number of at least 1, or "auto": a batch cannot be made from fewer groups')
+        return value
+
+    @model_validator(mode="after")
+    def _fits_its_mode(self) -> RolloutSettings:
+        for complaint in (*self._complaints_of_mode(), *self._complaints_of_staleness()):
+            raise ValueError(complaint)
+        return self
+
+    def _complaints_of_mode(self) -> list[str]:
+        rules, mode = self.rules(), self.mode
+        found = []
+        if mode != "partial" and self.overprovision not in (None, 1.0):
+            instead = "max_staleness bounds how far it runs ahead" if mode == "async" else 'use mode = "partial"'
+            found.append(f'overprovision: got {self.overprovision!r}, but it is of mode = "partial"; {instead}')
+        allowed = {"sync": ("drain",), "partial": ("resume",), "async": ("resume", "keep")}[mode]
+        if rules.on_new_version not in allowed:
+            found.append(
+                f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '
+                f"change it, or leave it out"
+            )
+        if mode == "sync" and rules.consume != "submission":
+            found.append(f'consume: got {rules.consume!r}, but mode = "sync" consumes in the order of submission')
+        return found
+
+    def _complaints_of_staleness(self) -> list[str]:
+        rules = self.rules()
+        found = []
+        if self.mode == "sync" and rules.max_staleness:
+            found.append(f'max_staleness: got {rules.max_staleness}, but mode = "sync" has 0; use "partial" or "async"')
+        if rules.stale == "wait" and rules.consume == "completion":
+            found.append('stale: got "wait", which needs consume = "submission" or "stalest": set one of them')
+        if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
+            found.append(
+                f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "
+                f'"{rules.stale}", allowed at most max_staleness + 1 = {rules.max_staleness + 1}: what is carried gets '
+                'too old otherwise; lower it, raise max_staleness, or take stale = "mask"'
+            )
+        return found
+
+    def rules(self) -> Rules:
+        """Fill in the defaults of the mode."""
+        is_adaptive = self.overprovision == "auto"
+        if self.mode != "partial":
+            overprovision = 1.0
+        elif isinstance(self.overprovision, float):
+            overprovision = self.overprovision
+        else:
+            is_bounded = is_adaptive or self.max_concurrency is None
+            overprovision = DEFAULT_OVERPROVISION if is_bounded else math.inf
+        staleness = self.max_staleness
+        if staleness is None:
+            staleness = 0 if self.mode == "sync" else DEFAULT_MAX_STALENESS
+        order: dict[Mode, Consume] = {"sync": "submission", "partial": "completion", "async": "stalest"}
+        return Rules(
+            mode=self.mode,
+            batch_groups=self.batch_groups,
+            group_size=self.group_size,
+            overprovision=overprovision,
+            is_adaptive=is_adaptive,
+            max_concurrency=self.max_concurrency,
+            max_staleness=staleness,
+            on_new_version=self.on_new_version or ("drain" if self.mode == "sync" else "resume"),
+            consume=self.consume or order[self.mode],
+            stale=self.stale,
+            max_requeues=self.max_requeues,
+            dynamic_sampling=self.dynamic_sampling,
+        )
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of a training rollout."""
+        return SamplingParams(self.max_new_tokens, temperature=self.temperature, stop=self.stop)
