@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.files import atomic_directory
+from baton.journal import Journal
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
 from baton.loop import Loop, LoopState, Observer
@@ -29,7 +31,8 @@ from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.port import LocalPort, WorkerPort
-from baton.rollout.runner import Runner
+from baton.rollout.runner import Parts, Runner
+from baton.rollout.sweep import Sweep
 from baton.runs import RunDirectory, without_none
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
@@ -51,6 +54,8 @@ class _Place:
     state: LoopState
     checkpoint: Path | None
     """None at the beginning."""
+    is_new: bool = True
+    """Whether there is nothing yet that could be used again."""
 
     @property
     def resume_step(self) -> int:
@@ -58,10 +63,13 @@ class _Place:
         return -1 if self.checkpoint is None else self.state.step
 
 
-def set_up_torch(threads: int) -> int:
-    """Fix the number of threads and switch deterministic algorithms on; return the number of threads."""
+def set_up_torch(threads: int, *, busy: int = 0) -> int:
+    """Fix the number of threads and switch deterministic algorithms on; return the number of threads.
+
+    threads: 0 takes all cores but those that are `busy` with something else.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = threads or allowed
+    count = threads or max(1, allowed - busy)
     torch.set_num_threads(count)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
     torch.use_deterministic_algorithms(True)
@@ -105,7 +113,8 @@ def build_loop(
     """
     if not resume:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-    threads = set_up_torch(recipe.run.threads)
+    beside = recipe.engine.processes if recipe.rollout.mode == "async" else 0
+    threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
@@ -116,17 +125,22 @@ def build_loop(
     try:
         run = _open_run(recipe, trainer, tokenizer, place, threads)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
+        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
     except BaseException:
         port.close()
         raise
+    stream = PromptStream(mixture, recipe.run.seed, place.state.position)
+    sweep, runner = _rollout_side(recipe, port, stream, judge, tokenizer, journal)
     return Loop(
         run=run,
-        stream=PromptStream(mixture, recipe.run.seed, place.state.position),
+        stream=stream,
         held_out=held_out,
         judge=judge,
         tokenizer=tokenizer,
         port=port,
-        runner=Runner(port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens),
+        sweep=sweep,
+        runner=runner,
+        journal=journal,
         trainer=trainer,
         save_checkpoint=_checkpoint_writer(recipe, run, trainer),
         metrics=metrics,
@@ -134,12 +148,34 @@ def build_loop(
         rollout=recipe.rollout,
         eval=recipe.eval,
         checkpoint=recipe.checkpoint,
-        seed=recipe.run.seed,
         num_steps=recipe.run.steps,
         state=place.state,
         last_checkpoint=place.checkpoint,
         should_stop=should_stop,
     )
+
+
+def _rollout_side(
+    recipe: Recipe, port: WorkerPort, stream: PromptStream, judge: Judge, tokenizer: Tokenizer, journal: Journal
+) -> tuple[Sweep, Runner]:
+    """Make the two who lease to the worker: for evaluations, and for training."""
+    lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
+    timeout_s, room = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
+    parts = Parts(
+        port,
+        stream,
+        judge,
+        prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
+        text=tokenizer.text,
+        sampling=lambda group_id, sample_index: sampling,
+        noise_seed=recipe.run.seed,
+        journal=journal,
+        max_context_tokens=room,
+        stall_timeout_s=timeout_s,
+        lease_ids=lease_ids,
+    )
+    sweep = Sweep(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids)
+    return sweep, Runner(parts, recipe.rollout.rules())
 
 
 def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
@@ -152,6 +188,7 @@ def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         recipe.algorithm,
         temperature=recipe.rollout.temperature,
         total_steps=recipe.run.steps,
+        max_staleness=recipe.rollout.rules().max_staleness,
         version=PolicyVersion(secrets.token_hex(4), 0),
     )
 
@@ -181,8 +218,8 @@ def _place(recipe: Recipe, observer: Observer) -> _Place:
         observer.said("warning: with trainer.compile the last bits may differ from those of a run never stopped")
     checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        observer.said(f"{path} has no checkpoint yet: beginning it again")
-        return _Place(LoopState(), None)
+        observer.said(f"{path} has no checkpoint yet: beginning it again, with the rollouts it has")
+        return _Place(LoopState(), None, is_new=False)
     state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
     if state.step >= recipe.run.steps:
         raise UserError(
@@ -190,16 +227,17 @@ def _place(recipe: Recipe, observer: Observer) -> _Place:
             f"to go on, resume with a larger run.steps"
         )
     observer.said(f"going on after step {state.step}, from {checkpoint}")
-    return _Place(state, checkpoint)
+    return _Place(state, checkpoint, is_new=False)
 
 
 def _open_run(recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
     """Make the run's directory, or bring it and the trainer to where they go on. The last act of a start."""
     resolved = without_none(recipe.model_dump(mode="json"))
-    if place.checkpoint is not None:
+    if not place.is_new:
         run = RunDirectory.open(recipe.run.path)
-        trainer.restore(place.checkpoint)
-        run.cut_after(place.state.step)
+        if place.checkpoint is not None:
+            trainer.restore(place.checkpoint)
+        run.cut_after(place.resume_step)
         run.write_resume(resolved, step=place.state.step, threads=threads)
         return run
     run = RunDirectory.create(recipe.run.path)
@@ -288,7 +326,7 @@ def evaluate_model(
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
     with judge:
         results, _ = evaluate(
-            Runner(
+            Sweep(
                 LocalPort(engine),
                 recipe.rollout.stall_timeout_s,
                 max_context_tokens=recipe.engine.max_context_tokens,

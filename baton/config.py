@@ -16,7 +16,7 @@ from baton.loop import CheckpointSettings
 from baton.metrics import LogSettings
 from baton.policy.settings import ModelSettings, ScratchSettings
 from baton.rollout.engine import EngineSettings
-from baton.rollout.runner import RolloutSettings
+from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
 from baton.tasks.demonstrations import DemonstrationSettings
 from baton.tasks.judging.settings import JudgeSettings
@@ -68,6 +68,11 @@ class Recipe(Settings):
             raise ValueError(
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
                 "trajectories of a group and needs at least 2"
+            )
+        if self.rollout.mode == "async" and not self.engine.processes:
+            raise ValueError(
+                'engine.processes: got 0, but rollout.mode = "async" generates in processes of their own: set it to at '
+                "least 1"
             )
         longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
         if longest >= self.engine.max_context_tokens:
@@ -165,6 +170,8 @@ CHANGES_BITS = (
     "model.device",
     "engine.slots",
     "engine.max_context_tokens",
+    "rollout.overprovision",
+    "rollout.max_concurrency",
     "trainer.max_tokens_per_microbatch",
 )
 """Keys that a resumed run may change, at the price of other last bits."""

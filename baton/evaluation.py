@@ -10,7 +10,7 @@ import msgspec
 from pydantic import Field
 
 from baton.policy.tokenizer import Tokenizer
-from baton.rollout.runner import Request, Runner
+from baton.rollout.sweep import Request, Sweep
 from baton.settings import Settings
 from baton.tasks.rewards import Judge, require_judged
 from baton.types import Group, Judged, Prompt, SamplingParams
@@ -74,7 +74,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 def evaluate(
-    runner: Runner,
+    sweep: Sweep,
     judge: Judge,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -90,7 +90,7 @@ def evaluate(
     """
     requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[Judged]] = [[] for _ in prompts]
-    for trajectory in runner.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
+    for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
         judge.submit(trajectory, prompts[trajectory.group_id], tokenizer.text(trajectory.token_ids))
     for judged in judge.drain():
         members[judged.trajectory.group_id].append(judged)

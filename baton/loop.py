@@ -1,27 +1,29 @@
-"""The live run, synchronous: nobody waits for anybody but in turn.
+"""The live run: who waits for whom. What is generated when is the scheduler's matter; the loop is one for all modes.
 
       stream ──prompts──▶ runner ══ leases ══▶ worker: engine
                             ▲  ◀══ reports ══════════┘
-                            └─ finished trajectory ─▶ judge ─▶ group complete
-                                                                  ▼
-      worker loads version v+1 ◀── publish ◀── trainer.step ◀── batch of version-v groups
+                            └─ finished trajectory ─▶ judge ─▶ group complete ─▶ buffer
+                                                                                   ▼
+      worker loads version v+1 ◀── publish ◀── trainer.step ◀── next_batch ◀── a batch within the staleness bound
 
 | stage    | consumes               | produces            | waits for       | unblocked by                          |
 |----------|------------------------|---------------------|-----------------|---------------------------------------|
-| generate | prompts, version v     | trajectories        | the worker      | reports; a stall deadline names it    |
+| generate | prompts, weights       | trajectories        | the worker      | reports; a stall deadline names it    |
 | judge    | a finished trajectory  | a judgement         | its judges      | an answer, or the call's deadline     |
-| train    | the batch              | version v+1         | all groups      | the last judgement                    |
+| train    | the batch              | version v+1         | the trainer     | the step's end                        |
 | publish  | version v+1            | a worker at v+1     | the worker      | its load_weights returning            |
 
-Every token's version is the trainer's, so staleness is 0 and no group ever waits over a train step.
+In `sync` and `partial` the stages take turns. In `async` the trainer steps in a thread of its own while this one keeps
+the engine processes at work; torch lets go of the interpreter's lock while it computes.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,17 +33,20 @@ from pydantic import Field
 
 from baton.errors import StorageFault, TrainingDiverged
 from baton.evaluation import EvalSettings, Evaluation, evaluate
+from baton.journal import Journal, StreamPlace
 from baton.metrics import MetricsWriter
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.engine import EngineStats
 from baton.rollout.port import WorkerPort
-from baton.rollout.runner import Request, RolloutSettings, Runner
+from baton.rollout.runner import Runner
+from baton.rollout.settings import RolloutSettings
+from baton.rollout.sweep import Sweep
 from baton.runs import RunDirectory
 from baton.settings import Settings
 from baton.tasks.rewards import Judge, failure_metrics, require_judged
 from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
-from baton.types import Batch, Group, Judged, Prompt, SamplingParams, Trajectory
+from baton.types import Batch, Group, Prompt, SamplingParams
 
 
 class CheckpointSettings(Settings):
@@ -118,7 +123,11 @@ class Loop:
     judge: Judge
     tokenizer: Tokenizer
     port: WorkerPort
+    sweep: Sweep
+    """For evaluations."""
     runner: Runner
+    """For training."""
+    journal: Journal
     trainer: Trainer
     save_checkpoint: Callable[[LoopState], Path]
     """Writes a checkpoint of the trainer and this state, whole or not at all."""
@@ -127,7 +136,6 @@ class Loop:
     rollout: RolloutSettings
     eval: EvalSettings
     checkpoint: CheckpointSettings
-    seed: int
     num_steps: int
     state: LoopState
     should_stop: Callable[[], bool] = lambda: False
@@ -135,6 +143,8 @@ class Loop:
     clock: Clock = field(default_factory=Clock)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters when the last step ended."""
+    has_begun: bool = False
+    """Whether the runner is at work; before, recorded batches are replayed."""
 
     def train(self) -> list[Evaluation]:
         """Run from the current state to the last step, or until `should_stop`; return the last evaluation.
@@ -171,13 +181,17 @@ class Loop:
                 results = self.evaluate()
             is_best = self.state.best_step != best
             if is_last or is_best or step % self.checkpoint.every == 0 or self.should_stop():
-                self.last_checkpoint = self.save_checkpoint(self.state)
+                self._save()
+        if self.has_begun:
+            with self.runner.paused():  # so that what the worker has not reported yet is in the journal
+                self.journal.commit()
         return results
 
     def close(self) -> None:
         """End the worker and close the files."""
         self.port.close()
         self.metrics.close()
+        self.journal.close()
 
     def _way_back(self) -> str:
         there = self.last_checkpoint
@@ -186,92 +200,107 @@ class Loop:
     def _step(self) -> None:
         begin = time.perf_counter()
         step = self.state.step + 1
-        prompts = self.stream.take(self.rollout.batch_groups)
-        groups = self._recorded(prompts, step)
-        if groups is None:
-            groups = self._generate(prompts, step)
-            self.run.write_groups(step, groups)
+        groups, counted = self._recorded(step) or self._next_batch(step)
         require_judged(groups, f"train step {step}")
         with self.clock.stage("train"), self.observer.phase("train", 0):
-            values = self.trainer.step(Batch(step, tuple(groups)))
-        self._publish()
+            values = self._train_on(Batch(step, tuple(groups)))
+        with self.clock.stage("weight_sync"):
+            self._publish()
+        place = self.runner.place if self.has_begun else StreamPlace(self.state.next_group_id, self.state.position)
         self.state = msgspec.structs.replace(
-            self.state,
-            step=step,
-            next_group_id=self.state.next_group_id + len(prompts),
-            position=dict(self.stream.position),
+            self.state, step=step, next_group_id=place.next_group_id, position=place.position
         )
-        values |= self._performance(groups, time.perf_counter() - begin)
+        values |= counted | self._performance(groups, counted, time.perf_counter() - begin)
         self.metrics.write(step, values)
         self.observer.stepped(step, values)
 
-    def _recorded(self, prompts: Sequence[Prompt], step: int) -> list[Group] | None:
+    def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
         """The batch of a step that a process made before it died, judgements included; None where there is none."""
-        if not self.run.has_groups(step):
+        if self.has_begun or not self.run.has_groups(step):
             return None
         groups = self.run.groups(step)
-        ids = [(group.group_id, group.prompt.prompt_id) for group in groups]
-        first = self.state.next_group_id
-        if ids != [(first + index, prompt.prompt_id) for index, prompt in enumerate(prompts)]:
-            return None
+        counted = self.journal.metrics(step)
+        self.journal.consumed(step, [group.group_id for group in groups], counted)
+        self.journal.commit()
         self.observer.said(f"step {step}: the recorded batch is used again")
-        return groups
+        return groups, counted
 
-    def _generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Grow and judge all groups of a step, in order."""
-        first = self.state.next_group_id
-        requests = [
-            Request(first + index, self.tokenizer.prompt_ids(prompt.messages), self.rollout.group_size)
-            for index, prompt in enumerate(prompts)
-        ]
-        members: list[list[Judged]] = [[] for _ in prompts]
-        total = len(prompts) * self.rollout.group_size
-        with self.observer.phase("generate", total) as done:
+    def _next_batch(self, step: int) -> tuple[list[Group], dict[str, float]]:
+        """Have the next batch generated and judged, and keep it."""
+        if not self.has_begun:
+            self._begin()
+        total = self.rollout.batch_groups * self.rollout.group_size
+        with self.clock.stage("wait_for_batch"), self.observer.phase("generate", total) as done:
+            groups = self.runner.next_batch(done)
+        counts = self.runner.scheduler.take_step_counts()
+        counted = counts.metrics()
+        is_sync = self.rollout.mode == "sync"
+        in_batch = sum(m.trajectory.num_tokens for g in groups for m in g.members)
+        counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
+        if self.runner.rules.is_adaptive:
+            counted["rollout/overprovision"] = self.runner.scheduler.overprovision
+        self.run.write_groups(step, groups)
+        self.journal.consumed(step, [group.group_id for group in groups], counted)
+        self.journal.commit()
+        return groups, counted
 
-            def keep(found: Iterable[Judged]) -> None:
-                for judged in found:
-                    members[judged.trajectory.group_id - first].append(judged)
-                    done(1)
+    def _begin(self) -> None:
+        """Let the rollout side begin where prompts, group ids and open groups are."""
+        place = self.journal.place()
+        if place is None or place.next_group_id < self.state.next_group_id:
+            place = StreamPlace(self.state.next_group_id, self.state.position)
+        self.stream.position.update(place.position)
+        carried = self.journal.open_groups()
+        newest = max((group_id for group_id in self.run.newest_group_ids()), default=-1)
+        if newest >= place.next_group_id:  # after a power cut the recorded batches may know more than the journal
+            self.stream.take(newest + 1 - place.next_group_id)
+            place = StreamPlace(newest + 1, dict(self.stream.position))
+        if carried:
+            finished = sum(t.finish_reason is not None for g in carried for t in g.members)
+            self.observer.said(f"{len(carried)} open groups go on, {finished} of their trajectories finished")
+        self.runner.begin(self.state.step, place, carried, num_batches=self.num_steps)
+        self.has_begun = True
+        self._publish()
 
-            trajectories = self.runner.rollout(
-                requests, self.rollout.sampling(), noise_seed=self.seed, version=self.trainer.version.number
-            )
-            while (trajectory := self._next(trajectories)) is not None:
-                with self.clock.stage("judge"):
-                    text = self.tokenizer.text(trajectory.token_ids)
-                    self.judge.submit(trajectory, prompts[trajectory.group_id - first], text)
-                    keep(self.judge.collect())
-            with self.clock.stage("judge"):
-                keep(self.judge.drain())
-        return [
-            Group(first + index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
-            for index, m in enumerate(members)
-        ]
+    def _train_on(self, batch: Batch) -> dict[str, float]:
+        if self.rollout.mode != "async" or not self.has_begun:
+            return self.trainer.step(batch)
+        with ThreadPoolExecutor(1, "trainer") as pool:
+            future = pool.submit(self.trainer.step, batch)
+            self.runner.run_until(lambda timeout_s: bool(wait([future], timeout_s).done))
+            return future.result()
 
-    def _next(self, trajectories: Any) -> Trajectory | None:
-        with self.clock.stage("generate"):
-            return next(trajectories, None)
+    def _save(self) -> None:
+        self.last_checkpoint = self.save_checkpoint(self.state)
+        self.journal.checkpointed(self.state.step)
 
     def _publish(self) -> None:
-        with self.clock.stage("weight_sync"):
-            weights = self.trainer.publish()
+        weights = self.trainer.publish()
+        if self.has_begun:
+            self.runner.publish(weights.tensors, weights.version)
+        else:
             self.port.load_weights(weights.tensors, weights.version)
 
-    def _performance(self, groups: Sequence[Group], step_time_s: float) -> dict[str, float]:
-        times = {"time/generate": 0.0, **{f"time/{name}": seconds for name, seconds in self.clock.take().items()}}
-        generated = sum(m.trajectory.num_tokens for g in groups for m in g.members)
+    def _performance(self, groups: Sequence[Group], counted: dict[str, float], step_time_s: float) -> dict[str, float]:
+        waited = self.runner.take_seconds()
+        hidden_s = waited.pop("hidden")
+        times = {f"time/{name}": seconds for name, seconds in {**waited, **self.clock.take()}.items()}
         before, self.stats = self.stats, self.port.stats()
         rows = self.stats.decode_rows - before.decode_rows
+        generated = counted.get("tokens/generated", 0.0)
         values = {
             **times,
             "perf/step_time": step_time_s,
             "perf/throughput": generated / step_time_s,
-            "tokens/generated": generated,
+            "perf/trajectories_per_s": sum(len(g.members) for g in groups) / step_time_s,
             **failure_metrics(groups),
         }
         if rows:  # else the batch was a recorded one
-            values["perf/generate_tokens_per_s"] = generated / times["time/generate"]
+            values["perf/generate_tokens_per_s"] = generated / (waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
+        if self.rollout.mode == "async":
+            values["time/generate_hidden"] = hidden_s
+            values["perf/overlap"] = hidden_s / max(1e-9, hidden_s + waited["generate"])
         return values
 
     def evaluate(self) -> list[Evaluation]:
@@ -281,12 +310,12 @@ class Loop:
         if self.eval.greedy:
             ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
         results: list[Evaluation] = []
-        with self.clock.stage("eval"):
+        with self.clock.stage("eval"), self.runner.paused() if self.has_begun else nullcontext():
             for sampling in ways:
                 samples = self.eval.samples if sampling.temperature else 1
                 with self.observer.phase("evaluate", 0):
                     found, _ = evaluate(
-                        self.runner,
+                        self.sweep,
                         self.judge,
                         self.tokenizer,
                         self.held_out,

@@ -5,6 +5,7 @@ runs/<name>/
   run.json            commit, versions, seed, hardware, command line
   metrics.jsonl       one row per step; tensorboard/ holds the same
   evaluations.jsonl   held-out results with their intervals
+  journal.sqlite      rollouts that are in no checkpoint yet: issued, grown, finished, judged
   trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included
   checkpoints/        step_000050/: a Hugging Face directory, with what a resume needs in baton/
   tokenizer/          to read the trajectories with
@@ -52,6 +53,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
+        self.journal = path / "journal.sqlite"
         self._trajectories = path / "trajectories"
         self._evaluations = path / "evaluations.jsonl"
 
@@ -134,6 +136,11 @@ class RunDirectory:
     def recorded_steps(self) -> list[int]:
         """Steps whose trajectories are kept, in order."""
         return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
+
+    def newest_group_ids(self) -> list[int]:
+        """Ids of the groups of the last recorded step; none where no step is recorded."""
+        steps = self.recorded_steps()
+        return [group.group_id for group in self.groups(steps[-1])] if steps else []
 
     def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
         """Keep the evaluations of a step, intervals included; a step written again replaces what follows it."""

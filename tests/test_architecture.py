@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
     ("types", "errors", "settings", "files"),
-    ("metrics", "buffer"),
+    ("metrics", "journal", "buffer"),
     ("policy",),
     ("tasks", "rollout", "trainer"),
     ("evaluation", "launch"),

@@ -11,7 +11,7 @@ from baton.evaluation import Z_95, evaluate, share_interval
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.port import LocalPort
-from baton.rollout.runner import Runner
+from baton.rollout.sweep import Sweep
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.types import Message, PolicyVersion, Prompt, SamplingParams
 
@@ -81,7 +81,7 @@ def run(samples: int, temperature: float = 1.0, max_new_tokens: int = 9):
     engine = FakeEngine(settings, PolicyVersion("e", 0), lambda group_id, sample: numbers[group_id] + sample + 1)
     judge = Judge({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], "tags")  # type: ignore[dict-item]
     sampling = SamplingParams(max_new_tokens, temperature)
-    return evaluate(Runner(LocalPort(engine)), judge, Words(), prompts, sampling, samples=samples, version=0)  # type: ignore[arg-type]
+    return evaluate(Sweep(LocalPort(engine)), judge, Words(), prompts, sampling, samples=samples, version=0)  # type: ignore[arg-type]
 
 
 def test_accuracy_and_pass_at_k_by_hand() -> None:

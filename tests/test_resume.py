@@ -23,6 +23,7 @@ from baton.policy.settings import ScratchSettings
 from baton.progress import TerminalObserver
 from baton.runs import RunDirectory
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
+from baton.types import Group
 
 NUM_KILLS = int(os.environ.get("BATON_TEST_KILLS", "20"))
 TIMES = ("time/", "perf/")
@@ -194,14 +195,14 @@ def test_a_recorded_batch_is_neither_generated_nor_judged_again(
     resumed = build_loop(wanted, TerminalObserver(console, 9), resume=True, overwrite=False)
     assert resumed.state.step == 2  # its checkpoint; steps 3 and 4 are recorded
     generated: list[int] = []
-    rollout = resumed.runner.rollout
+    next_batch = resumed.runner.next_batch
 
-    def counted(requests: Any, *arguments: Any, noise_seed: int, **named: Any) -> Any:
-        if noise_seed == wanted.run.seed:  # evaluations have a seed of their own
-            generated.extend(request.group_id for request in requests)
-        return rollout(requests, *arguments, noise_seed=noise_seed, **named)
+    def counted(*arguments: Any) -> list[Group]:
+        groups = next_batch(*arguments)
+        generated.extend(group.group_id for group in groups)
+        return groups
 
-    monkeypatch.setattr(resumed.runner, "rollout", counted)
+    monkeypatch.setattr(resumed.runner, "next_batch", counted)
     resumed.train()
     resumed.close()
     assert generated == list(range(16, 36))  # four groups a step: steps 5 to 9 only

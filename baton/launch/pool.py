@@ -107,6 +107,9 @@ class EnginePool:
         """Start the processes and wait until all serve. Raises EngineFault or DeadlineExceeded naming the process."""
         self.name = f"the {count} engine processes"
         self._slots = start.engine_settings().slots
+        self._count = count
+        self._inbox: list[FromWorker] = []
+        """Reports that came while a version was being loaded."""
         self._save_tensors = save_tensors
         self._timeout_s = timeout_s
         shared = Path("/dev/shm")
@@ -121,6 +124,11 @@ class EnginePool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def slots(self) -> int:
+        """See `WorkerPort`: over all processes."""
+        return self._count * self._slots
 
     def send(self, message: FromHub) -> None:
         """See `WorkerPort`."""
@@ -139,16 +147,12 @@ class EnginePool:
     def receive(self, timeout_s: float) -> list[FromWorker]:
         """See `WorkerPort`."""
         self._fill()
-        messages: list[FromWorker] = []
-        for process in self._ready(timeout_s):
+        for process in self._ready(0.0 if self._inbox else timeout_s):
             heard = process.hear()
             assert isinstance(heard, Progress), f"{process.name} said {type(heard).__name__} unasked"
-            process.stats = heard.stats
-            for message in heard.messages:
-                messages.append(message)
-                if ends_lease(message):
-                    process.leases.discard(message.lease_id)
+            self._take(process, heard)
         self._fill()
+        messages, self._inbox = self._inbox, []
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
@@ -195,7 +199,7 @@ class EnginePool:
         return [by_connection[c] for c in wait(list(by_connection), timeout_s) if isinstance(c, Connection)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
-        """Wait until every process serves a version; reports that come meanwhile are an error of ours."""
+        """Wait until every process serves a version; reports that come meanwhile are kept."""
         deadline = time.monotonic() + self._timeout_s
         waiting = set(self._processes)
         while waiting:
@@ -207,6 +211,11 @@ class EnginePool:
                 heard = process.hear()
                 if heard == Serving(version):
                     waiting.discard(process)
-                else:  # a late report of a lease that was put down
+                else:  # it was generating when the version came
                     assert isinstance(heard, Progress), f"{process.name} said {heard}, not that it serves {version}"
-                    process.stats = heard.stats
+                    self._take(process, heard)
+
+    def _take(self, process: EngineProcess, progress: Progress) -> None:
+        process.stats = progress.stats
+        self._inbox += progress.messages
+        process.leases.difference_update(m.lease_id for m in progress.messages if ends_lease(m))

@@ -78,7 +78,7 @@ def summarise(run: RunDirectory) -> RunReport:
         _mean(rows[:WINDOW], "reward/mean"),
         _mean(rows[-WINDOW:], "reward/mean"),
         generated,
-        generated / max(1e-9, _total(rows, "time/generate")),
+        generated / max(1e-9, _total(rows, "time/generate") + _total(rows, "time/generate_hidden")),
         generated / max(1e-9, train_time_s),
         train_time_s,
         _total(all_rows, "time/eval"),

@@ -46,6 +46,11 @@ class Engine(Protocol):
         """The weights that produce the next logits."""
         ...
 
+    @property
+    def slots(self) -> int:
+        """Trajectories generated at once."""
+        ...
+
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError for what no engine of this shape can serve (longer than its context)."""
         ...

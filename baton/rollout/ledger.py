@@ -102,7 +102,7 @@ class StepCounts:
             "tokens/reprefilled": self.reprefilled_tokens,
         }
         if self.slot_s:
-            found["rollout/slot_occupancy"] = self.busy_slot_s / self.slot_s
+            found["perf/slot_occupancy"] = self.busy_slot_s / self.slot_s
         return {name: float(value) for name, value in (found | self._by_length()).items()}
 
     def _by_length(self) -> dict[str, float]:

@@ -21,6 +21,11 @@ class WorkerPort(Protocol):
         """Who is waited for, in error messages."""
         ...
 
+    @property
+    def slots(self) -> int:
+        """Trajectories that it generates at once."""
+        ...
+
     def send(self, message: FromHub) -> None:
         """Hand over a lease or an abort; does not wait."""
         ...
@@ -49,6 +54,11 @@ class LocalPort:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    @property
+    def slots(self) -> int:
+        """See `WorkerPort`."""
+        return self._engine.slots
 
     def send(self, message: FromHub) -> None:
         """See `WorkerPort`."""

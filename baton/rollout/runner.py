@@ -1,138 +1,397 @@
-"""Carries out rollouts through a worker port: leases out, reports in, trajectories grown by `extended` alone.
+"""Carries out the scheduler's decisions: leases out through a worker port, reports in, judgements asked for.
 
-The runner keeps the payloads (trajectories, prompts); who is leased when is a decision, here the synchronous one:
-everything at once, in order. Each finished trajectory is handed on at once, so that judging overlaps with generation.
+      source ──prompt──▶ ┌────────┐ ══ lease, abort ══▶ worker port ══▶ engine
+                         │ Runner │ ◀══ reports, retries ═════════════════┘
+      judge ◀─finished── │        │ ──events──▶ RolloutScheduler ──commands──▶ back here
+        └───judgement──▶ └────────┘ ──▶ journal
+
+The runner keeps the payloads (prompts, ids, logprobs, judgements); the scheduler decides on counts. It lives in one
+thread, and works only while it is called: `next_batch` until there is one, `run_until` while the trainer steps.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import msgspec
-from pydantic import Field
-
-from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.errors import EngineFault
+from baton.journal import Issued, Journal, OpenGroup, StreamPlace
+from baton.rollout.events import (
+    Abort,
+    Assign,
+    BatchWanted,
+    Command,
+    Deliver,
+    Discard,
+    Event,
+    Finished,
+    Grew,
+    Joined,
+    Load,
+    Open,
+    Paused,
+    PutDown,
+    Restart,
+    Resumed,
+    Rewarded,
+    Serving,
+    VersionMade,
+)
 from baton.rollout.port import WorkerPort
-from baton.settings import Settings
-from baton.types import FromWorker, Lease, Report, Retry, SamplingParams, Trajectory
+from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.settings import Rules
+from baton.rollout.stall import StallWatch
+from baton.rollout.sweep import append_report, check_room
+from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory
+from baton.types import Abort as AbortLease
+from baton.types import (
+    Author,
+    FromWorker,
+    Group,
+    Judged,
+    Lease,
+    PolicyVersion,
+    Prompt,
+    Report,
+    Retry,
+    SamplingParams,
+    Trajectory,
+)
+
+MAX_REFUSALS = 8
+"""Times in a row that a worker may refuse a lease of the version it was loaded with."""
+SHORT_WAIT_S = 0.02
+"""Longest wait for a message while somebody else may be done meanwhile."""
 
 
-class RolloutSettings(Settings):
-    """[rollout] what one train step generates."""
+class Source(Protocol):
+    """Where prompts come from."""
 
-    batch_groups: int = Field(default=32, ge=1)
-    """Groups per train step."""
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories per group: samples of one prompt."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """Longest response, tokens; counted over all resumes."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer computes its probabilities at the same one."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, beside the model's end-of-sequence ids."""
-    stall_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without a single new token after which the run stops and names the worker."""
+    @property
+    def position(self) -> dict[str, int]:
+        """How far it has got."""
+        ...
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters of a training rollout."""
-        return SamplingParams(self.max_new_tokens, temperature=self.temperature, stop=self.stop)
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts."""
+        ...
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One group to be generated."""
+class Judges(Protocol):
+    """Who judges finished trajectories."""
 
-    group_id: int
-    prompt_ids: tuple[int, ...]
-    group_size: int
+    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
+        """Have a finished trajectory judged."""
+        ...
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        """Return what has been judged, waiting at most `timeout_s` for the first."""
+        ...
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a runner works with."""
+
+    port: WorkerPort
+    source: Source
+    judges: Judges
+    prompt_ids: Callable[[Prompt], tuple[int, ...]]
+    text: Callable[[Sequence[int]], str]
+    sampling: Callable[[int, int], SamplingParams]
+    """(group id, sample index) → how it is sampled."""
+    noise_seed: int
+    journal: Journal | None = None
+    max_context_tokens: int | None = None
+    stall_timeout_s: float = 300.0
+    lease_ids: Iterator[int] = field(default_factory=itertools.count)
+    """Shared with whoever else leases to the worker."""
+
+
+@dataclass(slots=True)
+class _Group:
+    issued: Issued
+    members: list[Trajectory]
+    judged: dict[int, Judged]
 
 
 class Runner:
-    """Grows trajectories on one worker."""
+    """The rollout side of a run."""
 
-    def __init__(
-        self, port: WorkerPort, stall_timeout_s: float = 300.0, *, max_context_tokens: int | None = None
-    ) -> None:
-        """`max_context_tokens` is the worker's: requests that cannot fit are refused before any is sent."""
-        self._port = port
-        self._max_context_tokens = max_context_tokens
-        self._stall_timeout_s = stall_timeout_s
-        self._next_lease_id = 0
+    def __init__(self, parts: Parts, rules: Rules) -> None:
+        self._parts, self.rules = parts, rules
+        self._watch = StallWatch(parts.port, parts.stall_timeout_s)
+        self._groups: dict[int, _Group] = {}
+        self._leases: dict[int, tuple[int, int]] = {}
+        self._lease_of: dict[tuple[int, int], int] = {}
+        self._num_judging = 0
+        self._refusals = 0
+        self._tensors: Mapping[str, Any] = {}
+        self._version: PolicyVersion | None = None
+        self._batch: list[Group] | None = None
+        self._on_judged: Callable[[int], None] = lambda count: None
+        self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
+        """Waited for the worker and the judges since `take_seconds`; `hidden`: for the worker while training."""
 
-    def rollout(
+    def begin(
         self,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        *,
-        noise_seed: int,
         version: int,
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> Iterator[Trajectory]:
-        """Yield every trajectory of the requests as it finishes, all under exactly `version`.
+        place: StreamPlace,
+        carried: Sequence[OpenGroup] = (),
+        *,
+        num_batches: float = math.inf,
+    ) -> None:
+        """Begin at a version that has consumed as many batches, with the open groups of an earlier process.
 
-        `on_tokens` hears of each report's token count. Raises EngineFault when the worker breaks the protocol or does
-        not hold the version, DeadlineExceeded when no token is made for `stall_timeout_s`, and UserError for a
-        prompt that leaves no room for a response.
+        num_batches: those of the whole run; nothing is generated beyond them.
         """
-        self._check_room(requests)
-        growing: dict[int, Trajectory] = {}
-        for request in requests:
-            for sample_index in range(request.group_size):
-                trajectory = Trajectory(request.group_id, sample_index, request.prompt_ids)
-                growing[self._next_lease_id] = trajectory
-                self._port.send(Lease(self._next_lease_id, trajectory, sampling, noise_seed, version))
-                self._next_lease_id += 1
-        last_sign_s, last_stats = time.monotonic(), self._port.stats()
-        while growing:
-            messages = self._port.receive(timeout_s=1.0)
-            stats = self._port.stats()
-            if messages or stats != last_stats:
-                last_sign_s, last_stats = time.monotonic(), stats
-            elif time.monotonic() - last_sign_s > self._stall_timeout_s:
-                waiting = ", ".join(t.name for t in list(growing.values())[:4])
-                raise DeadlineExceeded(
-                    f"{self._port.name} has made no progress for {self._stall_timeout_s:.0f} s while "
-                    f"{len(growing)} trajectories wait for it (first: {waiting})"
+        self.scheduler = RolloutScheduler(
+            self.rules, version=version, next_group_id=place.next_group_id, num_batches=num_batches
+        )
+        self._next_group_id = place.next_group_id
+        tracked = []
+        for group in carried:
+            own = _Group(group.issued, list(group.members), dict(group.judged))
+            self._groups[group.issued.group_id] = own
+            tracked.append(_tracked(own))
+        self._obey_all(self.scheduler.take_up(tracked))
+        for own in list(self._groups.values()):
+            for trajectory in own.members:
+                if trajectory.finish_reason is not None and trajectory.sample_index not in own.judged:
+                    self._ask_judges(trajectory)
+        slots = self._parts.port.slots
+        self._tell(Joined(self._now_s(), 0, slots, queue=slots))
+
+    @property
+    def place(self) -> StreamPlace:
+        """Where prompts and group ids go on."""
+        return StreamPlace(self._next_group_id, dict(self._parts.source.position))
+
+    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Have the worker serve a version, and return once it does."""
+        self._tensors, self._version = tensors, version
+        self._tell(VersionMade(self._now_s(), version.number))
+        self._pump_until(lambda: self._version is None)
+        self._tensors = {}
+
+    def next_batch(self, on_judged: Callable[[int], None] = lambda count: None) -> list[Group]:
+        """Return the groups of the next train step. `on_judged` hears how many more trajectories are judged."""
+        self._on_judged = on_judged
+        on_judged(sum(len(group.judged) for group in self._groups.values()))
+        self._tell(BatchWanted(self._now_s()))
+        self._pump_until(lambda: self._batch is not None)
+        if self.rules.mode != "async":  # the worker stands still from here to the next batch
+            self._pump_until(lambda: not self.scheduler.num_leased)
+        self._on_judged = lambda count: None
+        assert self._batch is not None
+        groups, self._batch = self._batch, None
+        return groups
+
+    def run_until(self, is_over: Callable[[float], bool]) -> None:
+        """Keep the worker at it while something else goes on. `is_over` waits at most so long, and says whether it is.
+
+        Returns at once where the mode has nothing to do meanwhile.
+        """
+        while not is_over(0.0):
+            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging):
+                self._pump(SHORT_WAIT_S, "hidden")
+            else:
+                is_over(1.0)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Free the worker for something else; what runs is put down, and carried on afterwards."""
+        self._tell(Paused(self._now_s()))
+        self._pump_until(lambda: not self.scheduler.num_leased)
+        yield
+        self._tell(Resumed(self._now_s()))
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the times waited since the last call."""
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return taken
+
+    # ---- the pump ----------------------------------------------------------------------------------------------------
+
+    def _pump_until(self, is_over: Callable[[], bool]) -> None:
+        self._watch.reset()
+        while not is_over():
+            if not (self.scheduler.num_leased or self._num_judging):
+                raise EngineFault(
+                    f"the rollout side stands still at version {self.scheduler.version} with {self.scheduler.num_open} "
+                    "open groups: nothing runs, nothing is judged, and no batch is complete; this is a fault of Baton"
                 )
+            self._pump(1.0, "generate")
+
+    def _pump(self, timeout_s: float, stage: str) -> None:
+        """Wait for the worker, or for the judges where it has nothing, and take what has come."""
+        begin_s = self._now_s()
+        if self.scheduler.num_leased:
+            messages = self._parts.port.receive(timeout_s)
+            self._watch.check(messages, len(self._lease_of), (f"{g}/{s}" for g, s in self._lease_of))
             for message in messages:
-                finished = self._take(message, growing, on_tokens)
-                if finished is not None:
-                    yield finished
+                self._hear(message)
+            self.seconds[stage] += self._now_s() - begin_s
+            begin_s, timeout_s = self._now_s(), 0.0
+        judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
+        for one in judged:
+            self._take_judgement(one)
+        self.seconds["judge"] += self._now_s() - begin_s
+        if self._parts.journal is not None:
+            self._parts.journal.commit()
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
-        room = self._max_context_tokens
-        longest = max(requests, key=lambda r: len(r.prompt_ids), default=None)
-        if room is not None and longest is not None and len(longest.prompt_ids) >= room:
-            raise UserError(
-                f"a prompt of {len(longest.prompt_ids)} tokens (group {longest.group_id}) does not fit: "
-                f"engine.max_context_tokens is {room} for prompt and response together; raise it, or leave such "
-                "prompts out"
-            )
-
-    def _take(
-        self, message: FromWorker, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
-    ) -> Trajectory | None:
-        trajectory = growing.get(message.lease_id)
-        if trajectory is None:
-            return None  # a late message of a lease that has ended: idempotent
+    def _hear(self, message: FromWorker) -> None:
+        key = self._leases.get(message.lease_id)
+        if key is None:
+            return  # of a lease that has ended: late, or said twice
+        group_id, sample_index = key
+        group = self._groups[group_id]
+        trajectory = group.members[sample_index]
         if isinstance(message, Retry):
-            raise EngineFault(
-                f"{self._port.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
-            )
+            self._refused(trajectory, message)
+            return
+        if message.token_offset != trajectory.num_tokens:
+            return  # said twice
+        self._refusals = 0
         grown = append_report(trajectory, message)
-        if on_tokens is not None:
-            on_tokens(grown.num_tokens - trajectory.num_tokens)
-        if grown.finish_reason is None:
-            if message.is_aborted:
-                raise EngineFault(f"{self._port.name} aborted trajectory {trajectory.name}, which nobody asked for")
-            growing[message.lease_id] = grown
-            return None
-        del growing[message.lease_id]
-        return grown
+        group.members[sample_index] = grown
+        if grown.finish_reason is not None or message.is_aborted:
+            self._end_lease(message.lease_id)
+        self._write_down(trajectory, grown, message)
+        for segment in message.segments:
+            if segment.author is Author.POLICY:
+                self._tell(Grew(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
+        if grown.finish_reason is not None:
+            self._ask_judges(grown)
+            self._tell(Finished(self._now_s(), *key))
+        elif message.is_aborted:
+            self._tell(PutDown(self._now_s(), *key))
+
+    def _write_down(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
+        journal = self._parts.journal
+        if journal is None:
+            return
+        if grown.finish_reason is not None:
+            journal.finished(grown)
+        else:
+            journal.grew(grown.group_id, grown.sample_index, before.num_tokens, report.segments)
+
+    def _refused(self, trajectory: Trajectory, retry: Retry) -> None:
+        self._refusals += 1
+        if self._refusals > MAX_REFUSALS * max(1, self._parts.port.slots):
+            raise EngineFault(
+                f"{self._parts.port.name} serves version {retry.has_version} and refuses one trajectory after another "
+                f"(last: {trajectory.name})"
+            )
+        self._end_lease(retry.lease_id)
+        self._tell(PutDown(self._now_s(), trajectory.group_id, trajectory.sample_index))
+
+    def _end_lease(self, lease_id: int) -> None:
+        del self._lease_of[self._leases.pop(lease_id)]
+
+    def _ask_judges(self, trajectory: Trajectory) -> None:
+        prompt = self._groups[trajectory.group_id].issued.prompt
+        self._num_judging += 1
+        self._parts.judges.submit(trajectory, prompt, self._parts.text(trajectory.token_ids))
+
+    def _take_judgement(self, judged: Judged) -> None:
+        self._num_judging -= 1
+        trajectory, judgement = judged.trajectory, judged.judgement
+        self._groups[trajectory.group_id].judged[trajectory.sample_index] = judged
+        if self._parts.journal is not None:
+            self._parts.journal.judged(judged)
+        reward = judgement.reward if judgement.is_judged else None
+        self._on_judged(1)
+        self._tell(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        self._obey_all(self.scheduler.handle(event))
+
+    def _obey_all(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Open(group_id=group_id, again=again):
+                self._open(group_id, again)
+            case Assign():
+                self._lease(command)
+            case Abort(group_id=group_id, sample_index=sample_index):
+                lease_id = self._lease_of.get((group_id, sample_index))
+                if lease_id is not None:
+                    self._parts.port.send(AbortLease(lease_id))
+            case Restart(group_id=group_id, sample_index=sample_index):
+                group = self._groups[group_id]
+                group.members[sample_index] = Trajectory(group_id, sample_index, group.issued.prompt_ids)
+            case Discard(group_id=group_id, cause=cause):
+                self._discard(group_id, cause)
+            case Deliver(group_ids=group_ids):
+                self._batch = [self._complete(self._groups.pop(group_id)) for group_id in group_ids]
+            case Load():
+                assert self._version is not None, "the scheduler wants a version loaded that nobody published"
+                version, self._version = self._version, None
+                self._parts.port.load_weights(self._tensors, version)
+                self._tell(Serving(self._now_s(), version.number))
+
+    def _open(self, group_id: int, again: int | None) -> None:
+        if again is None:
+            prompt, attempts = self._parts.source.take(1)[0], 0
+            ids = self._parts.prompt_ids(prompt)
+        else:
+            before = self._groups.pop(again).issued
+            prompt, ids, attempts = before.prompt, before.prompt_ids, before.attempts + 1
+        check_room(group_id, ids, self._parts.max_context_tokens)
+        self._next_group_id = group_id + 1
+        size, version = self.rules.group_size, self.scheduler.version
+        issued = Issued(group_id, prompt, ids, size, version, attempts)
+        self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, ids) for index in range(size)], {})
+        if self._parts.journal is not None:
+            self._parts.journal.issued(issued, self.place)
+
+    def _lease(self, command: Assign) -> None:
+        key = (command.group_id, command.sample_index)
+        trajectory = self._groups[command.group_id].members[command.sample_index]
+        lease_id = next(self._parts.lease_ids)
+        self._leases[lease_id], self._lease_of[key] = key, lease_id
+        sampling = self._parts.sampling(*key)
+        lease = Lease(lease_id, trajectory, sampling, self._parts.noise_seed, command.version, command.is_exact)
+        self._parts.port.send(lease)
+
+    def _discard(self, group_id: int, cause: str) -> None:
+        if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
+            del self._groups[group_id]  # else its prompt is tried again
+        if self._parts.journal is not None:
+            self._parts.journal.discarded(group_id, cause)
+
+    def _complete(self, group: _Group) -> Group:
+        members = tuple(group.judged[index] for index in range(len(group.members)))
+        return Group(group.issued.group_id, group.issued.prompt, members)
+
+    def _now_s(self) -> float:
+        return time.monotonic()
 
 
-def append_report(trajectory: Trajectory, report: Report) -> Trajectory:
-    """Append a report's segments where its offset is the trajectory's length; return it unchanged where it is not."""
-    if report.token_offset != trajectory.num_tokens:
-        return trajectory
-    return trajectory.extended(report.segments, report.finish_reason)
+def _tracked(group: _Group) -> TrackedGroup:
+    """A group of an earlier process, as the scheduler sees it."""
+    members = []
+    for trajectory in group.members:
+        judged = group.judged.get(trajectory.sample_index)
+        finished = trajectory.finish_reason is not None
+        state = State.JUDGED if judged is not None else State.JUDGING if finished else State.PENDING
+        member = TrackedTrajectory(trajectory.group_id, trajectory.sample_index, state)
+        for segment in trajectory.segments:
+            if segment.author is Author.POLICY:
+                member.grow(segment.policy_version, len(segment.token_ids))
+        if judged is not None and judged.judgement.is_judged:
+            member.reward = judged.judgement.reward
+        members.append(member)
+    issued, waiting = group.issued, len(group.members) - len(group.judged)
+    return TrackedGroup(issued.group_id, members, waiting, issued.opened_at, issued.attempts)

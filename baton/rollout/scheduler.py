@@ -58,8 +58,11 @@ from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory, Worker
 class RolloutScheduler:
     """The decisions of the rollout side."""
 
-    def __init__(self, rules: Rules, *, version: int = 0, next_group_id: int = 0) -> None:
-        """Begin at a version that has consumed as many batches."""
+    def __init__(
+        self, rules: Rules, *, version: int = 0, next_group_id: int = 0, num_batches: float = math.inf
+    ) -> None:
+        """Begin at a version that has consumed as many batches. No group is opened that `num_batches` do not need."""
+        self._most_groups = num_batches * rules.batch_groups
         self.rules = rules
         self.version = version
         """The trainer's; as many batches have been delivered, or one more while it steps."""
@@ -225,9 +228,11 @@ class RolloutScheduler:
 
     def _may_open(self) -> bool:
         rules = self.rules
+        submitted = self._delivered * rules.batch_groups + len(self._buffer)
+        if submitted >= self._most_groups:
+            return False
         if rules.mode == "partial":
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
-        submitted = self._delivered * rules.batch_groups + len(self._buffer)
         return submitted // rules.batch_groups <= self.version + rules.max_staleness
 
     def _is_generating(self) -> bool:

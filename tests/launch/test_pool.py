@@ -25,7 +25,7 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.port import LocalPort
-from baton.rollout.runner import Request, Runner
+from baton.rollout.sweep import Request, Sweep
 from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
 
 SETTINGS = EngineSettings(slots=16, max_context_tokens=96)
@@ -65,7 +65,7 @@ def local(model_path: Path) -> LocalPort:
 
 
 def rollout(port: Any, version: int = 0) -> list[Trajectory]:
-    found = Runner(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
+    found = Sweep(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
     return sorted(found, key=lambda t: (t.group_id, t.sample_index))
 
 

@@ -11,7 +11,7 @@ from baton.loop import evaluation_metrics
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.port import LocalPort
-from baton.rollout.runner import Runner
+from baton.rollout.sweep import Sweep
 from baton.tasks.rewards import Judge, RewardSettings, failure_metrics, require_judged
 from baton.trainer.advantages import group_relative
 from baton.trainer.batch import batch_metrics, minibatches
@@ -138,7 +138,7 @@ def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
     )
     judge = Judge({"some": BreaksAtThree()}, [RewardSettings(kind="correct")], "last_line")  # type: ignore[dict-item]
     (result,), _ = evaluate(
-        Runner(LocalPort(engine)),
+        Sweep(LocalPort(engine)),
         judge,
         Words(),  # type: ignore[arg-type]
         prompts,

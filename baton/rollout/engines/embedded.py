@@ -77,6 +77,11 @@ class EmbeddedEngine:
         return self._book.version
 
     @property
+    def slots(self) -> int:
+        """Trajectories generated at once."""
+        return len(self._book.rows)
+
+    @property
     def stats(self) -> EngineStats:
         """Counters since the start."""
         return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)

@@ -39,6 +39,11 @@ class FakeEngine:
         return self._book.version
 
     @property
+    def slots(self) -> int:
+        """Trajectories generated at once."""
+        return len(self._book.rows)
+
+    @property
     def stats(self) -> EngineStats:
         """Counters since the start; siblings share no prefill here, and the decode width is the running rows."""
         return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decoded_tokens)

@@ -1,4 +1,4 @@
-"""The runner: every trajectory finishes once, whatever a worker repeats; a worker that fails is named."""
+"""The sweep: every trajectory finishes once, whatever a worker repeats; a worker that fails is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.port import LocalPort
-from baton.rollout.runner import Request, Runner, append_report
+from baton.rollout.sweep import Request, Sweep, append_report
 from baton.types import (
     FinishReason,
     FromHub,
@@ -41,8 +41,8 @@ def fake_port() -> LocalPort:
 
 
 def grown(port: Any, max_new_tokens: int = 20, **settings: Any) -> list[Trajectory]:
-    runner = Runner(port, **settings)
-    return list(runner.rollout(REQUESTS, SamplingParams(max_new_tokens), noise_seed=1, version=VERSION))
+    sweep = Sweep(port, **settings)
+    return list(sweep.rollout(REQUESTS, SamplingParams(max_new_tokens), noise_seed=1, version=VERSION))
 
 
 class Disturbed(LocalPort):
@@ -112,12 +112,12 @@ def test_messages_that_come_twice_or_late_change_nothing() -> None:
 
 def test_tokens_are_counted_once_however_often_they_are_reported() -> None:
     counted: list[int] = []
-    runner = Runner(Disturbed())
-    found = list(runner.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION, on_tokens=counted.append))
+    sweep = Sweep(Disturbed())
+    found = list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION, on_tokens=counted.append))
     assert sum(counted) == sum(t.num_tokens for t in found)
 
 
-def test_a_runner_leases_again_and_again_without_reusing_a_lease_id() -> None:
+def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
     ids: list[int] = []
 
     class Listening(LocalPort):
@@ -126,15 +126,15 @@ def test_a_runner_leases_again_and_again_without_reusing_a_lease_id() -> None:
             ids.append(message.lease_id)
             super().send(message)
 
-    runner = Runner(Listening(fake_port()._engine))
+    sweep = Sweep(Listening(fake_port()._engine))
     for _ in range(2):
-        assert len(list(runner.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION))) == 12
+        assert len(list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION))) == 12
     assert len(set(ids)) == len(ids) == 24
 
 
 def test_a_lease_asks_for_exactly_the_trainers_version() -> None:
     with pytest.raises(EngineFault, match=r"serves version 4 and refused trajectory 10/0"):
-        list(Runner(fake_port()).rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION + 1))
+        list(Sweep(fake_port()).rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION + 1))
 
 
 def test_a_refusal_names_worker_version_and_trajectory() -> None:
@@ -166,15 +166,15 @@ def test_a_report_with_a_gap_or_an_overlap_is_not_appended() -> None:
 
 
 def test_no_requests_need_no_worker() -> None:
-    assert list(Runner(Silent()).rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
+    assert list(Sweep(Silent()).rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
 
 
 def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent() -> None:
     worker = Silent()
-    runner = Runner(worker, max_context_tokens=8)
+    sweep = Sweep(worker, max_context_tokens=8)
     long = [*REQUESTS, Request(13, tuple(range(8)), 4)]
     with pytest.raises(UserError, match=r"prompt of 8 tokens \(group 13\).*engine\.max_context_tokens is 8"):
-        next(iter(runner.rollout(long, SamplingParams(4), noise_seed=1, version=VERSION)))
+        next(iter(sweep.rollout(long, SamplingParams(4), noise_seed=1, version=VERSION)))
     assert worker.receive(0) == []
 
 

@@ -1,0 +1,37 @@
+"""A watch over a worker that is waited for: no progress for too long, and the run stops with its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from baton.errors import DeadlineExceeded
+from baton.rollout.port import WorkerPort
+from baton.types import FromWorker
+
+
+class StallWatch:
+    """Counts any message, and any change of the engine's counters, as a sign of progress."""
+
+    def __init__(self, port: WorkerPort, timeout_s: float) -> None:
+        self._port, self._timeout_s = port, timeout_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to wait."""
+        self._since_s, self._stats = time.monotonic(), self._port.stats()
+
+    def check(self, messages: Sequence[FromWorker], num_waiting: int, names: Iterable[str]) -> None:
+        """Look at what one wait has brought. Raises DeadlineExceeded naming the worker and some of who waits for it.
+
+        names: of the waiting trajectories; looked at only where they are needed.
+        """
+        stats = self._port.stats()
+        if messages or stats != self._stats or not num_waiting:
+            self._since_s, self._stats = time.monotonic(), stats
+        elif time.monotonic() - self._since_s > self._timeout_s:
+            raise DeadlineExceeded(
+                f"{self._port.name} has made no progress for {self._timeout_s:.0f} s while {num_waiting} trajectories "
+                f"wait for it (first: {', '.join(islice(names, 4))})"
+            )
