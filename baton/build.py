@@ -105,6 +105,8 @@ def build_loop(
     """
     if not resume:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+    for note in recipe.algorithm.notes():
+        observer.said(note)
     threads = set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
@@ -153,7 +155,21 @@ def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         temperature=recipe.rollout.temperature,
         total_steps=recipe.run.steps,
         version=PolicyVersion(secrets.token_hex(4), 0),
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        reference=_load_reference(recipe),
+        lora=recipe.lora,
+        seed=recipe.run.seed,
     )
+
+
+def _load_reference(recipe: Recipe) -> PreTrainedModel | None:
+    """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
+    path = recipe.algorithm.reference
+    if not recipe.algorithm.kl_coef or (recipe.lora is not None and path is None):
+        return None
+    device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.trainer.dtype)
+    model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    return model.requires_grad_(False)
 
 
 def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: LocalTrainer) -> Callable[[LoopState], Path]:
@@ -250,7 +266,7 @@ def footprint(recipe: Recipe) -> Footprint:
         engine_bytes=width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token,
         trajectories_per_step=trajectories,
         max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
-        updates_per_step=recipe.trainer.num_minibatches * recipe.trainer.num_epochs,
+        updates_per_step=recipe.algorithm.num_updates,
     )
 
 
