@@ -33,6 +33,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     from peft import LoraConfig
 
     torch.manual_seed(seed)
+    path = model.name_or_path
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it may well be a fraction
@@ -40,7 +41,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=model.name_or_path,
+        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
     try:
         model.add_adapter(config, _NAME)

@@ -220,7 +220,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     transformers does so only for blocks in training mode; theirs is set alone, since dropout must stay off. Raises
     UserError for a model whose blocks cannot.
     """
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    # newer releases of transformers have given it another name
+    enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise UserError(

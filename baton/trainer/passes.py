@@ -51,7 +51,7 @@ class Passes:
     def is_packed(self) -> bool:
         """Whether rows are laid one behind the other instead of padded."""
         if self.settings.packing == "auto":
-            return self.model.device.type == "cuda" and has_plain_head(self.model) and not self.is_shared
+            return self.model.device.type == "cuda" and has_plain_head(self.model)
         return self.settings.packing == "always"
 
     @property
@@ -78,7 +78,7 @@ class Passes:
                 return self.critic.of_ids(micro.input_ids, micro.first)
             assert scores.hidden is not None
             found: torch.Tensor = self.critic(scores.hidden)
-            return found
+            return _laid(micro, found) if self.is_packed else found
 
     @torch.no_grad()
     def prepare(self, parts: Sequence[MiniBatch]) -> list[list[Prepared]]:
@@ -147,10 +147,11 @@ def depends_on_model(algorithm: AlgorithmSettings) -> bool:
 
 
 def _unpacked(micro: MicroBatch, scores: TokenScores) -> TokenScores:
-    """[B, K] from what was computed at the policy's tokens alone, row by row."""
-    logprobs = torch.zeros(micro.policy_mask.shape, device=scores.logprobs.device)
-    logprobs = logprobs.masked_scatter(micro.policy_mask, scores.logprobs)
-    entropy = None
-    if scores.entropy is not None:
-        entropy = torch.zeros_like(logprobs).masked_scatter(micro.policy_mask, scores.entropy)
-    return TokenScores(logprobs, entropy, None)
+    """[B, K] from what was computed at the policy's tokens alone, row by row; the hidden states stay [N, H]."""
+    entropy = None if scores.entropy is None else _laid(micro, scores.entropy)
+    return TokenScores(_laid(micro, scores.logprobs), entropy, scores.hidden)
+
+
+def _laid(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    """[B, K] from [N] values at the policy's tokens, 0 elsewhere."""
+    return torch.zeros(micro.policy_mask.shape, device=values.device).masked_scatter(micro.policy_mask, values)
