@@ -33,7 +33,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     from peft import LoraConfig
 
     torch.manual_seed(seed)
-    path = model.name_or_path
+    path = str(model.name_or_path)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it may well be a fraction
