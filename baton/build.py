@@ -113,6 +113,8 @@ def build_loop(
     """
     if not resume:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+    for note in recipe.algorithm.notes():
+        observer.said(note)
     beside = recipe.engine.processes if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
@@ -190,7 +192,21 @@ def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         total_steps=recipe.run.steps,
         max_staleness=recipe.rollout.rules().max_staleness,
         version=PolicyVersion(secrets.token_hex(4), 0),
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        reference=_load_reference(recipe),
+        lora=recipe.lora,
+        seed=recipe.run.seed,
     )
+
+
+def _load_reference(recipe: Recipe) -> PreTrainedModel | None:
+    """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
+    path = recipe.algorithm.reference
+    if not recipe.algorithm.kl_coef or (recipe.lora is not None and path is None):
+        return None
+    device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.trainer.dtype)
+    model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    return model.requires_grad_(False)
 
 
 def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: LocalTrainer) -> Callable[[LoopState], Path]:
@@ -288,7 +304,7 @@ def footprint(recipe: Recipe) -> Footprint:
         engine_bytes=width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token,
         trajectories_per_step=trajectories,
         max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
-        updates_per_step=recipe.trainer.num_minibatches * recipe.trainer.num_epochs,
+        updates_per_step=recipe.algorithm.num_updates,
     )
 
 

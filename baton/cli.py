@@ -243,6 +243,21 @@ def tasks(
         print_tasks(out, listed)
 
 
+@app.command()
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="Only this one, with the value of every key.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the algorithms that a recipe may name, with their papers and what each sets."""
+    from baton.algorithms import list_algorithms, print_algorithms
+
+    found = list_algorithms(name)
+    if as_json:
+        _print_json(found)
+    else:
+        print_algorithms(out, found)
+
+
 @app.command(hidden=True)
 def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
     """Serve a parent process as its engine; started by `baton train`, not by people."""

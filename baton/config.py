@@ -14,7 +14,7 @@ from baton.errors import UserError
 from baton.evaluation import EvalSettings
 from baton.loop import CheckpointSettings
 from baton.metrics import LogSettings
-from baton.policy.settings import ModelSettings, ScratchSettings
+from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
@@ -22,7 +22,8 @@ from baton.tasks.demonstrations import DemonstrationSettings
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskSettings
-from baton.trainer.settings import AlgorithmSettings, SftSettings, TrainerSettings
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.settings import SftSettings, TrainerSettings
 
 
 class RunSettings(Settings):
@@ -58,16 +59,17 @@ class Recipe(Settings):
     engine: EngineSettings = EngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings | None = None
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < self.algorithm.fewest_judged:
             raise ValueError(
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
-                "trajectories of a group and needs at least 2"
+                "trajectories of a group and needs at least 2; algorithms without groups are reinforce_pp and ppo"
             )
         if self.rollout.mode == "async" and not self.engine.processes:
             raise ValueError(
@@ -80,10 +82,11 @@ class Recipe(Settings):
                 f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but responses of {longest} tokens "
                 "and their prompts must fit into it"
             )
-        if self.trainer.num_minibatches > self.rollout.batch_groups:
+        if self.algorithm.num_minibatches > self.rollout.batch_groups:
             raise ValueError(
-                f"trainer.num_minibatches: got {self.trainer.num_minibatches}, but a batch has only "
-                f"rollout.batch_groups = {self.rollout.batch_groups} groups"
+                f"algorithm.num_minibatches: got {self.algorithm.num_minibatches}, but a batch has only "
+                f"rollout.batch_groups = {self.rollout.batch_groups} groups, and {self.algorithm.name} makes each "
+                "of its minibatches of whole groups"
             )
         return self
 
@@ -227,6 +230,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a text
     *parents, last = key.strip().split(".")
+    if parents == ["algorithm"] and isinstance(tree.get("algorithm"), str):
+        tree["algorithm"] = {"name": tree["algorithm"]}
     node: Any = tree
     try:
         for parent in parents:

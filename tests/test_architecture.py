@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("show", "progress", "loop"),
     ("report",),
     ("config",),
-    ("keys", "build"),
+    ("keys", "algorithms", "build"),
     ("warmstart",),
     ("cli",),
     ("__main__",),
@@ -98,6 +98,7 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.rollout.port",
         "baton.rollout.engines.fake",
         "baton.trainer.settings",
+        "baton.algorithms",
         "baton.trainer.trainer",
     ],
 )

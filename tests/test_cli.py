@@ -65,7 +65,7 @@ def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path
     """Parameters: embedding 300 · 32 (tied) + 2 layers + the last norm; the trainer holds 16 bytes for each."""
     from transformers import AutoModelForCausalLM
 
-    arguments = ("train", small.recipe, f"run.directory={tmp_path}", "trainer.num_epochs=2", "--dry-run")
+    arguments = ("train", small.recipe, f"run.directory={tmp_path}", "algorithm.num_epochs=2", "--dry-run")
     found = json.loads(invoke(*arguments, "--json")[0])
     needs = found["needs"]
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(small.model).parameters())
@@ -76,7 +76,7 @@ def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path
     assert needs["trajectories_per_step"] == 16
     assert needs["max_generated_tokens_per_step"] == 160
     assert needs["updates_per_step"] == 2
-    assert found["recipe"]["trainer"]["num_epochs"] == 2
+    assert found["recipe"]["algorithm"]["num_epochs"] == 2
     text, _ = invoke(*arguments)
     assert "num_epochs = 2" in text
     assert f"parameters: {parameters:,}" in text
@@ -163,7 +163,7 @@ def test_mistakes_in_what_is_named(small: Any, tmp_path: Path) -> None:
 
 
 def test_mistakes_in_keys_tasks_and_steps(small: Any) -> None:
-    assert "did you mean 'num_epochs'?" in mistake("train", small.recipe, "trainer.num_epoch=2")
+    assert "did you mean 'num_epochs'?" in mistake("train", small.recipe, "algorithm.num_epoch=2")
     assert "did you mean 'chain_sum'?" in mistake("train", small.recipe, "task.0.name=chain_sums", "--dry-run")
     assert "allowed is section.key=value" in mistake("train", small.recipe, "trainer.lr")
     assert "has no trajectories of step 9; there are: steps 1 to 3" in mistake("show", small.run, "--step", 9)

@@ -17,6 +17,7 @@ from baton.errors import UserError
 from baton.keys import recipe_keys
 from baton.runs import without_none
 from baton.settings import Settings
+from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -70,7 +71,7 @@ def test_a_resolved_recipe_holds_every_key_and_loads_as_the_same(base: Path, tmp
     ]
     loaded = load_recipe(Recipe, base, odd)
     tree = without_none(loaded.model_dump(mode="json"))
-    assert tree["trainer"]["num_epochs"] == 1, "defaults are written, too"
+    assert tree["algorithm"]["num_epochs"] == 1, "defaults are written, too"
     written = tmp_path / "recipe.toml"
     written.write_text(tomli_w.dumps(tree))
     again = load_recipe(Recipe, written)
@@ -123,7 +124,7 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
         ("trainer.lr=fast", "trainer.lr: got 'fast', input should be a valid number"),
         ("trainer.lr=0", "trainer.lr: got 0, input should be greater than 0"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas: got [0.9, 1.0], each must be at least 0 and less than 1"),
-        ("algorithm.name=gppo", "algorithm.name: got 'gppo', allowed are "),
+        ("algorithm.name=gppo", "algorithm.name: got 'gppo', allowed are grpo, dr_grpo, "),
         ("answer.format=xml", "answer.format: got 'xml', input should be 'tags', 'boxed' or 'last_line'"),
         ("engine.dtype=float16", "engine.dtype: got 'float16', input should be 'float32' or 'bfloat16'"),
         ("run.name=a/b", "run.name: got 'a/b', string should match pattern"),
@@ -145,7 +146,7 @@ def test_a_wrong_key_or_value_is_one_sentence_with_what_is_allowed(base: Path, o
         (["rollout.group_size=1"], "rollout.group_size: got 1, but grpo compares the trajectories of a group"),
         (["rollout.max_new_tokens=1024"], "engine.max_context_tokens: got 1024, but responses of 1024 tokens"),
         (["eval.max_new_tokens=2000"], "but responses of 2000 tokens and their prompts must fit"),
-        (["trainer.num_minibatches=33"], "trainer.num_minibatches: got 33, but a batch has only"),
+        (["algorithm.num_minibatches=33"], "algorithm.num_minibatches: got 33, but a batch has only"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_in_one_sentence(
@@ -219,3 +220,64 @@ def test_the_list_of_keys_is_complete_and_each_has_a_meaning() -> None:
     assert {key.section.strip("[]") for key in recipe_keys("trainer")} == {"trainer"}
     with pytest.raises(UserError, match="did you mean 'trainer'"):
         recipe_keys("trianer")
+
+
+# ---- algorithms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_named_in_one_word_and_overridden_field_by_field(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'algorithm = "{name}"\n{BASE}')
+    preset = load_recipe(Recipe, path).algorithm
+    assert preset.name == name
+    assert {key: getattr(preset, key) for key in PRESETS[name].sets} == dict(PRESETS[name].sets)
+    assert preset.overrides == {}
+    changed = load_recipe(Recipe, path, ["algorithm.num_minibatches=2", "algorithm.clip_high=0.33"]).algorithm
+    assert changed.overrides == {"num_minibatches": 2, "clip_high": 0.33}
+    assert changed.model_copy(update=changed.overrides) == changed
+    assert changed.aggregation == preset.aggregation
+    tree = without_none(load_recipe(Recipe, path).model_dump(mode="json"))
+    (tmp_path / "resolved.toml").write_text(tomli_w.dumps(tree))
+    assert load_recipe(Recipe, tmp_path / "resolved.toml").algorithm == preset
+
+
+def test_a_table_and_a_command_line_name_presets_as_well(base: Path) -> None:
+    assert load_recipe(Recipe, base, ["algorithm=gspo"]).algorithm == AlgorithmSettings(name="gspo")
+    later = load_recipe(Recipe, base, ["algorithm=gspo", "algorithm.num_minibatches=2"]).algorithm
+    assert (later.objective, later.num_minibatches) == ("gspo", 2)
+    base.write_text(BASE + '[algorithm]\nname = "dapo"\nclip_high = 0.3\n')
+    assert load_recipe(Recipe, base).algorithm.overrides == {"clip_high": 0.3}
+    assert load_recipe(Recipe, base, ["algorithm=grpo"]).algorithm.overrides == {}  # a name alone begins afresh
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm=gspo", "algorithm.correction=bypass"], "algorithm: correction: got 'bypass', but GSPO's ratio is"),
+        (["algorithm=gspo", "algorithm.advantage=gae"], "algorithm: objective: gspo gives a trajectory one ratio"),
+        (["algorithm=dapo", "rollout.batch_groups=8"], "algorithm.num_minibatches: got 16, but a batch has only"),
+        (["algorithm=dapo", "algorithm.overlong_frac=1"], "algorithm.overlong_frac: got 1, "),
+        (["algorithm.entropy=1"], "unknown key algorithm.entropy; did you mean 'entropy_coef'?"),
+    ],
+)
+def test_algorithms_that_do_not_fit_are_refused(base: Path, overrides: list[str], sentence: str) -> None:
+    assert sentence in complaint(base, *overrides)
+
+
+def test_a_group_of_one_is_for_algorithms_that_compare_nothing(base: Path) -> None:
+    for name, preset in PRESETS.items():
+        overrides = [f"algorithm={name}", "rollout.group_size=1"]
+        if preset.sets.get("advantage") in ("gae", "return_to_go"):
+            assert load_recipe(Recipe, base, overrides).rollout.group_size == 1
+        else:
+            assert "algorithms without groups are reinforce_pp and ppo" in complaint(base, *overrides)
+
+
+def test_what_a_user_should_know_of_an_algorithm_is_said() -> None:
+    assert "clipping is idle" in AlgorithmSettings().notes()[0]
+    assert AlgorithmSettings(name="gspo").notes() == []
+    (changed,) = AlgorithmSettings(name="gspo", clip_high=0.1).notes()
+    assert changed == "algorithm gspo, but with clip_high = 0.1"
+    assert "gradient of mean 0" in AlgorithmSettings(num_epochs=2, kl_coef=0.1, kl_estimator="k1").notes()[1]
+    assert AlgorithmSettings(name="rloo").notes() == []  # it has no clip that could be idle

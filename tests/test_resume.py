@@ -56,7 +56,8 @@ def recipe(model: Path, directory: Path, **changes: Any) -> Recipe:
         ],
         "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12},
         "engine": {"slots": 16, "max_context_tokens": 64},
-        "trainer": {"lr": 1e-3, "decay": "linear", "num_minibatches": 2},
+        "trainer": {"lr": 1e-3, "decay": "linear"},
+        "algorithm": {"num_minibatches": 2},
         "eval": {"every": 4, "num_prompts": 4},
         "checkpoint": {"every": 2, "keep": 2},
     }

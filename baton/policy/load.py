@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.settings import DTypeName
 from baton.policy.tokenizer import Tokenizer, check_model_path, first_line
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
-    """Load a causal LM in `dtype` whatever its file holds, in eval mode. Raises UserError with what is missing."""
+    """Load a causal LM in `dtype` whatever its file holds, in eval mode. Raises UserError with what is missing.
+
+    A checkpoint of an adapter is loaded with its base model and merged into it.
+    """
+    base = base_of_adapter(Path(path))
+    if base is not None:
+        found = load_model(base, dtype=dtype, device=device, attention=attention)
+        merged = merge_adapter(found, Path(path))
+        merged.eval()  # type: ignore[no-untyped-call]
+        return merged
     check_model_path(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(

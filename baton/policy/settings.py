@@ -23,6 +23,18 @@ class ModelSettings(Settings):
     """Attention implementation of transformers, for trainer and engine alike."""
 
 
+class LoraSettings(Settings):
+    """[lora] trains low-rank adapters in place of the whole model; leave the section out for full fine-tuning."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of each adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale: an adapter adds alpha / rank × B A to its weight."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]; `all-linear` takes all but
+    the head."""
+
+
 class ScratchSettings(Settings):
     """[scratch] shape of a model made from nothing."""
 

@@ -8,6 +8,8 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
+from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
+
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the model's own tensors (not copies), detached, by their names in `state_dict`.
@@ -16,6 +18,16 @@ def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what training changes: the adapter's tensors where there is one, else the model's."""
+    return raw_tensors(model) if has_adapters(model) else policy_tensors(model)
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what engines are sent: the adapter alone where there is one, else the model's tensors."""
+    return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -99,7 +99,8 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
         f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations\n"
         f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"
-        f"the recipe is valid; nothing was started",
+        + "".join(f"{note}\n" for note in recipe.algorithm.notes())
+        + "the recipe is valid; nothing was started",
         highlight=False,
         markup=False,
         soft_wrap=True,

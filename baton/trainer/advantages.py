@@ -1,32 +1,117 @@
-"""How much better each trajectory did than expected: pure functions from groups to advantages.
+"""How much better each trajectory, or each of its tokens, did than expected: pure functions of numbers.
 
-To join: write a function from groups to {group id: one advantage per member} and name it in `ESTIMATORS` under the
-algorithm that uses it. An estimator sees all groups of a batch, so it may also normalise over the batch.
-Needs no torch, because the settings list the algorithms.
+To join: write a function with `Estimator`'s signature and name it in `ESTIMATORS`. An estimator sees all outcomes of
+a batch. Groups are found by their id, never by position. Needs no torch.
+Shape: P policy tokens of one trajectory; what the environment wrote is no action and is left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from baton.errors import UserError
 from baton.types import Group, Judged
 
 EPSILON = 1e-6
-"""Added to a group's standard deviation (GRPO leaves the size open; most implementations take this)."""
+"""Added to a standard deviation (GRPO leaves the size open; most implementations take this)."""
 
-Estimator = Callable[[Sequence[Group]], dict[int, tuple[float, ...]]]
-"""Groups → {group id: [G] advantages, ordered by sample_index}."""
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
-def group_relative(groups: Sequence[Group]) -> dict[int, tuple[float, ...]]:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One judged trajectory, as an estimator sees it."""
+
+    group_id: int
+    name: str
+    """group/sample, for messages."""
+    reward: float
+    """For the whole, at its last policy token."""
+    num_tokens: int
+    """P"""
+    token_rewards: FloatArray | None = None
+    """[P] beside `reward`: a KL divergence taken off, say. None is all zeros."""
+    values: FloatArray | None = None
+    """[P] what a critic expected before each token."""
+
+    @property
+    def total(self) -> float:
+        """All rewards together."""
+        return self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageShape:
+    """What an estimator is told beside the outcomes."""
+
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+
+
+Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
+"""Outcomes → [P] advantages of each, in the same order."""
+
+
+def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group, std with G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    Mean, std and G are over the judged members; the others get zero, and no gradient (`is_trained`). A group of equal
-    rewards gives exactly zero. Raises UserError for a group of one: it has no std.
+    A group of equal rewards gives exactly zero.
     """
-    return {group.group_id: _compared(group) for group in groups}
+    return _within_groups(outcomes, _standardised)
+
+
+def group_mean(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+    """Dr.GRPO: A_i = R_i − mean R within a group (arXiv 2503.20783, section 3.2)."""
+    return _within_groups(outcomes, _centred)
+
+
+def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+    """RLOO: A_i = R_i − mean of the others' R (arXiv 2402.14740, section 3.3), which is G/(G−1) (R_i − mean R)."""
+    return _within_groups(outcomes, lambda rewards: _centred(rewards) * (len(rewards) / (len(rewards) - 1)))
+
+
+def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+    """REINFORCE++ before its normalisation: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
+    return [_discounted(_rewards(outcome), shape.gamma) for outcome in outcomes]
+
+
+def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
+    """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
+
+    The trajectory ends after its last policy token, also one cut off at the longest length: V_P = 0.
+    """
+    found = []
+    for outcome in outcomes:
+        assert outcome.values is not None, f"trajectory {outcome.name} has no values, and gae needs a critic"
+        following = np.append(outcome.values[1:], 0.0)
+        delta = _rewards(outcome) + shape.gamma * following - outcome.values
+        found.append(_discounted(delta, shape.gamma * shape.gae_lambda))
+    return found
+
+
+def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
+    """Bring advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO).
+
+    The deviation has divisor N. Where all are equal there is nothing to tell apart, and all become exactly zero.
+    """
+    everything = np.concatenate(advantages) if advantages else np.zeros(0)
+    if not len(everything) or everything.min() == everything.max():
+        return [np.zeros_like(values) for values in advantages]
+    mean, std = float(everything.mean()), float(everything.std())
+    return [(values - mean) / (std + EPSILON) for values in advantages]
+
+
+def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> float:
+    """DAPO's soft punishment (arXiv 2503.14476, equation 13): 0 up to the last `frac` of `longest`, then down linearly.
+
+    `length` is of the whole response, whatever the number of resumes; at `longest` it is −`penalty`.
+    """
+    zone = frac * longest
+    return -penalty * min(1.0, max(0.0, (length - (longest - zone)) / zone)) if zone else 0.0
 
 
 def rewards(group: Group) -> list[float]:
@@ -34,14 +119,14 @@ def rewards(group: Group) -> list[float]:
     return [member.judgement.reward for member in group.members if member.judgement.is_judged]
 
 
-def is_comparable(group: Group) -> bool:
-    """Whether at least two members have a judgement; a group without teaches nothing and gets no gradient."""
-    return len(rewards(group)) >= 2
+def is_comparable(group: Group, fewest: int = 2) -> bool:
+    """Whether enough members have a judgement; a group without teaches nothing and gets no gradient."""
+    return len(rewards(group)) >= fewest
 
 
-def is_trained(group: Group, member: Judged) -> bool:
-    """Whether a trajectory may get a gradient: it has a judgement, and another one to be compared with."""
-    return member.judgement.is_judged and is_comparable(group)
+def is_trained(group: Group, member: Judged, fewest: int = 2) -> bool:
+    """Whether a trajectory may get a gradient: it has a judgement, and others to be compared with where it must."""
+    return member.judgement.is_judged and is_comparable(group, fewest)
 
 
 def has_equal_rewards(group: Group) -> bool:
@@ -49,27 +134,59 @@ def has_equal_rewards(group: Group) -> bool:
     return len(set(rewards(group))) <= 1
 
 
-def _compared(group: Group) -> tuple[float, ...]:
-    num_members = len(group.members)
-    if num_members < 2:
-        raise UserError(
-            f"group-relative advantages compare a trajectory with its group: group {group.group_id} has {num_members} "
-            "member, allowed are 2 or more (group_size)"
-        )
-    if not is_comparable(group):
-        return (0.0,) * num_members
-    of_judged = iter(_standardised(rewards(group)))
-    return tuple(next(of_judged) if member.judgement.is_judged else 0.0 for member in group.members)
+def check_groups(groups: Sequence[Group], fewest: int) -> None:
+    """Raise UserError for a group that could never be trained: it is empty, or too small for its algorithm."""
+    for group in groups:
+        if len(group.members) < max(1, fewest):
+            raise UserError(
+                f"group {group.group_id} has {len(group.members)} members, allowed are {max(1, fewest)} or more "
+                "(rollout.group_size): group-relative advantages compare a trajectory with its group"
+            )
 
 
-def _standardised(values: Sequence[float]) -> tuple[float, ...]:
-    num_members = len(values)
-    if min(values) == max(values):
-        return (0.0,) * num_members  # the rounded mean of equal numbers need not equal them
-    mean = math.fsum(values) / num_members
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (num_members - 1))
-    return tuple((value - mean) / (std + EPSILON) for value in values)
+def _within_groups(outcomes: Sequence[Outcome], compare: Callable[[FloatArray], FloatArray]) -> list[FloatArray]:
+    places: dict[int, list[int]] = {}
+    for place, outcome in enumerate(outcomes):
+        places.setdefault(outcome.group_id, []).append(place)
+    found: list[FloatArray] = [np.zeros(outcome.num_tokens) for outcome in outcomes]
+    for group_id, members in places.items():
+        assert len(members) >= 2, f"group {group_id} has one judged trajectory: it should not have come so far"
+        for place, advantage in zip(members, compare(np.array([outcomes[m].total for m in members])), strict=True):
+            found[place] += advantage
+    return found
 
 
-ESTIMATORS: Mapping[str, Estimator] = {"grpo": group_relative}
-"""Algorithm name → its estimator."""
+def _centred(values: FloatArray) -> FloatArray:
+    if values.min() == values.max():
+        return np.zeros_like(values)  # the rounded mean of equal numbers need not equal them
+    return values - math.fsum(values) / len(values)
+
+
+def _standardised(values: FloatArray) -> FloatArray:
+    centred = _centred(values)
+    return centred / (math.sqrt(math.fsum(centred**2) / (len(values) - 1)) + EPSILON)
+
+
+def _rewards(outcome: Outcome) -> FloatArray:
+    found = np.zeros(outcome.num_tokens) if outcome.token_rewards is None else outcome.token_rewards.copy()
+    found[-1:] += outcome.reward
+    return found
+
+
+def _discounted(values: FloatArray, factor: float) -> FloatArray:
+    """Σ_{k ≥ t} factor^(k−t) values_k, from the end."""
+    found: FloatArray = np.empty(len(values))
+    running = 0.0
+    for place in range(len(values) - 1, -1, -1):
+        running = found[place] = values[place] + factor * running
+    return found
+
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "group_std": group_std,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "return_to_go": return_to_go,
+    "gae": gae,
+}
+"""Name in `algorithm.advantage` → its estimator."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from baton.trainer.settings import AlgorithmSettings
+from baton.trainer.algorithm import AlgorithmSettings
 
 logger = logging.getLogger(__name__)
 

@@ -6,17 +6,26 @@ first one that may hold a response token, L tokens of one trajectory after its p
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from baton.errors import UserError
-from baton.trainer.advantages import has_equal_rewards, is_comparable, is_trained
+from baton.errors import EngineFault, UserError
+from baton.trainer.advantages import (
+    ESTIMATORS,
+    AdvantageShape,
+    FloatArray,
+    Outcome,
+    is_trained,
+    normalized,
+    overlong_penalty,
+)
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.types import Batch, FinishReason, Group, Trajectory
 
 PASS_TOKENS = 64
@@ -33,49 +42,97 @@ PAD_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trajectory, ready for training."""
+    """One trajectory, ready for training. P of its L tokens are the policy's."""
 
     group_id: int
+    name: str
+    """group/sample"""
     token_ids: tuple[int, ...]
     """[prompt + L]"""
     prompt_length: int
     """Tokens."""
+    is_policy: tuple[bool, ...]
+    """[L] whether the policy wrote the token."""
     is_trained: tuple[bool, ...]
-    """[L] whether the policy wrote the token, under a version that is not too old."""
+    """[L] whether it gets a gradient: the policy wrote it, under a version that is not too old."""
     behavior_logprobs: tuple[float, ...]
     """[L]"""
     policy_versions: tuple[int, ...]
     """[L]"""
-    advantage: float
+    reward: float
+    advantages: FloatArray | None = None
+    """[P]; None until they are known."""
+
+    @property
+    def num_policy(self) -> int:
+        """P"""
+        return sum(self.is_policy)
 
     @property
     def num_trained(self) -> int:
         """Tokens that get a gradient."""
         return sum(self.is_trained)
 
+    @property
+    def has_advantage(self) -> bool:
+        """Whether an objective that is flat at advantage 0 has a gradient here. Unknown ones may be anything."""
+        return self.advantages is None or bool(self.advantages.any())
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
-    group_ids: tuple[int, ...]
-    """[B] each row's group, to name the rows when something is wrong with them."""
+    rows: tuple[Row, ...]
+    """At most B: what `multiples` add has no row."""
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
     """First place whose logprob is wanted: the shortest prompt's length. K = S − first."""
     mask: torch.Tensor
     """[B, K] bool: the token is trained."""
+    policy_mask: torch.Tensor
+    """[B, K] bool: the policy wrote the token, trained or not."""
     behavior_logprobs: torch.Tensor
     """[B, K] float32; 0 outside the mask."""
     policy_versions: torch.Tensor
     """[B, K] int64; 0 outside the mask."""
     advantages: torch.Tensor
-    """[B, K] float32; 0 outside the mask."""
-    num_tokens: int
-    """Without padding: B × S less this is the waste."""
+    """[B, K] float32; 0 where the policy did not write."""
     has_gradient: bool
-    """False where every advantage is 0: such rows give no gradient, and are run forward only, for the metrics."""
+    """False where the loss is flat: such rows give no gradient, and are run forward only, for the metrics."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding: B × S less this is the waste."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids, positions [T] of the rows one behind the other, and the places [N] of the policy's tokens."""
+        ids: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        for row in self.rows:
+            start = len(ids) + row.prompt_length
+            ids += row.token_ids
+            positions += range(len(row.token_ids))
+            places += [start + place for place, is_policy in enumerate(row.is_policy) if is_policy]
+        device = self.input_ids.device
+        found = [torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, places)]
+        return found[0], found[1], found[2]
+
+    def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
+        """[B, K] float32 from [P] values of each row, laid at the policy's tokens; 0 elsewhere."""
+        found = torch.zeros(self.policy_mask.shape, dtype=torch.float32, device=self.policy_mask.device)
+        values = np.concatenate([np.zeros(0), *by_row])
+        found[self.policy_mask] = torch.tensor(values, dtype=torch.float32, device=found.device)
+        return found
+
+    def gather(self, values: torch.Tensor) -> list[FloatArray]:
+        """[P] of each row from [B, K]: what lies at the policy's tokens. The inverse of `spread`."""
+        flat = values[self.policy_mask].double().cpu().numpy()
+        ends = np.cumsum([row.num_policy for row in self.rows])
+        return [np.asarray(part) for part in np.split(flat, ends[:-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +145,45 @@ class MiniBatch:
     num_trained_tokens: int
 
 
-def rows(groups: Sequence[Group], advantages: Mapping[int, Sequence[float]], *, oldest: int = 0) -> list[Row]:
-    """Return one row per member, in the order of the batch. Advantages are looked up by group id and sample index.
+def rows(groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0) -> list[Row]:
+    """Return one row per trajectory with a share in the loss, in the order of the batch.
 
-    A token of a version below `oldest` is context and part of what is rewarded, but gets no gradient. A row of nothing
-    but such tokens keeps its place in the count of trajectories that a loss is divided by. A trajectory without a
-    judgement, or without a judged one beside it, has no row: no gradient, and no share in those counts.
+    A token of a version below `oldest` is context and part of what is rewarded, but gets no gradient; neither does
+    a trajectory that `overlong_filter` leaves out. A row of nothing but such tokens keeps its place in the count of
+    trajectories that a loss is divided by. A trajectory without a judgement, or without the judged ones beside it
+    that its algorithm compares it with, has no row: no gradient, and no share in those counts. `longest` is the
+    length at which a response is cut, tokens. Raises EngineFault for a logprob that is no number.
     """
     found = []
     for group in groups:
         for member in group.members:
-            if not is_trained(group, member):
+            if not is_trained(group, member, algorithm.fewest_judged):
                 continue
             trajectory = member.trajectory
             assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token no logits"
+            _check_logprobs(trajectory)
+            length = trajectory.num_tokens
             found.append(
                 Row(
                     group_id=group.group_id,
+                    name=trajectory.name,
                     token_ids=(*trajectory.prompt_ids, *trajectory.token_ids),
                     prompt_length=len(trajectory.prompt_ids),
-                    is_trained=trained_tokens(trajectory, oldest),
+                    is_policy=tuple(trajectory.is_policy),
+                    is_trained=trained_tokens(trajectory, oldest, algorithm.overlong_filter),
                     behavior_logprobs=tuple(trajectory.behavior_logprobs),
                     policy_versions=tuple(trajectory.policy_versions),
-                    advantage=advantages[group.group_id][trajectory.sample_index],
+                    reward=member.judgement.reward
+                    + overlong_penalty(length, longest, algorithm.overlong_frac, algorithm.overlong_penalty),
                 )
             )
     return found
 
 
-def trained_tokens(trajectory: Trajectory, oldest: int) -> tuple[bool, ...]:
+def trained_tokens(trajectory: Trajectory, oldest: int, leaves_out_cut: bool = False) -> tuple[bool, ...]:
     """[L] whether each token gets a gradient: the policy wrote it, and in version `oldest` or later."""
+    if leaves_out_cut and trajectory.finish_reason is FinishReason.LENGTH:
+        return (False,) * trajectory.num_tokens
     found = zip(trajectory.is_policy, trajectory.policy_versions, strict=True)
     return tuple(is_policy and version >= oldest for is_policy, version in found)
 
@@ -127,42 +193,73 @@ def oldest_trained(batch: Batch, max_staleness: int | None) -> int:
     return 0 if max_staleness is None else max(0, batch.step - 1 - max_staleness)
 
 
-def minibatches(
-    groups: Sequence[Group],
-    advantages: Mapping[int, Sequence[float]],
+def estimate(
+    all_rows: Sequence[Row],
+    algorithm: AlgorithmSettings,
     *,
-    num_minibatches: int,
+    token_rewards: Sequence[FloatArray] | None = None,
+    values: Sequence[FloatArray] | None = None,
+) -> list[FloatArray]:
+    """Return the [P] advantages of each row, estimated over all rows of a batch; the last two are [P] of each row."""
+    outcomes = [
+        Outcome(
+            group_id=row.group_id,
+            name=row.name,
+            reward=row.reward,
+            num_tokens=row.num_policy,
+            token_rewards=None if token_rewards is None else token_rewards[place],
+            values=None if values is None else values[place],
+        )
+        for place, row in enumerate(all_rows)
+    ]
+    return ESTIMATORS[algorithm.advantage](outcomes, AdvantageShape(algorithm.gamma, algorithm.gae_lambda))
+
+
+def with_advantages(parts: Sequence[Sequence[Row]], algorithm: AlgorithmSettings) -> list[list[Row]]:
+    """Return the rows of a batch, part by part, with advantages that no model is needed for."""
+    raw = estimate([row for part in parts for row in part], algorithm)
+    found = iter(normalized(raw) if algorithm.normalize_advantages else raw)
+    return [[replace(row, advantages=next(found)) for row in part] for part in parts]
+
+
+def cut(
+    all_rows: Sequence[Row],
+    *,
     max_tokens_per_microbatch: int,
     device: torch.device,
-    oldest: int = 0,
     multiples: tuple[int, int] = ANY_SHAPE,
-) -> list[MiniBatch]:
-    """Split a batch by whole groups, in order, as evenly as they go, and each part into microbatches.
+    is_flat: bool = True,
+    keeps_masked: bool = False,
+    is_packed: bool = False,
+) -> MiniBatch:
+    """Cut the rows of one update into microbatches.
 
-    Tokens of versions below `oldest` are not trained. Rows and width of a microbatch are multiples of `multiples`; rows
-    without an advantage are kept apart.
+    Where the loss `is_flat` at advantage 0, rows without an advantage are kept apart, to be run forward only; a KL
+    term, an entropy bonus or a value loss is not flat there. Rows without a trained token cost no pass, unless it
+    `keeps_masked` ones, whose log-probabilities or values are part of what others are compared with. Rows and width of
+    a microbatch are multiples of `multiples`; where it `is_packed` only tokens count.
     """
-    found = []
-    for part in split_evenly(groups, num_minibatches):
-        part_rows = rows(part, advantages, oldest=oldest)
-        trained = [row for row in part_rows if row.num_trained]
-        kinds = [row for row in trained if row.advantage], [row for row in trained if not row.advantage]
-        chunks = [chunk for kind in kinds for chunk in under_budget(kind, max_tokens_per_microbatch, multiples)]
-        found.append(
-            MiniBatch(
-                microbatches=tuple(pad(chunk, device, multiples) for chunk in chunks),
-                num_trajectories=len(part_rows),
-                num_trained_tokens=sum(row.num_trained for row in trained),
-            )
+    trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.num_policy)]
+    kinds: list[tuple[list[Row], bool]] = [(trained, True)]
+    if is_flat:
+        kinds = [([r for r in trained if r.has_advantage], True), ([r for r in trained if not r.has_advantage], False)]
+    found = [
+        pad(chunk, device, multiples, has_gradient=has_gradient)
+        for kind, has_gradient in kinds
+        for chunk in (
+            first_fit(kind, max_tokens_per_microbatch)
+            if is_packed
+            else under_budget(kind, max_tokens_per_microbatch, multiples)
         )
-    return found
+    ]
+    return MiniBatch(tuple(found), len(all_rows), sum(row.num_trained for row in trained))
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
     """Cut into `num_parts` runs whose sizes differ by at most one. Raises UserError when there are fewer groups."""
     if num_parts > len(groups):
         raise UserError(
-            f"trainer.num_minibatches: got {num_parts}, but each needs a group and the batch has {len(groups)}"
+            f"algorithm.num_minibatches: got {num_parts}, but each needs a group and the batch has {len(groups)}"
         )
     cuts = [len(groups) * part // num_parts for part in range(num_parts + 1)]
     return [groups[start:end] for start, end in pairwise(cuts)]
@@ -193,95 +290,70 @@ def under_budget(all_rows: Sequence[Row], max_tokens: int, multiples: tuple[int,
     return chunks
 
 
+def first_fit(all_rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Cut rows into chunks of at most `max_tokens` tokens without padding, each row into the first chunk with room.
+
+    Longest first: never more than 11/9 of the fewest possible chunks, and one. A longer row stands alone.
+    """
+    chunks: list[list[Row]] = []
+    room: list[int] = []
+    for row in sorted(all_rows, key=lambda row: -len(row.token_ids)):
+        size = len(row.token_ids)
+        place = next((place for place, left in enumerate(room) if left >= size), None)
+        if place is None:
+            chunks.append([row])
+            room.append(max_tokens - size)
+        else:
+            chunks[place].append(row)
+            room[place] -= size
+    return chunks
+
+
 def round_up(count: Any, multiple: int) -> Any:
     """Return the next multiple at or above a count, or each of an array of counts."""
     return -(-count // multiple) * multiple
 
 
-def pad(chunk: Sequence[Row], device: torch.device, multiples: tuple[int, int] = ANY_SHAPE) -> MicroBatch:
+def pad(
+    chunk: Sequence[Row], device: torch.device, multiples: tuple[int, int] = ANY_SHAPE, *, has_gradient: bool = True
+) -> MicroBatch:
     """Lay rows side by side, padded on the right to the longest; fill up to `multiples` with columns and empty rows."""
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
-    empty = Row(chunk[0].group_id, (PAD_ID,) * width, width, (), (), (), 0.0)
-    filled = [*chunk, *[empty] * (round_up(len(chunk), multiples[0]) - len(chunk))]
+    num_rows = round_up(len(chunk), multiples[0])
 
-    def kept(values: Callable[[Row], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        """[B, K] from [L] values per row; what is not a trained token gets 0."""
-        padded = []
-        for row in filled:
-            trained = [v if t else 0 for v, t in zip(values(row), row.is_trained, strict=True)]
-            padded.append([0] * (row.prompt_length - first) + trained + [0] * (width - len(row.token_ids)))
+    def laid(values: Callable[[Row], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+        """[B, K] from [L] values per row, 0 elsewhere."""
+        padded = [
+            [0] * (row.prompt_length - first) + list(values(row)) + [0] * (width - len(row.token_ids)) for row in chunk
+        ]
+        padded += [[0] * (width - first)] * (num_rows - len(chunk))
         return torch.tensor(padded, dtype=dtype, device=device)
 
-    input_ids = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in filled]
-    return MicroBatch(
-        group_ids=tuple(row.group_id for row in chunk),
+    def trained(values: Sequence[float], row: Row) -> list[float]:
+        return [v if t else 0 for v, t in zip(values, row.is_trained, strict=True)]
+
+    input_ids = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
+    input_ids += [[PAD_ID] * width] * (num_rows - len(chunk))
+    found = MicroBatch(
+        rows=tuple(chunk),
         input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
         first=first,
-        mask=kept(lambda row: row.is_trained, torch.bool),
-        behavior_logprobs=kept(lambda row: row.behavior_logprobs, torch.float32),
-        policy_versions=kept(lambda row: row.policy_versions, torch.int64),
-        advantages=kept(lambda row: [row.advantage] * len(row.is_trained), torch.float32),
-        num_tokens=sum(len(row.token_ids) for row in chunk),
-        has_gradient=any(row.advantage for row in chunk),
+        mask=laid(lambda row: row.is_trained, torch.bool),
+        policy_mask=laid(lambda row: row.is_policy, torch.bool),
+        behavior_logprobs=laid(lambda row: trained(row.behavior_logprobs, row), torch.float32),
+        policy_versions=laid(lambda row: trained(row.policy_versions, row), torch.int64),
+        advantages=torch.zeros((num_rows, width - first), dtype=torch.float32, device=device),
+        has_gradient=has_gradient,
     )
+    known = [row.advantages for row in chunk if row.advantages is not None]
+    return replace(found, advantages=found.spread(known)) if len(known) == len(chunk) else found
 
 
-def batch_metrics(batch: Batch, *, oldest: int = 0) -> dict[str, float]:
-    """Return what can be said of a batch without a model: rewards, lengths and staleness.
-
-    Rewards and accuracy are over judged trajectories, and absent where there is none; `reward/std` has divisor N;
-    `reward/zero_std_frac` is the share of groups whose rewards are all equal, of those with two or more judged
-    members; `judge/groups_lost` counts the others. Lengths count all tokens after the prompt.
-    """
-    members = [member for group in batch.groups for member in group.members]
-    judged = [member for member in members if member.judgement.is_judged]
-    comparable = [group for group in batch.groups if is_comparable(group)]
-    lengths = [member.trajectory.num_tokens for member in members]
-    by_part: dict[str, list[float]] = {}
-    for member in judged:
-        for name, value in member.judgement.parts.items():
-            by_part.setdefault(name, []).append(value)
-    num_cut = sum(member.trajectory.finish_reason is FinishReason.LENGTH for member in members)
-    found: dict[str, float] = {"judge/groups_lost": float(len(batch.groups) - len(comparable))}
-    if judged:
-        values = [member.judgement.reward for member in judged]
-        found["reward/mean"] = statistics.fmean(values)
-        found["reward/std"] = statistics.pstdev(values)
-        found["accuracy/mean"] = statistics.fmean(member.judgement.is_correct for member in judged)
-    if comparable:
-        found["reward/zero_std_frac"] = statistics.fmean(has_equal_rewards(group) for group in comparable)
-    return {
-        **found,
-        **{f"reward/{name}/mean": statistics.fmean(part) for name, part in sorted(by_part.items())},
-        "response_length/mean": statistics.fmean(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/clip_ratio": num_cut / len(members),
-        **staleness_metrics(batch, oldest),
-    }
-
-
-def staleness_metrics(batch: Batch, oldest: int) -> dict[str, float]:
-    """Return how old the tokens are, against version step − 1, and how many are too old to be trained.
-
-    Over policy tokens of trajectories that have a share in the loss: `staleness/mean` and `/max` of those that are
-    trained; of all, the share that is trained though not of the trainer's own version (`stale_frac`) and the share
-    that is too old (`masked_frac`).
-    """
-    ages: list[int] = []
-    num_masked = 0
-    for group in batch.groups:
-        for trajectory in (member.trajectory for member in group.members if is_trained(group, member)):
-            trained = trained_tokens(trajectory, oldest)
-            versions = [v for v, kept in zip(trajectory.policy_versions, trained, strict=True) if kept]
-            ages += [batch.step - 1 - version for version in versions]
-            num_masked += sum(trajectory.is_policy) - len(versions)
-    num_tokens = max(1, len(ages) + num_masked)
-    return {
-        "staleness/mean": statistics.fmean(ages) if ages else 0.0,
-        "staleness/max": float(max(ages, default=0)),
-        "staleness/stale_frac": sum(age > 0 for age in ages) / num_tokens,
-        "staleness/masked_frac": num_masked / num_tokens,
-        "tokens/trained": float(len(ages)),
-        "tokens/masked": float(num_masked),
-    }
+def _check_logprobs(trajectory: Trajectory) -> None:
+    if not all(map(math.isfinite, trajectory.behavior_logprobs)):
+        place = [math.isfinite(value) for value in trajectory.behavior_logprobs].index(False)
+        raise EngineFault(
+            f"trajectory {trajectory.name}: the engine reported log-probability "
+            f"{trajectory.behavior_logprobs[place]} for token {place} of its response, which cannot be trained on"
+        )

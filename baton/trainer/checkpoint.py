@@ -3,7 +3,10 @@
     checkpoints/step_000050/
         config.json  generation_config.json  model.safetensors     float32, for AutoModelForCausalLM.from_pretrained
         tokenizer.json  tokenizer_config.json  chat_template.jinja
+                                                                   a run with [lora]: adapter_config.json and
+                                                                   adapter_model.safetensors, for PeftModel
         baton/optimizer.safetensors                                the optimiser's moments, by parameter name
+        baton/critic.safetensors                                   where there is a critic
         baton/state.json                                           `State`; nothing in here is pickled
 
 A checkpoint is written beside its place, flushed to the disk and renamed into it. The hidden name of an unfinished
@@ -21,13 +24,18 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.files import atomic_directory, remove_directory
+from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
+from baton.policy.load import load_model
+from baton.policy.tensors import policy_tensors, weights_digest
 from baton.types import PolicyVersion
 
 _NAME = re.compile(r"step_(\d{6,})")
 _FORMAT = 1
+_CRITIC = "critic.safetensors"
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +53,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_checkpoint(
-    path: Path, *, model: Any, tokenizer: Any, optimizer: Mapping[str, torch.Tensor], state: State
+    path: Path,
+    *,
+    model: Any,
+    tokenizer: Any,
+    optimizer: Mapping[str, torch.Tensor],
+    state: State,
+    critic: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a checkpoint of a Hugging Face model and tokenizer, atomically."""
     with atomic_directory(path) as directory:
@@ -55,6 +69,8 @@ def write_checkpoint(
         # A copy on the host: safetensors wants tensors that lie by themselves.
         tensors = {name: tensor.cpu().clone() for name, tensor in optimizer.items()}
         save_file(tensors, directory / "baton" / "optimizer.safetensors")
+        if critic is not None:
+            save_file({n: t.detach().cpu().clone() for n, t in critic.items()}, directory / "baton" / _CRITIC)
         (directory / "baton" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
 
 
@@ -79,6 +95,26 @@ def read_optimizer(path: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{path} cannot be resumed: its optimizer state {file.name} is missing or damaged") from error
+
+
+def read_weights(path: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Read what training changes of a model like `model`, under the names of `trained_tensors`, onto the CPU."""
+    if has_adapters(model):
+        return read_adapter(path)
+    return policy_tensors(load_model(str(path), dtype=torch.float32, device=torch.device("cpu")))
+
+
+def saved_digest(saved: Mapping[str, torch.Tensor], model: PreTrainedModel) -> str:
+    """Return the digest that weights read by `read_weights` have when they are published."""
+    return weights_digest(adapter_tensors(model, saved) if has_adapters(model) else saved)
+
+
+def read_critic(path: Path) -> dict[str, torch.Tensor]:
+    """Read the critic's tensors onto the CPU. Raises UserError when they are missing or cut short."""
+    try:
+        return load_file(path / "baton" / _CRITIC)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be resumed: its critic {_CRITIC} is missing or damaged") from error
 
 
 def checkpoint_path(root: Path, step: int) -> Path:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -17,49 +14,52 @@ from transformers import PreTrainedModel
 
 import baton
 from baton.errors import TrainingDiverged, UserError
-from baton.policy.load import load_model, torch_dtype
-from baton.policy.logprobs import compute_in, prefer_float32_attention, token_logprobs
-from baton.policy.tensors import policy_tensors, weights_digest
+from baton.policy.adapters import add_adapters
+from baton.policy.logprobs import checkpoint_activations, has_plain_head, prefer_float32_attention
+from baton.policy.settings import LoraSettings
+from baton.policy.tensors import published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
-from baton.trainer.advantages import ESTIMATORS
+from baton.trainer.advantages import check_groups
 from baton.trainer.alarms import Alarms
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import (
     ANY_SHAPE,
     FEW_SHAPES,
-    MicroBatch,
     MiniBatch,
-    batch_metrics,
-    minibatches,
+    cut,
     oldest_trained,
+    rows,
+    split_evenly,
+    with_advantages,
 )
-from baton.trainer.checkpoint import State, read_optimizer, read_state, write_checkpoint
-from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff
-from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, divisor
-from baton.trainer.optimizer import (
-    check_schedule,
-    learning_rate,
-    load_optimizer_tensors,
-    make_optimizer,
-    optimizer_tensors,
-    set_learning_rate,
+from baton.trainer.checkpoint import (
+    State,
+    read_critic,
+    read_optimizer,
+    read_state,
+    read_weights,
+    saved_digest,
+    write_checkpoint,
 )
-from baton.trainer.settings import AlgorithmSettings, TrainerSettings
+from baton.trainer.critic import Critic
+from baton.trainer.measures import batch_metrics
+from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
+from baton.trainer.passes import Passes, depends_on_model
+from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals
 from baton.trainer.trainer import Weights
+from baton.trainer.update import Update, make_learners
 from baton.types import Batch, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-_Proximal = Sequence[torch.Tensor | None]
-"""[B, K] for each microbatch; None where the update's own logprobs are the proximal ones."""
-
 
 class LocalTrainer:
-    """Updates all parameters of one model on one device. See `Trainer` for the contract.
+    """Updates a model, or adapters on it, on one device. See `Trainer` for the contract.
 
-    The model's parameters are the float32 master weights; bfloat16 is a matter of autocast. The model stays in eval
-    mode: dropout would make a policy differ from itself between rollout, proximal logprobs and update. Nothing here
-    is random, so equal batches give equal bits wherever torch's kernels do.
+    The trained parameters are float32 master weights; bfloat16 is a matter of autocast. The model stays in eval mode:
+    dropout would make a policy differ from itself between rollout, proximal logprobs and update. Nothing here is
+    random but how adapters begin, so equal batches give equal bits wherever torch's kernels do.
     """
 
     def __init__(
@@ -72,12 +72,18 @@ class LocalTrainer:
         temperature: float,
         total_steps: int,
         version: PolicyVersion,
+        max_new_tokens: int,
         max_staleness: int | None = None,
+        reference: PreTrainedModel | None = None,
+        lora: LoraSettings | None = None,
+        seed: int = 0,
     ) -> None:
-        """Take over `model`. Raises UserError for settings that contradict each other.
+        """Take over `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
-        `temperature` is the one the rollout samples at; `total_steps` is the run's length, for the learning rate.
-        Tokens more than `max_staleness` versions old stay in context and reward and get no gradient; None trains all.
+        `temperature` is the one the rollout samples at; `total_steps` is the run's length, for the learning rate;
+        `max_new_tokens` the length at which a response is cut; `seed` decides how adapters begin. Tokens more than
+        `max_staleness` versions old stay in context and reward and get no gradient; None trains all. `reference` is
+        needed by an algorithm with a KL term, unless there is `lora`, where the model without its adapters is it.
         """
         if not temperature > 0:
             raise UserError(f"training needs sampled trajectories: got temperature {temperature}, allowed is above 0")
@@ -88,17 +94,23 @@ class LocalTrainer:
         model.eval()  # type: ignore[no-untyped-call]
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
+        critic = _make_critic(model, algorithm)
+        if lora is not None:
+            add_adapters(model, lora, seed)
+        if settings.activation_checkpointing:
+            checkpoint_activations(model)
         if settings.compile:
             _check_compiler(model.device)
             model.compile(dynamic=True)
+        if algorithm.kl_coef and reference is None:
+            assert lora is not None, "a KL term needs a reference model"
+            reference = model
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
-        self._temperature, self._total_steps, self._version = temperature, total_steps, version
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(
-            self._parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-        )
+        self._total_steps, self._version = total_steps, version
+        self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
+        self._passes = Passes(model, reference if algorithm.kl_coef else None, critic, settings, algorithm, temperature)
+        self._learners = make_learners(model, critic, settings, algorithm)
         self._num_updates = 0
-        self._max_staleness = max_staleness
         self._alarms = Alarms(algorithm)
 
     @property
@@ -111,60 +123,81 @@ class LocalTrainer:
 
         Metrics of tokens are means over trained tokens (over all passes, where there are several updates);
         `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens of the version that the
-        trainer holds, and are absent when the batch has none.
+        trainer holds, and are absent when the batch has none. Raises UserError for a group that is empty or too small
+        for the algorithm, and EngineFault for a logprob that is no number.
         """
-        settings, start = self._settings, self._version
+        settings, algorithm, start = self._settings, self._algorithm, self._version
         assert batch.step == start.number + 1, f"batch of train step {batch.step} came to version {start.number}"
-        oldest = oldest_trained(batch, self._max_staleness)
-        parts = minibatches(
-            batch.groups,
-            ESTIMATORS[self._algorithm.name](batch.groups),
-            oldest=oldest,
-            num_minibatches=settings.num_minibatches,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            device=self.model.device,
-            multiples=self._multiples(),
-        )
-        lr = learning_rate(
+        rate = learning_rate(
             batch.step,
-            lr=settings.lr,
+            lr=1.0,
             warmup_steps=settings.warmup_steps,
             decay=settings.decay,
             total_steps=self._total_steps,
             min_lr_frac=settings.min_lr_frac,
         )
-        set_learning_rate(self._optimizer, lr)
-        num_updates = settings.num_epochs * settings.num_minibatches
-        # The only update of a step starts from the proximal policy, so its own logprobs are the proximal ones. It also
-        # needs no copy to go back to: divergence is noticed before the weights change.
-        is_known = num_updates > 1 or self._algorithm.correction == "second_moment"
-        proximal = [self._proximal(part) if is_known else [None] * len(part.microbatches) for part in parts]
-        before = self._snapshot() if num_updates > 1 else None
+        for learner in self._learners:
+            set_learning_rate(learner.optimizer, learner.lr * rate)
+        oldest = oldest_trained(batch, self._max_staleness)
+        parts = self._cut(batch, oldest)
+        prepared = self._passes.prepare(parts)
+        # A copy to go back to is needed only where there are several updates: divergence is noticed before the weights
+        # change.
+        before = [learner.snapshot() for learner in self._learners] if algorithm.num_updates > 1 else None
         totals = Totals(version=start.number)
+        update = Update(self._passes, self._learners, totals, batch.step, self._max_new_tokens)
         try:
-            for _ in range(settings.num_epochs):
-                for part, fixed in zip(parts, proximal, strict=True):
-                    self._update(batch.step, part, fixed, totals)
-        except TrainingDiverged:
-            self._optimizer.zero_grad()
-            if before is not None:
-                self._go_back(before)
-            raise
-        self._num_updates += num_updates
+            for _ in range(algorithm.num_epochs):
+                for part, fixed in zip(parts, prepared, strict=True):
+                    update.run(part, fixed)
+        except TrainingDiverged as error:
+            for learner, state in zip(self._learners, before or (), strict=before is not None):
+                learner.go_back(state)
+            for learner in self._learners:
+                learner.optimizer.zero_grad()
+            raise TrainingDiverged(f"{error}; the weights stay those of version {start.number}") from error
+        self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
-        metrics = {**batch_metrics(batch, oldest=oldest), **totals.metrics(), "policy/lr": lr}
+        metrics = {
+            **batch_metrics(batch, algorithm, oldest=oldest),
+            **totals.metrics(),
+            "policy/lr": self._learners[0].lr * rate,
+        }
         self._alarms.watch(metrics)
         return metrics
 
+    def _cut(self, batch: Batch, oldest: int) -> list[MiniBatch]:
+        """Cut a batch into minibatches of microbatches, with the advantages that no model is needed for."""
+        settings, algorithm = self._settings, self._algorithm
+        check_groups(batch.groups, algorithm.fewest_judged)
+        parts = [
+            rows(part, algorithm, oldest=oldest, longest=self._max_new_tokens)
+            for part in split_evenly(batch.groups, algorithm.num_minibatches)
+        ]
+        if not depends_on_model(algorithm):
+            parts = with_advantages(parts, algorithm)
+        return [
+            cut(
+                part,
+                max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+                device=self.model.device,
+                multiples=self._multiples(),
+                is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self._passes.critic is not None),
+                keeps_masked=depends_on_model(algorithm),
+                is_packed=self._passes.is_packed,
+            )
+            for part in parts
+        ]
+
     def publish(self) -> Weights:
-        """Return a copy of the current weights, on the trainer's device, under their `state_dict` names."""
-        tensors = {name: tensor.clone() for name, tensor in policy_tensors(self.model).items()}
+        """Return a copy of the current weights, or of the adapter alone, on the trainer's device, by name."""
+        tensors = {name: tensor.clone() for name, tensor in published_tensors(self.model).items()}
         self._version = PolicyVersion(self._version.lineage, self._version.number, weights_digest(tensors))
         return Weights(self._version, tensors)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint (see `checkpoint.py`), whole or not at all."""
-        digest = weights_digest(policy_tensors(self.model))
+        digest = weights_digest(published_tensors(self.model))
         self._version = PolicyVersion(self._version.lineage, self._version.number, digest)
         state = State(
             version=self._version,
@@ -172,8 +205,16 @@ class LocalTrainer:
             libraries=_libraries(),
             num_threads=torch.get_num_threads(),
         )
-        optimizer = optimizer_tensors(self._optimizer, self._parameters)
-        write_checkpoint(directory, model=self.model, tokenizer=self._tokenizer.hf, optimizer=optimizer, state=state)
+        moments = {n: t for learner in self._learners for n, t in learner.moments().items()}
+        critic = self._passes.critic
+        write_checkpoint(
+            directory,
+            model=self.model,
+            tokenizer=self._tokenizer.hf,
+            optimizer=moments,
+            state=state,
+            critic=None if critic is None else critic.state_dict(),
+        )
 
     def restore(self, directory: Path) -> None:
         """Continue from what `save` wrote. Raises UserError, changing nothing, when it does not fit this trainer.
@@ -182,8 +223,12 @@ class LocalTrainer:
         with, because a run that goes back starts a new one.
         """
         state, moments = read_state(directory), read_optimizer(directory)
-        saved = policy_tensors(load_model(str(directory), dtype=torch.float32, device=torch.device("cpu")))
-        own = policy_tensors(self.model)
+        saved, own = read_weights(directory, self.model), trained_tensors(self.model)
+        digest = saved_digest(saved, self.model) if saved.keys() == own.keys() else ""
+        critic = self._passes.critic
+        if critic is not None:
+            own |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
+            saved |= {f"critic.{name}": tensor for name, tensor in read_critic(directory).items()}
         shapes = [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own)]
         if differing := sorted(dict(shapes[0].items() ^ shapes[1].items())):
             raise UserError(
@@ -191,11 +236,15 @@ class LocalTrainer:
                 f"{shapes[0].get(differing[0], 'none')} there and {shapes[1].get(differing[0], 'none')} here "
                 f"({len(differing)} tensors differ)"
             )
-        if (digest := weights_digest(saved)) != state.version.digest:
+        if digest != state.version.digest:
             raise UserError(f"{directory} is damaged: its weights have digest {digest}, not {state.version.digest}")
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
-        load_optimizer_tensors(self._optimizer, self._parameters, moments)
+        known = [learner.parameters for learner in self._learners]
+        for learner in reversed(self._learners):
+            others = [names for names in known if names is not learner.parameters]
+            apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
+            load_optimizer_tensors(learner.optimizer, learner.parameters, apart)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
@@ -208,93 +257,16 @@ class LocalTrainer:
         makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
         return FEW_SHAPES if makes_kernels else ANY_SHAPE
 
-    def _logprobs(self, micro: MicroBatch, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with compute_in(torch_dtype(self._settings.dtype), self.model.device):
-            return token_logprobs(
-                self.model,
-                micro.input_ids,
-                first=micro.first,
-                temperature=self._temperature,
-                with_entropy=with_entropy,
-            )
 
-    @torch.no_grad()
-    def _proximal(self, part: MiniBatch) -> list[torch.Tensor | None]:
-        """[B, K] for each microbatch, under the weights as they are now."""
-        return [self._logprobs(micro, with_entropy=False)[0] for micro in part.microbatches]
-
-    def _update(self, step: int, part: MiniBatch, proximal: _Proximal, totals: Totals) -> None:
-        """Make one optimiser update, or raise TrainingDiverged before the weights change."""
-        algorithm = self._algorithm
-        shape = LossShape(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            aggregation=algorithm.aggregation,
-            divisor=divisor(part.num_trajectories, part.num_trained_tokens, algorithm.aggregation),
+def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
+    if algorithm.advantage != "gae":
+        return None
+    if algorithm.critic == "shared" and not has_plain_head(model):
+        raise UserError(
+            f"algorithm.critic: got 'shared', but the hidden states of {type(model).__name__} are not what its logits "
+            "are made of; allowed is 'separate'"
         )
-        correction = correction_shape(algorithm, part, proximal)
-        self._optimizer.zero_grad(set_to_none=True)
-        part_loss = 0.0
-        for micro, fixed in zip(part.microbatches, proximal, strict=True):
-            with torch.set_grad_enabled(micro.has_gradient):
-                logprobs, entropy = self._logprobs(micro, with_entropy=True)
-                assert entropy is not None
-                inputs = LossInputs(
-                    logprobs=logprobs,
-                    proximal_logprobs=logprobs.detach() if fixed is None else fixed,
-                    behavior_logprobs=micro.behavior_logprobs,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                )
-                anchor = CORRECTIONS[algorithm.correction](inputs, correction)
-                loss = OBJECTIVES[algorithm.name](inputs, anchor, shape)
-            if micro.has_gradient:
-                loss.loss.backward()  # type: ignore[no-untyped-call]
-            value = totals.add(micro, inputs, anchor, loss, entropy)
-            part_loss += _finite(value, "the loss", step, self._version, [micro])
-        if not any(micro.has_gradient for micro in part.microbatches):
-            for parameter in self._parameters.values():
-                parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm).item()
-        totals.grad_norms.append(_finite(norm, "the gradient's norm", step, self._version, part.microbatches))
-        totals.losses.append(part_loss)
-        self._optimizer.step()
-
-    def _snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Copy weights and optimiser state to the host."""
-        weights = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
-        moments = optimizer_tensors(self._optimizer, self._parameters)
-        return weights, {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
-
-    @torch.no_grad()
-    def _go_back(self, snapshot: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
-        weights, moments = snapshot
-        for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
-        load_optimizer_tensors(self._optimizer, self._parameters, moments)
-
-
-def correction_shape(algorithm: AlgorithmSettings, part: MiniBatch, proximal: _Proximal) -> CorrectionShape:
-    """Return what a correction is told of a whole minibatch; `second_moment` needs its proximal logprobs."""
-    cutoff = math.inf
-    if algorithm.correction == "second_moment":
-        apart = [
-            (fixed - micro.behavior_logprobs)[micro.mask]
-            for micro, fixed in zip(part.microbatches, proximal, strict=True)
-            if fixed is not None
-        ]
-        cutoff = second_moment_cutoff(apart, algorithm.second_moment_limit)
-    return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)
-
-
-def _finite(value: float, what: str, step: int, version: PolicyVersion, micros: Iterable[MicroBatch]) -> float:
-    if math.isfinite(value):
-        return value
-    groups = sorted({group_id for micro in micros for group_id in micro.group_ids})
-    raise TrainingDiverged(
-        f"train step {step}: {what} is {value} over groups {', '.join(map(str, groups))}; "
-        f"the weights stay those of version {version.number}"
-    )
+    return Critic(model, is_separate=algorithm.critic == "separate")
 
 
 def _check_compiler(device: torch.device) -> None:

@@ -10,8 +10,14 @@ ratio is taken against, and a weight per token.
 
 Normalisers. A minibatch reaches an objective in pieces (microbatches, later ranks), so no mean is taken here: sums
 are divided by a `divisor` that the caller takes over the whole minibatch, and the pieces add up to the whole.
-For `sequence_mean` the divisor is the number of trajectories, those without any trained token included: masking
-one makes the update smaller and leaves the others' weight as it was, so it does not depend on who else was masked.
+Whether a fully masked trajectory stays in the divisor follows from the aggregation, for every objective alike:
+
+| aggregation       | divisor                           | a fully masked trajectory                                    |
+|-------------------|-----------------------------------|--------------------------------------------------------------|
+| `sequence_mean`   | trajectories                      | stays: the others keep their weight, the update gets smaller |
+| `sequence_sum`    | trajectories                      | stays, likewise                                              |
+| `length_constant` | trajectories × the longest length | stays, likewise                                              |
+| `token_mean`      | trained tokens                    | has none, so is not counted: the others' tokens weigh more   |
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.trainer.settings import Aggregation
+from baton.trainer.algorithm import Aggregation, KlEstimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +84,65 @@ class Loss:
 Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
 
-def grpo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """GRPO without its KL term (arXiv 2402.03300, equation 3), minimised.
+def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
+    """PPO's clip (arXiv 1707.06347, equation 7), as GRPO (2402.03300, equation 3) and DAPO (2503.14476, 8) have it.
 
-    J = 1/N Σ_i 1/T_i Σ_t w_t min(r_t A_i, clip(r_t, 1 − clip_low, 1 + clip_high) A_i), r_t = π_θ / π_anchor
-    for `sequence_mean`; `token_mean` (arXiv 2503.14476, equation 8) takes 1/ΣT_i Σ_i Σ_t instead.
+    J = Σ_i Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t), r_t = π_θ / π_anchor, aggregated; with
+    the proximal policy as anchor and the weights π_proximal / π_behavior this is decoupled PPO (2110.00641).
     """
     ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp()
-    unclipped = ratio * inputs.advantages
-    clipped = clip(ratio, shape.clip_low, shape.clip_high) * inputs.advantages
-    surrogate = anchor.weights * torch.minimum(unclipped, clipped)
-    loss = -aggregate(surrogate, inputs.mask, shape.aggregation) / shape.divisor
-    return Loss(loss, ratio.detach(), (inputs.mask & (clipped < unclipped)).detach())
+    return _least(ratio, inputs, anchor, shape)
+
+
+def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
+    """GSPO (arXiv 2507.18071, equation 5): the clip with one ratio for the trajectory.
+
+    s_i = exp(1/T_i Σ_t log π_θ / π_proximal) over the trained tokens and their count, so that a masked prefix of
+    another version has no part in it; the weights stay by token, on the same tokens.
+    """
+    apart = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).sum(-1, keepdim=True)
+    ratio = (apart / inputs.mask.sum(-1, keepdim=True).clamp(min=1)).exp().expand_as(inputs.mask)
+    return _least(torch.where(inputs.mask, ratio, 1.0), inputs, anchor, shape)
+
+
+def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
+    """CISPO (arXiv 2506.13585, equation 4): J = Σ_i Σ_t w_t sg(clip(r_t, 1 − clip_low, 1 + clip_high)) A_t log π_θ.
+
+    Every token keeps a gradient; the clip only bounds its weight.
+    """
+    ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp().detach()
+    bounded = clip(ratio, shape.clip_low, shape.clip_high)
+    surrogate = anchor.weights * bounded * inputs.advantages * torch.where(inputs.mask, inputs.logprobs, 0.0)
+    return Loss(_loss(surrogate, inputs, shape), ratio, inputs.mask & (bounded != ratio))
+
+
+def policy_gradient(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
+    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t, whose gradient at r = 1 is A_t ∇ log π_θ."""
+    ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp()
+    surrogate = anchor.weights * ratio * inputs.advantages
+    return Loss(_loss(surrogate, inputs, shape), ratio.detach(), torch.zeros_like(inputs.mask))
+
+
+def _least(ratio: torch.Tensor, inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
+    free = ratio * inputs.advantages
+    held = clip(ratio, shape.clip_low, shape.clip_high) * inputs.advantages
+    surrogate = anchor.weights * torch.minimum(free, held)
+    return Loss(_loss(surrogate, inputs, shape), ratio.detach(), (inputs.mask & (held < free)).detach())
+
+
+def _loss(surrogate: torch.Tensor, inputs: LossInputs, shape: LossShape) -> torch.Tensor:
+    return -aggregate(surrogate, inputs.mask, shape.aggregation) / shape.divisor
+
+
+def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, name: KlEstimator) -> torch.Tensor:
+    """[B, K] estimates of KL(π_θ ‖ π_reference) in nats from sampled tokens; 0 at masked tokens.
+
+    With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
+    """
+    apart = log_ratio(logprobs, reference_logprobs, mask)
+    if name == "k1":
+        return apart
+    return apart.square() / 2 if name == "k2" else (-apart).expm1() + apart
 
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -105,17 +158,26 @@ def clip(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
 def aggregate(values: torch.Tensor, mask: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
     """Sum [B, K] to a scalar that still waits for its divisor.
 
-    `sequence_mean`: Σ_i (1/T_i) Σ_t, T_i the trained tokens of trajectory i; one without any gives 0.
-    `token_mean`: Σ_i Σ_t.
+    `sequence_mean`: Σ_i (1/T_i) Σ_t, T_i the trained tokens of trajectory i; one without any gives 0. Else Σ_i Σ_t.
     """
     sums = torch.where(mask, values, 0.0).sum(-1)
     return (sums / mask.sum(-1).clamp(min=1)).sum() if aggregation == "sequence_mean" else sums.sum()
 
 
-def divisor(num_trajectories: int, num_trained_tokens: int, aggregation: Aggregation) -> float:
-    """Return what `aggregate` is divided by: counts over a whole minibatch, fully masked trajectories included."""
-    return float(max(1, num_trajectories if aggregation == "sequence_mean" else num_trained_tokens))
+def divisor(num_trajectories: int, num_trained_tokens: int, aggregation: Aggregation, longest: int) -> float:
+    """Return what `aggregate` is divided by: counts over a whole minibatch; see the table at the top.
+
+    `longest` is the length a response may have, tokens.
+    """
+    if aggregation == "token_mean":
+        return float(max(1, num_trained_tokens))
+    return float(max(1, num_trajectories) * (longest if aggregation == "length_constant" else 1))
 
 
-OBJECTIVES: Mapping[str, Objective] = {"grpo": grpo}
-"""Algorithm name → its objective."""
+OBJECTIVES: Mapping[str, Objective] = {
+    "clipped": clipped,
+    "gspo": gspo,
+    "cispo": cispo,
+    "policy_gradient": policy_gradient,
+}
+"""Name in `algorithm.objective` → how."""

@@ -8,41 +8,8 @@ from pydantic import Field, field_validator
 
 from baton.policy.settings import DTypeName
 from baton.settings import Settings
-from baton.trainer.advantages import ESTIMATORS
 
-Aggregation = Literal["sequence_mean", "token_mean"]
 Decay = Literal["constant", "linear", "cosine"]
-CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop", "opsm", "second_moment"]
-
-
-class AlgorithmSettings(Settings):
-    """[algorithm] what is optimised."""
-
-    name: str = "grpo"
-    """Which advantages and which objective."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio of new to proximal probability is held above 1 − clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """… and below 1 + clip_high; a larger one than clip_low (0.28 in DAPO) lets rare tokens grow faster."""
-    aggregation: Aggregation = "sequence_mean"
-    """`sequence_mean` gives every trajectory the same weight (GRPO), `token_mean` every token (DAPO)."""
-    correction: CorrectionName = "token_tis"
-    """How tokens sampled by another policy than the one that is trained are weighted (docs/algorithms.md)."""
-    weight_cap: float = Field(default=2.0, ge=1)
-    """Largest importance weight: truncated to it, or by `icepop` dropped above it."""
-    weight_floor: float = Field(default=0.5, ge=0, le=1)
-    """Smallest importance weight that `icepop` keeps."""
-    opsm_delta: float = Field(default=1e-4, ge=0)
-    """Nats per token by which the policy may have left a bad trajectory behind before `opsm` drops it."""
-    second_moment_limit: float = Field(default=0.04, gt=0)
-    """`second_moment` drops tokens until the mean square of the others' log weights is at most this."""
-
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if name not in ESTIMATORS:
-            raise ValueError(f"allowed are {', '.join(sorted(ESTIMATORS))}")
-        return name
 
 
 class TrainerSettings(Settings):
@@ -70,10 +37,10 @@ class TrainerSettings(Settings):
     last bits."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Tokens, padding included, in one forward and backward pass; bounds memory and does not change the update."""
-    num_minibatches: int = Field(default=1, gt=0)
-    """Parts of a batch (whole groups, in order), each giving one optimiser update."""
-    num_epochs: int = Field(default=1, gt=0)
-    """Times that a train step goes through its batch."""
+    packing: Literal["auto", "always", "never"] = "auto"
+    """Whether trajectories are laid one behind the other instead of padded, sorted by length: `auto` does on CUDA."""
+    activation_checkpointing: bool = False
+    """Whether blocks compute their activations again on the way back: less memory for a third more computation."""
 
     @field_validator("betas")
     @classmethod

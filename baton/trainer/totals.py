@@ -13,6 +13,45 @@ from baton.trainer.losses import Anchor, Loss, LossInputs
 
 
 @dataclass(slots=True)
+class ValueTotals:
+    """Sums over the trained tokens of a step's value updates."""
+
+    losses: list[float] = field(default_factory=list)
+    """One per update, as are `grad_norms`."""
+    grad_norms: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    clipped: float = 0.0
+    error: float = 0.0
+    """Squared, of the values at the start of the step. The next two are of the returns."""
+    total: float = 0.0
+    square: float = 0.0
+
+    @torch.no_grad()
+    def add(self, is_clipped: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add one microbatch."""
+        kept = torch.where(mask, returns, 0.0)
+        error = torch.where(mask, returns - old, 0.0).square().sum()
+        sums = mask.sum(), is_clipped.sum(), error, kept.sum(), kept.square().sum()
+        tokens, clipped, squared, total, square = torch.stack([item.float() for item in sums]).tolist()
+        self.tokens += tokens
+        self.clipped += clipped
+        self.error += squared
+        self.total += total
+        self.square += square
+
+    def metrics(self) -> dict[str, float]:
+        """Return means. `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)², absent where all R are equal."""
+        tokens = max(1.0, self.tokens)
+        found = {"value/loss": statistics.fmean(self.losses), "value/clip_frac": self.clipped / tokens}
+        if self.grad_norms:
+            found["value/grad_norm"] = statistics.fmean(self.grad_norms)
+        spread = self.square - self.total**2 / tokens
+        if spread > 1e-9 * max(1.0, self.square):
+            found["value/explained_var"] = 1.0 - self.error / spread
+        return found
+
+
+@dataclass(slots=True)
 class Totals:
     """Sums over the trained tokens of a train step, over all its updates."""
 
@@ -21,6 +60,10 @@ class Totals:
     losses: list[float] = field(default_factory=list)
     """One per update, as are `grad_norms`."""
     grad_norms: list[float] = field(default_factory=list)
+    reference_kl: float | None = None
+    """Summed over trained tokens; None without a reference model."""
+    values: ValueTotals | None = None
+    """None without a critic."""
     tokens: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
@@ -40,13 +83,22 @@ class Totals:
     places: int = 0
 
     @torch.no_grad()
-    def add(self, micro: MicroBatch, inputs: LossInputs, anchor: Anchor, loss: Loss, entropy: torch.Tensor) -> float:
-        """Add one microbatch and return its loss. The only place where the host waits for the device."""
+    def add(
+        self,
+        micro: MicroBatch,
+        inputs: LossInputs,
+        anchor: Anchor,
+        value: torch.Tensor,
+        loss: Loss,
+        entropy: torch.Tensor,
+        reference_kl: torch.Tensor | None,
+    ) -> float:
+        """Add one microbatch; return `value`, its loss with all its terms, as a number. Here the host waits."""
         current = inputs.mask & (micro.policy_versions == self.version)
         diff = torch.where(current, inputs.proximal_logprobs - inputs.behavior_logprobs, 0.0)
         raw = torch.where(inputs.mask, weights(inputs), 0.0)
         sums = (
-            loss.loss.detach(),
+            value,
             inputs.mask.sum(),
             torch.where(inputs.mask, entropy, 0.0).sum(),
             loss.is_clipped.sum(),
@@ -59,10 +111,13 @@ class Totals:
             (diff.expm1() - diff).sum(),
             diff.abs().sum(),
             diff.abs().max(),
+            torch.zeros(()) if reference_kl is None else reference_kl.detach().sum(),
         )
-        value, tokens, entropy_sum, clipped, weight, cut, raw_sum, raw_square, num_current, k3, abs_diff, max_diff = (
-            torch.stack([item.float() for item in sums]).tolist()
+        number, tokens, entropy_sum, clipped, weight, cut, raw_sum, raw_square, num_current, k3, abs_diff, *rest = (
+            torch.stack([item.float().to(value.device) for item in sums]).tolist()
         )
+        if reference_kl is not None:
+            self.reference_kl = (self.reference_kl or 0.0) + rest[1]
         self.tokens += tokens
         self.entropy += entropy_sum
         self.clipped += clipped
@@ -73,10 +128,10 @@ class Totals:
         self.current += num_current
         self.k3 += k3
         self.abs_diff += abs_diff
-        self.max_diff = max(self.max_diff, max_diff)
+        self.max_diff = max(self.max_diff, rest[0])
         self.real += micro.num_tokens
         self.places += micro.input_ids.numel()
-        return float(value)
+        return float(number)
 
     def metrics(self) -> dict[str, float]:
         """Return means. `policy/loss` and `policy/grad_norm` (before clipping) are means over updates.
@@ -95,6 +150,10 @@ class Totals:
             "policy/grad_norm": statistics.fmean(self.grad_norms),
             "tokens/padding_frac": 1.0 - self.real / max(1, self.places),
         }
+        if self.reference_kl is not None:
+            found["kl/ref"] = self.reference_kl / tokens
+        if self.values is not None:
+            found |= self.values.metrics()
         if self.raw_square:
             found["policy/ess"] = self.raw_weight**2 / (self.tokens * self.raw_square)
         if self.current:

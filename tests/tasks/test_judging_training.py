@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,9 @@ from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.port import LocalPort
 from baton.rollout.sweep import Sweep
 from baton.tasks.rewards import Judge, RewardSettings, failure_metrics, require_judged
-from baton.trainer.advantages import group_relative
-from baton.trainer.batch import batch_metrics, minibatches
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.batch import cut, rows, with_advantages
+from baton.trainer.measures import batch_metrics
 from baton.types import (
     Batch,
     FailureCause,
@@ -30,6 +32,7 @@ from baton.types import (
     Trajectory,
 )
 
+GRPO = AlgorithmSettings()
 FAILED = {
     cause: Judgement(0.0, {}, False, None, f"the judge {cause}", cause)
     for cause in (FailureCause.TIMEOUT, FailureCause.CRASHED)
@@ -61,29 +64,23 @@ def test_statistics_are_over_judged_members_alone() -> None:
     # rewards 1, 0, 1: mean 2/3; Σ = 2·(1/3)² + (2/3)² = 2/3; std = √(1/3) = 0.5773503
     # A = (1/3) / 0.5773513 = 0.5773493 and (−2/3) / 0.5773513 = −1.1546985. With zeros in place of the two failures
     # the mean would be 2/5 and the failures would be pushed down.
-    found = group_relative([HALF, ALONE, NOBODY])
-    assert found[0] == pytest.approx((0.5773493, 0.0, -1.1546985, 0.0, 0.5773493), abs=1e-6)
-    assert found[1] == (0.0, 0.0, 0.0)
-    assert found[2] == (0.0, 0.0)
-    assert group_relative([group(0, [1.0, 0.0, 1.0])])[0] == tuple(found[0][i] for i in (0, 2, 4))
+    (found,) = with_advantages([rows([HALF, ALONE, NOBODY], GRPO)], GRPO)
+    assert [row.name for row in found] == ["0/0", "0/2", "0/4"]
+    for row, advantage in zip(found, (0.5773493, -1.1546985, 0.5773493), strict=True):
+        assert row.advantages == pytest.approx(np.full(row.num_policy, advantage), abs=1e-6)
 
 
 def test_only_judged_members_of_comparable_groups_reach_the_loss_and_its_divisor() -> None:
     groups = [HALF, ALONE, NOBODY]
-    (part,) = minibatches(
-        groups,
-        group_relative(groups),
-        num_minibatches=1,
-        max_tokens_per_microbatch=1000,
-        device=torch.device("cpu"),
-    )
+    (found,) = with_advantages([rows(groups, GRPO)], GRPO)
+    part = cut(found, max_tokens_per_microbatch=1000, device=torch.device("cpu"))
     assert part.num_trajectories == 3
     assert part.num_trained_tokens == 1 + 3 + 5  # members 0, 2 and 4 of the first group
-    assert {i for micro in part.microbatches for i in micro.group_ids} == {0}
+    assert {row.group_id for micro in part.microbatches for row in micro.rows} == {0}
 
 
 def test_metrics_leave_failures_out_and_count_them() -> None:
-    found = batch_metrics(Batch(1, (HALF, ALONE, NOBODY)))
+    found = batch_metrics(Batch(1, (HALF, ALONE, NOBODY)), GRPO)
     assert found["reward/mean"] == pytest.approx(3 / 4)  # 1, 0, 1 and 1
     assert found["reward/correct/mean"] == pytest.approx(3 / 4)
     assert found["accuracy/mean"] == pytest.approx(3 / 4)
@@ -95,7 +92,7 @@ def test_metrics_leave_failures_out_and_count_them() -> None:
 
 
 def test_a_batch_without_any_judgement_has_no_reward() -> None:
-    found = batch_metrics(Batch(1, (NOBODY,)))
+    found = batch_metrics(Batch(1, (NOBODY,)), GRPO)
     assert not {"reward/mean", "reward/std", "reward/zero_std_frac", "accuracy/mean"} & found.keys()
     assert found["tokens/trained"] == 0.0
 

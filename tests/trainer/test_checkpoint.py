@@ -187,3 +187,21 @@ def test_missing_or_damaged_parts_are_refused(tmp_path):
 def test_a_plain_model_directory_is_no_checkpoint(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     refused(make_trainer(), tmp_path, "is no checkpoint that can be resumed")
+
+
+# ---- critics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_a_critic_is_resumed_with_its_policy(tmp_path, critic):
+    settings = {"name": "ppo", "num_minibatches": 2, "critic": critic, "critic_lr": 1e-2}
+    unbroken, resumed = make_trainer(**settings), make_trainer(tiny_model(seed=9), **settings)
+    for step in (1, 2):
+        unbroken.step(random_batch(step))
+    unbroken.save(tmp_path / "a")
+    resumed.restore(tmp_path / "a")
+    assert unbroken.step(random_batch(3)) == resumed.step(random_batch(3))
+    assert are_bit_equal(parameters(unbroken), parameters(resumed))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "a")  # the critic lies apart
+    (tmp_path / "a" / "baton" / "critic.safetensors").unlink()
+    refused(make_trainer(**settings), tmp_path / "a", "critic critic.safetensors is missing or damaged")

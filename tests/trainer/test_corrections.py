@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff, weights
-from baton.trainer.losses import LossInputs, LossShape, grpo
-from baton.trainer.settings import AlgorithmSettings
+from baton.trainer.losses import LossInputs, LossShape, clipped
 
 # A trajectory of two versions and a token that is not trained. The first two tokens are of an older version:
 BEHAVIOR = [0.5, 0.1, 0.25, 0.9]
@@ -28,7 +28,7 @@ def trajectory(advantage=1.0, behavior=BEHAVIOR, proximal=PROXIMAL, current=CURR
 
 def corrected(name, inputs, **shape):
     anchor = CORRECTIONS[name](inputs, replace(SHAPE, **shape))
-    loss = grpo(inputs, anchor, OBJECTIVE).loss
+    loss = clipped(inputs, anchor, OBJECTIVE).loss
     loss.backward()
     return anchor, loss.item(), inputs.logprobs.grad[0].tolist()
 
@@ -146,7 +146,7 @@ def test_value_and_gradient_agree_with_numpy_and_finite_differences(name, seed):
     by_token = torch.tensor(advantages)[:, None].expand_as(leaf)
     inputs = LossInputs(leaf, torch.tensor(proximal), torch.tensor(behavior), by_token, torch.tensor(mask))
     anchor = CORRECTIONS[name](inputs, CorrectionShape(cap=2.0, floor=0.5, delta=0.05, cutoff=0.3))
-    loss = grpo(inputs, anchor, replace(OBJECTIVE, divisor=4.0)).loss
+    loss = clipped(inputs, anchor, replace(OBJECTIVE, divisor=4.0)).loss
     loss.backward()
     fixed = (proximal, behavior, advantages, mask, logprobs)
     assert loss.item() == pytest.approx(loss_by_numpy(name, logprobs, *fixed), abs=1e-12)

@@ -11,6 +11,7 @@ from trainer_cases import (
     VOCAB,
     are_bit_equal,
     environment,
+    grpo_advantages,
     largest_difference,
     make_group,
     make_trainer,
@@ -22,8 +23,7 @@ from trainer_cases import (
 
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.tensors import weights_digest
-from baton.trainer import local
-from baton.trainer.advantages import group_relative
+from baton.trainer import local, passes, update
 from baton.types import Batch, PolicyVersion
 
 
@@ -40,7 +40,7 @@ def stepped(batch, model=None, **settings):
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
 def test_the_gradient_is_that_of_the_formula_trajectory_by_trajectory(aggregation, correction):
     batch, temperature = random_batch(1), 0.8
-    model, advantages = tiny_model(), group_relative(batch.groups)
+    model, advantages = tiny_model(), grpo_advantages(batch.groups)
     # At ratio 1 the gradient of the objective is Σ_i c_i Σ_t w_t A_i ∇ log π, unclipped: nothing is cut or padded here.
     lengths = [t.num_tokens for t in batch.trajectories]
     objective = torch.zeros(())
@@ -93,18 +93,15 @@ def test_rows_without_an_advantage_change_neither_update_nor_metrics_by_having_n
     )
     batch = Batch(1, (*batch.groups, *equal))
     apart, metrics = stepped(batch)
-    cut = local.minibatches
+    cut = local.cut
     forced = []
 
     def with_gradient(*arguments, **named):
-        parts = cut(*arguments, **named)
-        forced.extend(micro.has_gradient for part in parts for micro in part.microbatches)
-        return [
-            replace(part, microbatches=tuple(replace(m, has_gradient=True) for m in part.microbatches))
-            for part in parts
-        ]
+        part = cut(*arguments, **named)
+        forced.extend(micro.has_gradient for micro in part.microbatches)
+        return replace(part, microbatches=tuple(replace(m, has_gradient=True) for m in part.microbatches))
 
-    monkeypatch.setattr(local, "minibatches", with_gradient)
+    monkeypatch.setattr(local, "cut", with_gradient)
     together, others = stepped(batch)
     assert set(forced) == {True, False}
     assert are_bit_equal(parameters(apart), parameters(together))
@@ -176,14 +173,14 @@ def test_a_rewarded_token_becomes_likely():
 
 def watched(monkeypatch):
     """Record what the objective sees."""
-    seen, original = [], local.OBJECTIVES["grpo"]
+    seen, original = [], update.OBJECTIVES["clipped"]
 
     def spy(inputs, anchor, shape):
         result = original(inputs, anchor, shape)
         seen.append((inputs, result, shape))
         return result
 
-    monkeypatch.setitem(local.OBJECTIVES, "grpo", spy)
+    monkeypatch.setitem(update.OBJECTIVES, "clipped", spy)
     return seen
 
 
@@ -209,8 +206,8 @@ def test_the_clip_bites_once_the_policy_has_moved(monkeypatch):
 
 
 def test_a_single_update_needs_no_forward_beyond_its_own(monkeypatch):
-    calls, original = [], local.token_logprobs
-    monkeypatch.setattr(local, "token_logprobs", lambda *a, **k: calls.append(1) or original(*a, **k))
+    calls, original = [], passes.padded_scores
+    monkeypatch.setattr(passes, "padded_scores", lambda *a, **k: calls.append(1) or original(*a, **k))
     stepped(random_batch(1), max_tokens_per_microbatch=100_000)
     assert len(calls) == 1
     stepped(random_batch(1), max_tokens_per_microbatch=100_000, num_epochs=2)

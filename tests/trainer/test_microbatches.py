@@ -1,27 +1,39 @@
 """From a batch to padded microbatches: nothing lost, nothing moved, nothing trained that the policy did not write."""
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trainer_cases import environment, make_group, policy, random_batch
 
-from baton.errors import UserError
-from baton.trainer.advantages import group_relative
+from baton.errors import EngineFault, UserError
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import (
     FEW_SHAPES,
     PASS_TOKENS,
     Row,
-    batch_metrics,
-    minibatches,
+    cut,
+    first_fit,
     pad,
     rows,
     split_evenly,
     under_budget,
+    with_advantages,
 )
+from baton.trainer.measures import batch_metrics
 from baton.types import Batch, FinishReason
 
 CPU = torch.device("cpu")
+GRPO = AlgorithmSettings()
+
+
+def cut_of(groups, max_tokens, **choices):
+    (all_rows,) = with_advantages([rows(groups, GRPO)], GRPO)
+    return cut(all_rows, max_tokens_per_microbatch=max_tokens, device=CPU, **choices)
 
 
 def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
@@ -32,8 +44,8 @@ def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
     ]
     long = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3, 4))
     short = make_group(2, [0.0, 0.0], [[policy(14)], [policy(15)]], prompt_ids=(6,))
-    all_rows = rows([long, short], {1: (0.5, -0.5), 2: (0.0, 0.0)})
-    micro = pad([all_rows[0], all_rows[2]], CPU)
+    all_rows = rows([long, short], GRPO)
+    micro = pad([replace(all_rows[0], advantages=np.full(3, 0.5)), replace(all_rows[2], advantages=np.zeros(1))], CPU)
     assert micro.first == 1  # the shorter prompt
     assert micro.input_ids.tolist() == [[2, 3, 4, 10, 11, 20, 12], [6, 14, 0, 0, 0, 0, 0]]
     t, f = True, False
@@ -42,11 +54,54 @@ def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
     assert micro.policy_versions.tolist() == [[0, 0, 3, 3, 0, 4], [0] * 6]
     assert micro.behavior_logprobs.tolist() == [[0, 0, -1.5, -1.5, 0, -2.5], [-4.0, 0, 0, 0, 0, 0]]
     assert micro.advantages.tolist() == [[0, 0, 0.5, 0.5, 0, 0.5], [0] * 6]
-    assert (micro.group_ids, micro.num_tokens) == ((1, 2), 9)
+    assert micro.policy_mask.tolist() == micro.mask.tolist()
+    assert ([row.name for row in micro.rows], micro.num_tokens) == (["1/0", "2/0"], 9)
+
+
+def test_a_token_too_old_is_the_policys_but_not_trained():
+    group = make_group(1, [1.0, 0.0], [[policy(10, version=1), policy(11, version=2)], [policy(12, version=2)]])
+    micro = pad([replace(row, advantages=np.ones(row.num_policy)) for row in rows([group], GRPO, oldest=2)], CPU)
+    assert micro.mask.tolist() == [[False, True], [True, False]]
+    assert micro.policy_mask.tolist() == [[True, True], [True, False]]
+    assert micro.advantages.tolist() == [[1, 1], [1, 0]]
+    assert micro.policy_versions.tolist() == [[0, 2], [2, 0]]
+
+
+def test_values_of_the_policys_tokens_go_to_their_places_and_back():
+    response = [policy(10, 11), environment(20), policy(12)]
+    group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
+    micro = pad(rows([group], GRPO), CPU, FEW_SHAPES)
+    by_row = [np.array([0.1, 0.2, 0.3]), np.array([0.4])]
+    laid = micro.spread(by_row)
+    assert laid[:2, :4].tolist() == pytest.approx(np.array([[0.1, 0.2, 0, 0.3], [0.4, 0, 0, 0]]))
+    assert not laid[2:].any()
+    for found, expected in zip(micro.gather(laid), by_row, strict=True):
+        assert found == pytest.approx(expected)
+
+
+def test_packed_rows_lie_one_behind_the_other():
+    response = [policy(10, 11), environment(20), policy(12)]
+    group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
+    ids, positions, places = pad(rows([group], GRPO), CPU).packed()
+    assert ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
+    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert ids[places].tolist() == [10, 11, 12, 13]
+
+
+@given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 120))
+def test_packing_holds_every_row_once_within_the_budget(lengths, budget):
+    all_rows = [row_of(length) for length in lengths]
+    chunks = first_fit(all_rows, budget)
+    assert sorted(id(row) for chunk in chunks for row in chunk) == sorted(id(row) for row in all_rows)
+    assert all(sum(len(row.token_ids) for row in chunk) <= budget or len(chunk) == 1 for chunk in chunks)
+    for one in range(len(chunks)):  # no two chunks would have gone into one
+        for other in range(one):
+            assert sum(len(row.token_ids) for row in (*chunks[one], *chunks[other])) > budget
 
 
 def row_of(length: int) -> Row:
-    return Row(0, tuple(range(length)), 1, (True,) * (length - 1), (0.0,) * (length - 1), (0,) * (length - 1), 0.0)
+    size = length - 1
+    return Row(0, "0/0", tuple(range(length)), 1, (True,) * size, (True,) * size, (0.0,) * size, (0,) * size, 0.0)
 
 
 @given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 120))
@@ -93,7 +148,7 @@ def test_few_shapes_are_made_of_columns_and_rows_that_nobody_sees():
     all_rows = [row_of(n) for n in (21, 9, 4)]
     plain, few = pad(all_rows, CPU), pad(all_rows, CPU, FEW_SHAPES)
     assert few.input_ids.shape == (8, 32)
-    assert (few.first, few.num_tokens, few.group_ids) == (plain.first, plain.num_tokens, plain.group_ids)
+    assert (few.first, few.num_tokens, few.rows) == (plain.first, plain.num_tokens, plain.rows)
     for name in ("mask", "behavior_logprobs", "policy_versions", "advantages"):
         whole = getattr(few, name)
         assert whole.shape == (8, 31)
@@ -104,9 +159,11 @@ def test_few_shapes_are_made_of_columns_and_rows_that_nobody_sees():
 
 def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
     groups = [make_group(0, [1.0, 0.0, 0.0]), make_group(1, [1.0, 1.0, 1.0]), make_group(2, [0.0, 1.0, 1.0])]
-    (part,) = minibatches(groups, group_relative(groups), num_minibatches=1, max_tokens_per_microbatch=1000, device=CPU)
-    assert [(set(m.group_ids), m.has_gradient) for m in part.microbatches] == [({0, 2}, True), ({1}, False)]
+    part = cut_of(groups, 1000)
+    assert [({r.group_id for r in m.rows}, m.has_gradient) for m in part.microbatches] == [({0, 2}, True), ({1}, False)]
     assert (part.num_trajectories, part.num_trained_tokens) == (9, 9)
+    (whole,) = cut_of(groups, 1000, is_flat=False).microbatches  # a KL term, say: there all have a gradient
+    assert (len(whole.rows), whole.has_gradient) == (9, True)
 
 
 @given(st.integers(1, 30), st.integers(1, 30))
@@ -123,11 +180,48 @@ def test_minibatches_are_whole_groups_in_order_and_as_even_as_they_go(num_groups
 
 def test_a_trajectory_without_policy_tokens_is_counted_but_costs_no_forward():
     group = make_group(0, [1.0, 0.0], [[environment(20, 21)], [policy(5, 6)]])
-    (part,) = minibatches(
-        [group], group_relative([group]), num_minibatches=1, max_tokens_per_microbatch=100, device=CPU
-    )
+    part = cut_of([group], 100)
     assert (part.num_trajectories, part.num_trained_tokens) == (2, 2)
     assert [len(micro.input_ids) for micro in part.microbatches] == [1]
+
+
+def test_a_wholly_masked_trajectory_costs_a_forward_only_where_others_are_compared_with_what_it_says():
+    group = make_group(0, [1.0, 0.0], [[policy(5, version=1)], [policy(6, version=3)]])
+    all_rows = rows([group], GRPO, oldest=3)
+    (micro,) = cut(all_rows, max_tokens_per_microbatch=100, device=CPU).microbatches
+    assert [row.name for row in micro.rows] == ["0/1"]
+    (micro,) = cut(all_rows, max_tokens_per_microbatch=100, device=CPU, keeps_masked=True).microbatches
+    assert ([row.name for row in micro.rows], micro.mask.tolist()) == (["0/0", "0/1"], [[False], [True]])
+
+
+def test_overlong_filtering_masks_what_was_cut_and_keeps_it_in_every_count():
+    cut_off = make_group(0, [1.0, 0.0], [[policy(5, 6)], [policy(7)]], finish_reason=FinishReason.LENGTH)
+    whole = make_group(1, [1.0, 0.0])
+    found = rows([cut_off, whole], AlgorithmSettings(overlong_filter=True))
+    assert [row.num_trained for row in found] == [0, 0, 1, 1]
+    part = cut(found, max_tokens_per_microbatch=100, device=CPU)
+    assert (part.num_trajectories, part.num_trained_tokens) == (4, 2)
+    metrics = batch_metrics(Batch(1, (cut_off, whole)), AlgorithmSettings(overlong_filter=True))
+    assert (metrics["tokens/filtered"], metrics["tokens/trained"], metrics["tokens/masked"]) == (3, 2, 0)
+
+
+def test_overlong_shaping_takes_the_whole_length_however_often_it_was_resumed():
+    """Of at most 20 tokens the last half is the zone: 10 tokens lose nothing, 15 half, 20 all, versions or not."""
+    responses = [
+        [policy(*range(5, 11), version=1), policy(*range(4, 8), version=2)],
+        [policy(*range(5, 13), version=1), policy(*range(4, 11), version=2)],
+        [policy(*range(5, 25), version=2)],
+    ]
+    group = make_group(0, [1.0, 1.0, 0.0], responses)
+    found = rows([group], AlgorithmSettings(overlong_frac=0.5), longest=20)
+    assert [row.reward for row in found] == [1.0, 0.5, -1.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_logprob_that_is_no_number_is_refused_by_the_trajectorys_name(value):
+    group = make_group(3, [1.0, 0.0], [[policy(5)], [policy(6, 7), policy(8, version=1, logprob=value)]])
+    with pytest.raises(EngineFault, match=rf"trajectory 3/1: .* log-probability {value} for token 2 of its response"):
+        rows([group], GRPO)
 
 
 def test_batch_metrics_by_hand():
@@ -137,7 +231,7 @@ def test_batch_metrics_by_hand():
         [[policy(5, version=1), environment(9, version=1), policy(6, 7, version=3)], [policy(8, version=3)]],
     )
     equal = make_group(1, [0.5, 0.5], finish_reason=FinishReason.LENGTH)  # one token each, of version 0
-    found = batch_metrics(Batch(4, (mixed, equal)))
+    found = batch_metrics(Batch(4, (mixed, equal)), GRPO)
     assert found == {
         "reward/mean": 0.5,
         "reward/std": pytest.approx(0.125**0.5),  # deviations ½, −½, 0, 0
@@ -154,8 +248,9 @@ def test_batch_metrics_by_hand():
         "judge/groups_lost": 0.0,
         "tokens/trained": 6.0,
         "tokens/masked": 0.0,
+        "tokens/filtered": 0.0,
     }
-    bounded = batch_metrics(Batch(4, (mixed, equal)), oldest=1)  # the two of version 0 are too old
+    bounded = batch_metrics(Batch(4, (mixed, equal)), GRPO, oldest=1)  # the two of version 0 are too old
     assert {name: bounded[name] for name in bounded if name.startswith(("staleness", "tokens"))} == {
         "staleness/mean": 2 / 4,
         "staleness/max": 2.0,
@@ -163,6 +258,7 @@ def test_batch_metrics_by_hand():
         "staleness/masked_frac": 2 / 6,
         "tokens/trained": 4.0,
         "tokens/masked": 2.0,
+        "tokens/filtered": 0.0,
     }
     assert {n: v for n, v in bounded.items() if n.startswith("reward")} == {
         n: v for n, v in found.items() if n.startswith("reward")
@@ -173,13 +269,7 @@ def test_the_same_batch_gives_the_same_microbatches():
     batch = random_batch(1, num_groups=6)
 
     def split():
-        return minibatches(
-            batch.groups,
-            group_relative(batch.groups),
-            num_minibatches=2,
-            max_tokens_per_microbatch=40,
-            device=CPU,
-        )
+        return [cut_of(part, 40) for part in split_evenly(batch.groups, 2)]
 
     for one, other in zip(split(), split(), strict=True):
         assert len(one.microbatches) > 1

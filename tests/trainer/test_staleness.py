@@ -4,11 +4,19 @@ import math
 
 import pytest
 import torch
-from trainer_cases import are_bit_equal, largest_difference, make_group, make_trainer, parameters, policy, tiny_model
+from trainer_cases import (
+    are_bit_equal,
+    grpo_advantages,
+    largest_difference,
+    make_group,
+    make_trainer,
+    parameters,
+    policy,
+    tiny_model,
+)
 
-from baton.trainer.advantages import group_relative
 from baton.trainer.alarms import Alarms
-from baton.trainer.settings import AlgorithmSettings
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.types import Batch, PolicyVersion
 
 NOW = 3
@@ -33,7 +41,7 @@ def stepped(batch, **settings):
 def test_the_gradient_of_a_mixed_batch_is_that_of_the_formula():
     """max_staleness 1: tokens of versions 0 and 1 are context only; N is 3 all the same, and T_0 is 2."""
     model, batch = tiny_model(), mixed_batch()
-    advantages = group_relative(batch.groups)[0]
+    advantages = grpo_advantages(batch.groups)[0]
     objective = torch.zeros(())
     for trajectory, advantage in zip(batch.trajectories, advantages, strict=True):
         ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.token_ids]])

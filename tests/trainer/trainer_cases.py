@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from functools import cache
 
@@ -10,9 +11,11 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from baton.policy.scratch import scratch_tokenizer
+from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
+from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.local import LocalTrainer
-from baton.trainer.settings import AlgorithmSettings, TrainerSettings
+from baton.trainer.settings import TrainerSettings
 from baton.types import (
     Author,
     Batch,
@@ -58,6 +61,9 @@ def make_trainer(
     *,
     temperature: float = 1.0,
     max_staleness: int | None = None,
+    max_new_tokens: int = 64,
+    reference: PreTrainedModel | None = None,
+    lora: LoraSettings | None = None,
     **settings: object,
 ) -> LocalTrainer:
     """Settings of the algorithm and of the trainer, by name."""
@@ -70,7 +76,10 @@ def make_trainer(
         temperature=temperature,
         total_steps=10,
         version=PolicyVersion("first", 0),
+        max_new_tokens=max_new_tokens,
         max_staleness=max_staleness,
+        reference=reference,
+        lora=lora,
     )
 
 
@@ -96,6 +105,16 @@ def make_group(
         trajectory = Trajectory(group_id, index, prompt_ids, tuple(segments), finish_reason)
         members.append(Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0)))
     return Group(group_id, Prompt(f"prompt {group_id}", "case", ()), tuple(members))
+
+
+def grpo_advantages(groups: Sequence[Group]) -> dict[int, tuple[float, ...]]:
+    """GRPO's advantages by group id, written down apart from the code under test."""
+    found = {}
+    for group in groups:
+        values = [member.judgement.reward for member in group.members]
+        std = statistics.stdev(values)
+        found[group.group_id] = tuple((value - statistics.fmean(values)) / (std + 1e-6) for value in values)
+    return found
 
 
 def random_batch(step: int, *, seed: int = 0, num_groups: int = 4, group_size: int = 3, first_id: int = 0) -> Batch:

@@ -24,6 +24,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
+from baton.policy.adapters import BaseWeights, is_adapter
 from baton.rollout.engines.cache import (
     KV_BUCKET,
     Masks,
@@ -76,6 +77,7 @@ class Network:
         self._packed = PackedLinears(model)
         self._body: Module = model.base_model
         """The model without its head: a prefill's logits are not wanted."""
+        self._base = BaseWeights()
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
         """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
@@ -125,10 +127,14 @@ class Network:
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Copy new values into the parameters, which stay where they are, cast to their dtype.
 
-        Tied parameters may come under one of their names or all. Raises EngineFault, before anything has changed,
-        for parameters that are missing, names that the model does not have, and shapes that differ.
+        An adapter's are merged into the weights that it belongs to, those of the last whole version. Tied parameters
+        may come under one of their names or all. Raises EngineFault, before anything has changed, for parameters that
+        are missing, names that the model does not have, and shapes that differ.
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        if is_adapter(tensors):
+            self._copy(own, self._base.merged(own, tensors))
+            return
         parameters = {id(p) for p in self.model.parameters()}
         given = {id(own[name]) for name in tensors if name in own}
         missing = [n for n, p in self.model.named_parameters() if id(p) not in given]
@@ -146,6 +152,10 @@ class Network:
         if faults:
             raise EngineFault(f"new weights do not fit the {type(self.model).__name__}: {'; '.join(faults)}")
         assert given >= parameters
+        self._base.forget()
+        self._copy(own, tensors)
+
+    def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
         with torch.inference_mode():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)

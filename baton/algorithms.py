@@ -1,0 +1,86 @@
+"""`baton algorithms`: what each preset sets, and whose paper it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baton.errors import UserError
+from baton.trainer.algorithm import PRESETS, AlgorithmSettings
+
+
+class Algorithm(msgspec.Struct, frozen=True):
+    """One preset, for people and for scripts."""
+
+    name: str
+    paper: str
+    """arXiv id."""
+    idea: str
+    updates: str
+    """What its paper says of optimiser updates per batch."""
+    sets: dict[str, Any]
+    """Keys of [algorithm] whose values are not the defaults."""
+    all: dict[str, Any]
+    """Every key of [algorithm]."""
+
+
+def list_algorithms(name: str | None = None) -> list[Algorithm]:
+    """Return the presets, or the one of this name. Raises UserError, naming the nearest, for an unknown one."""
+    if name is not None and name not in PRESETS:
+        near = get_close_matches(name, list(PRESETS), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"
+        raise UserError(f"there is no algorithm {name!r}; {hint}")
+    return [
+        Algorithm(
+            name=each,
+            paper=preset.paper,
+            idea=preset.idea,
+            updates=preset.updates,
+            sets=dict(preset.sets),
+            all=AlgorithmSettings(name=each).model_dump(mode="json"),
+        )
+        for each, preset in PRESETS.items()
+        if name in (None, each)
+    ]
+
+
+def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
+    """Print a table of all presets, or every key of a single one."""
+    if len(algorithms) == 1:
+        _print_one(console, algorithms[0])
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    for heading in ("algorithm", "idea", "sets, beside the defaults"):
+        table.add_column(heading)
+    for each in algorithms:
+        sets = "\n".join(f"{key} = {_toml(value)}" for key, value in each.sets.items()) or "the defaults"
+        about = f"{each.idea}\n[dim]updates per batch: {escape(each.updates)}[/dim]"
+        table.add_row(f"[bold]{each.name}[/bold]\n[dim]{each.paper}[/dim]", about, escape(sets))
+    console.print(table, highlight=False)
+    console.print(
+        'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] may '
+        "be set besides, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, baton keys algorithm. The "
+        "formulas: docs/algorithms.md",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _print_one(console: Console, one: Algorithm) -> None:
+    console.print(f"[bold]{one.name}[/bold] (arXiv {one.paper}): {escape(one.idea)}", highlight=False)
+    console.print(f"updates per batch in the paper: {one.updates}", highlight=False, markup=False)
+    for key, value in one.all.items():
+        if key != "name" and value is not None:
+            mark = "   # not the default" if key in one.sets else ""
+            console.print(f"  {key} = {_toml(value)}{mark}", highlight=False, markup=False)
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value:g}"

@@ -1,0 +1,159 @@
+"""LoRA by PEFT: low-rank adapters that are trained and published in the model's stead.
+
+An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r],
+with the scale multiplied into B, so that an engine needs nothing besides: W = W_0 + B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from baton.errors import EngineFault, UserError
+from baton.policy.settings import LoraSettings
+
+_NAME = "default"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
+    """Freeze a model and put trainable adapters into it. B begins at zero, so nothing changes until the first update.
+
+    Raises UserError when PEFT is missing, or a name in `targets` fits no layer.
+    """
+    _check_peft()
+    from peft import LoraConfig
+
+    torch.manual_seed(seed)
+    path = str(model.name_or_path)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it may well be a fraction
+        target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+    )
+    try:
+        model.add_adapter(config, _NAME)
+    except ValueError as error:
+        raise UserError(f"lora.targets: got {settings.targets!r}: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    model.eval()  # type: ignore[no-untyped-call]
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether a model carries adapters."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model with adapters be the one it was before them; another is left as it is."""
+    if not has_adapters(model):
+        yield
+        return
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return an adapter's own tensors (not copies), detached, by their names in `state_dict`."""
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" in name}
+
+
+def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Return an adapter as it is published, the scale within B; that of the model, or of `raw` tensors of its kind."""
+    raw = raw_tensors(model) if raw is None else raw
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and _NAME in module.lora_A:
+            low, high = (raw[f"{name}.{side}.{_NAME}.weight"] for side in ("lora_A", "lora_B"))
+            found[name + _A], found[name + _B] = low, high * module.scaling[_NAME]
+    return found
+
+
+def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
+    """Read the adapter of a checkpoint, by the names of `raw_tensors`. Raises UserError when there is none."""
+    file = directory / "adapter_model.safetensors"
+    if not file.is_file():
+        raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
+    return {
+        name.removeprefix("base_model.model.")
+        .replace(_A, f".lora_A.{_NAME}.weight")
+        .replace(_B, f".lora_B.{_NAME}.weight"): tensor
+        for name, tensor in load_file(file).items()
+    }
+
+
+def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    """Return a model with the adapter of a checkpoint merged into its weights."""
+    _check_peft()
+    from peft import PeftModel
+
+    merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    return merged
+
+
+def base_of_adapter(directory: Path) -> str | None:
+    """Return the model that the adapter in a directory belongs to, or None where there is no adapter."""
+    file = directory / "adapter_config.json"
+    if not file.is_file():
+        return None
+    return str(msgspec.json.decode(file.read_bytes(), type=dict[str, Any])["base_model_name_or_path"])
+
+
+def _check_peft() -> None:
+    if find_spec("peft") is None:
+        raise UserError("LoRA needs PEFT: run `pip install 'baton-rl[lora]'`")
+
+
+def is_adapter(tensors: Mapping[str, Any]) -> bool:
+    """Whether published tensors are an adapter's, and not a whole model's."""
+    return bool(tensors) and all(name.endswith((_A, _B)) for name in tensors)
+
+
+class BaseWeights:
+    """What an engine's adapted weights were before any adapter, kept from the first one that arrives."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Whole weights have arrived: they are what the next adapter belongs to."""
+        self._kept.clear()
+
+    @torch.inference_mode()
+    def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return W_0 + B A for each adapted weight, by its name in `own`, in float32.
+
+        Raises EngineFault, before anything has changed, for an adapter that fits no weight or another shape.
+        """
+        modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
+        for module in modules:
+            weight, low, high = own.get(f"{module}.weight"), tensors[module + _A], tensors.get(module + _B)
+            shape = None if high is None else (high.shape[0], low.shape[1])
+            if weight is None or high is None or tuple(weight.shape) != shape or high.shape[1] != low.shape[0]:
+                has = "none" if weight is None else tuple(weight.shape)
+                raise EngineFault(f"a new adapter does not fit: {module} has shape {has} here and {shape} in it")
+        for module in modules:
+            self._kept.setdefault(module, own[f"{module}.weight"].detach().clone())
+        found = {}
+        for module in modules:
+            base = self._kept[module].float()
+            low, high = (tensors[module + end].to(base.device).float() for end in (_A, _B))
+            found[f"{module}.weight"] = base + high @ low
+        return found

@@ -1,0 +1,53 @@
+"""What a critic expects before each token, and how it learns (PPO's value update).
+
+Shapes: B rows, K places of a padded row, H width of the hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import PreTrainedModel
+
+
+class Critic(torch.nn.Module):
+    """A value head on a Hugging Face causal LM: the policy itself, or a model of its own.
+
+    The value before token t is read from the hidden state of token t − 1, the same that the token's logits come from.
+    The head begins at zero: before its first update a critic expects nothing.
+    """
+
+    def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
+        """Begin a separate critic as a copy of the policy, body only; a shared one has nothing but its head."""
+        super().__init__()
+        self.trunk: torch.nn.Module | None = copy.deepcopy(policy.base_model) if is_separate else None
+        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
+        """[B, K] float32 from the hidden states of a shared trunk."""
+        values: torch.Tensor = self.head(hidden_BKH).squeeze(-1).float()
+        return values
+
+    def of_ids(self, input_ids_BS: torch.Tensor, first: int) -> torch.Tensor:
+        """[B, K] float32: what a separate critic expects before the tokens at places first … S − 1."""
+        assert self.trunk is not None, "a shared critic reads the policy's hidden states"
+        hidden: torch.Tensor = self.trunk(input_ids=input_ids_BS[:, :-1], use_cache=False).last_hidden_state
+        found: torch.Tensor = self(hidden[:, first - 1 :])
+        return found
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of clipped squared errors, and the tokens [B, K] whose gradient the clip has cut.
+
+    Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as PPO's authors have it (arXiv 2005.12729, table 1):
+    a value that has moved by more than `clip` towards its return gets no gradient.
+    """
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    free_error, held_error = (values - returns).square(), (held - returns).square()
+    loss = torch.where(mask, torch.maximum(free_error, held_error) / 2, 0.0).sum()
+    return loss, (mask & (held_error > free_error)).detach()

@@ -1,0 +1,157 @@
+"""Forward passes of a train step: which model says what of a microbatch, and what is fixed before the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.policy.adapters import without_adapters
+from baton.policy.load import torch_dtype
+from baton.policy.logprobs import TokenScores, compute_in, has_plain_head, packed_scores, padded_scores
+from baton.trainer.advantages import FloatArray, normalized
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.batch import MicroBatch, MiniBatch, estimate
+from baton.trainer.critic import Critic
+from baton.trainer.losses import kl
+from baton.trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A microbatch, with what the step's updates take as given. [B, K] each."""
+
+    micro: MicroBatch
+    """With its advantages."""
+    proximal_logprobs: torch.Tensor | None = None
+    """None where the only update's own are the proximal ones."""
+    reference_logprobs: torch.Tensor | None = None
+    """None without a reference model."""
+    values: torch.Tensor | None = None
+    """What the critic expected at the start of the step; None without one, as are `returns`."""
+    returns: torch.Tensor | None = None
+    """What it should have expected: advantages (as estimated, not normalised) + values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The models of a train step, and how they are run."""
+
+    model: PreTrainedModel
+    reference: PreTrainedModel | None
+    """The frozen reference model; the policy itself where its adapters are switched off for it."""
+    critic: Critic | None
+    settings: TrainerSettings
+    algorithm: AlgorithmSettings
+    temperature: float
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows are laid one behind the other instead of padded."""
+        if self.settings.packing == "auto":
+            return self.model.device.type == "cuda" and has_plain_head(self.model)
+        return self.settings.packing == "always"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the critic is a head on the policy."""
+        return self.critic is not None and self.critic.trunk is None
+
+    def scores(self, micro: MicroBatch, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
+        """Score a microbatch's tokens, [B, K]; an update wants the entropy, and a shared critic the hidden states."""
+        model = self.model if model is None else model
+        has_bonus = is_update and self.algorithm.entropy_coef > 0
+        wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
+        with compute_in(torch_dtype(self.settings.dtype), self.model.device):
+            if self.is_packed:
+                return _unpacked(micro, packed_scores(model, *micro.packed(), **wants))  # type: ignore[arg-type]
+            wants["with_hidden"] = self.is_shared and model is self.model
+            return padded_scores(model, micro.input_ids, first=micro.first, **wants)  # type: ignore[arg-type]
+
+    def values(self, micro: MicroBatch, scores: TokenScores) -> torch.Tensor:
+        """[B, K] what the critic expects; a shared one reads the hidden states of `scores`."""
+        assert self.critic is not None
+        with compute_in(torch_dtype(self.settings.dtype), self.model.device):
+            if self.critic.trunk is not None:
+                return self.critic.of_ids(micro.input_ids, micro.first)
+            assert scores.hidden is not None
+            found: torch.Tensor = self.critic(scores.hidden)
+            return _laid(micro, found) if self.is_packed else found
+
+    @torch.no_grad()
+    def prepare(self, parts: Sequence[MiniBatch]) -> list[list[Prepared]]:
+        """Run what must be known before the first update, and estimate the advantages where they depend on it."""
+        found = [[self._prepared(micro) for micro in part.microbatches] for part in parts]
+        if not depends_on_model(self.algorithm):
+            return found
+        everything = [prepared for part in found for prepared in part]
+        filled = iter(self._with_advantages(everything))
+        return [[next(filled) for _ in part] for part in found]
+
+    def _prepared(self, micro: MicroBatch) -> Prepared:
+        algorithm = self.algorithm
+        reference = None
+        if self.reference is not None:
+            with without_adapters(self.reference):
+                reference = self.scores(micro, self.reference, is_update=False).logprobs
+        wants_proximal = (
+            algorithm.num_updates > 1 or algorithm.correction == "second_moment" or depends_on_model(algorithm)
+        )
+        if not wants_proximal:
+            return Prepared(micro, reference_logprobs=reference)
+        scores = self.scores(micro, is_update=False)
+        return Prepared(
+            micro,
+            proximal_logprobs=scores.logprobs,
+            reference_logprobs=reference,
+            values=None if self.critic is None else self.values(micro, scores),
+        )
+
+    def _with_advantages(self, everything: Sequence[Prepared]) -> list[Prepared]:
+        """Estimate advantages over all rows of the batch from what the models said of them."""
+        algorithm = self.algorithm
+        rows = [row for prepared in everything for row in prepared.micro.rows]
+        penalties = [self._penalties(prepared) for prepared in everything] if algorithm.has_reward_kl else None
+        values = [prepared.micro.gather(prepared.values) for prepared in everything if prepared.values is not None]
+        raw = estimate(
+            rows,
+            algorithm,
+            token_rewards=None if penalties is None else [found for micro in penalties for found in micro],
+            values=[found for micro in values for found in micro] or None,
+        )
+        final = iter(normalized(raw) if algorithm.normalize_advantages else raw)
+        unchanged = iter(raw)
+        filled = []
+        for prepared in everything:
+            micro = prepared.micro
+            advantages = micro.spread([next(final) for _ in micro.rows])
+            expected = micro.spread([next(unchanged) for _ in micro.rows])
+            returns = None if prepared.values is None else expected + prepared.values
+            filled.append(replace(prepared, micro=replace(micro, advantages=advantages), returns=returns))
+        return filled
+
+    def _penalties(self, prepared: Prepared) -> list[FloatArray]:
+        """[P] of each row: −kl_coef × KL of the proximal policy to the reference, at each policy token."""
+        micro, algorithm = prepared.micro, self.algorithm
+        assert prepared.proximal_logprobs is not None
+        assert prepared.reference_logprobs is not None
+        apart = kl(prepared.proximal_logprobs, prepared.reference_logprobs, micro.policy_mask, algorithm.kl_estimator)
+        return micro.gather(-algorithm.kl_coef * apart)
+
+
+def depends_on_model(algorithm: AlgorithmSettings) -> bool:
+    """Whether advantages need a forward pass: a critic's values, or a KL divergence in the reward."""
+    return algorithm.advantage == "gae" or algorithm.has_reward_kl
+
+
+def _unpacked(micro: MicroBatch, scores: TokenScores) -> TokenScores:
+    """[B, K] from what was computed at the policy's tokens alone, row by row; the hidden states stay [N, H]."""
+    entropy = None if scores.entropy is None else _laid(micro, scores.entropy)
+    return TokenScores(_laid(micro, scores.logprobs), entropy, scores.hidden)
+
+
+def _laid(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    """[B, K] from [N] values at the policy's tokens, 0 elsewhere."""
+    return torch.zeros(micro.policy_mask.shape, device=values.device).masked_scatter(micro.policy_mask, values)

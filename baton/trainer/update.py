@@ -1,0 +1,198 @@
+"""One optimiser update: the losses of a minibatch's microbatches, their gradients, and the move of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.errors import TrainingDiverged
+from baton.policy.logprobs import TokenScores
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.batch import MiniBatch
+from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff
+from baton.trainer.critic import Critic, value_loss
+from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, kl
+from baton.trainer.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from baton.trainer.passes import Passes, Prepared
+from baton.trainer.settings import TrainerSettings
+from baton.trainer.totals import Totals, ValueTotals
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """Parameters that are updated together, and their optimiser: the policy's, or a separate critic's."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    lr: float
+    """Peak learning rate."""
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Return the optimiser's state by name."""
+        return optimizer_tensors(self.optimizer, self.parameters)
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copy weights and optimiser state to the host."""
+        weights = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+        moments = optimizer_tensors(self.optimizer, self.parameters)
+        return weights, {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
+
+    @torch.no_grad()
+    def go_back(self, snapshot: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+        """Undo everything since a snapshot."""
+        weights, moments = snapshot
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+        load_optimizer_tensors(self.optimizer, self.parameters, moments)
+
+
+def make_learners(
+    model: PreTrainedModel, critic: Critic | None, settings: TrainerSettings, algorithm: AlgorithmSettings
+) -> list[Learner]:
+    """Return the policy's learner, and a separate critic's; a shared critic's head belongs to the policy's."""
+    policy = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [(policy, settings.lr)]
+    if critic is not None:
+        named = {f"critic.{name}": p for name, p in critic.named_parameters()}
+        if critic.trunk is None:
+            policy |= named
+        else:
+            groups.append((named, algorithm.critic_lr))
+    return [
+        Learner(
+            parameters,
+            make_optimizer(parameters, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay),
+            lr,
+        )
+        for parameters, lr in groups
+    ]
+
+
+@dataclass(slots=True)
+class Update:
+    """Makes the updates of one train step."""
+
+    passes: Passes
+    learners: Sequence[Learner]
+    totals: Totals
+    step: int
+    longest: int
+    """Tokens at which a response is cut."""
+
+    def run(self, part: MiniBatch, prepared: Sequence[Prepared]) -> None:
+        """Make one update from a minibatch, or raise TrainingDiverged before the weights change."""
+        algorithm, critic = self.passes.algorithm, self.passes.critic
+        shape, correction = self._shape(part), correction_shape(algorithm, prepared)
+        for learner in self.learners:
+            learner.optimizer.zero_grad(set_to_none=True)
+        if critic is not None and self.totals.values is None:
+            self.totals.values = ValueTotals()
+        policy_sum = value_sum = 0.0
+        for each in prepared:
+            with torch.set_grad_enabled(each.micro.has_gradient):
+                scores = self.passes.scores(each.micro, is_update=True)
+                loss, value = self._policy_loss(each, scores, shape, correction)
+                policy_sum += value
+                if critic is not None:
+                    of_values = self._value_loss(each, scores) / max(1, part.num_trained_tokens)
+                    value_sum += self._finite(of_values.item(), "the value loss", [each])
+                    loss = loss + of_values * (algorithm.value_coef if critic.trunk is None else 1.0)
+            if each.micro.has_gradient:
+                loss.backward()  # type: ignore[no-untyped-call]
+        self._move(prepared)
+        self.totals.losses.append(policy_sum)
+        if self.totals.values is not None:
+            self.totals.values.losses.append(value_sum)
+
+    def _shape(self, part: MiniBatch) -> LossShape:
+        algorithm = self.passes.algorithm
+        return LossShape(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            aggregation=algorithm.aggregation,
+            divisor=divisor(part.num_trajectories, part.num_trained_tokens, algorithm.aggregation, self.longest),
+        )
+
+    def _policy_loss(
+        self, each: Prepared, scores: TokenScores, shape: LossShape, correction: CorrectionShape
+    ) -> tuple[torch.Tensor, float]:
+        """Return a microbatch's share of the loss, with its KL term and entropy bonus, and the same as a number."""
+        algorithm, micro = self.passes.algorithm, each.micro
+        assert scores.entropy is not None
+        inputs = LossInputs(
+            logprobs=scores.logprobs,
+            proximal_logprobs=scores.logprobs.detach() if each.proximal_logprobs is None else each.proximal_logprobs,
+            behavior_logprobs=micro.behavior_logprobs,
+            advantages=micro.advantages,
+            mask=micro.mask,
+        )
+        anchor = CORRECTIONS[algorithm.correction](inputs, correction)
+        found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
+        loss, apart = found.loss, None
+        if each.reference_logprobs is not None:
+            apart = kl(scores.logprobs, each.reference_logprobs, micro.mask, algorithm.kl_estimator)
+        if apart is not None and algorithm.has_loss_kl:
+            loss = loss + algorithm.kl_coef * aggregate(apart, micro.mask, shape.aggregation) / shape.divisor
+        if algorithm.entropy_coef:
+            bonus = aggregate(scores.entropy, micro.mask, shape.aggregation) / shape.divisor
+            loss = loss - algorithm.entropy_coef * bonus
+        value = self.totals.add(micro, inputs, anchor, loss.detach(), found, scores.entropy.detach(), apart)
+        return loss, self._finite(value, "the loss", [each], inputs)
+
+    def _value_loss(self, each: Prepared, scores: TokenScores) -> torch.Tensor:
+        """Return the summed value loss of a microbatch's trained tokens."""
+        assert each.values is not None
+        assert each.returns is not None
+        assert self.totals.values is not None
+        values = self.passes.values(each.micro, scores)
+        clip = self.passes.algorithm.value_clip
+        loss, is_clipped = value_loss(values, each.values, each.returns, each.micro.mask, clip)
+        self.totals.values.add(is_clipped, each.values, each.returns, each.micro.mask)
+        return loss
+
+    def _move(self, prepared: Sequence[Prepared]) -> None:
+        """Clip the gradients and take the optimisers' steps."""
+        for place, learner in enumerate(self.learners):
+            parameters = learner.parameters.values()
+            if not any(each.micro.has_gradient for each in prepared):
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.passes.settings.max_grad_norm).item()
+            norms = self.totals.grad_norms
+            if place:
+                assert self.totals.values is not None
+                norms = self.totals.values.grad_norms
+            norms.append(self._finite(norm, "the gradient's norm", prepared))
+        for learner in self.learners:
+            learner.optimizer.step()
+
+    def _finite(self, value: float, what: str, prepared: Iterable[Prepared], inputs: LossInputs | None = None) -> float:
+        if math.isfinite(value):
+            return value
+        all_rows = [row for each in prepared for row in each.micro.rows]
+        groups = ", ".join(map(str, sorted({row.group_id for row in all_rows})))
+        culprits = ""
+        if inputs is not None:
+            is_odd = (inputs.mask & ~torch.isfinite(inputs.logprobs)).any(-1).tolist()
+            names = [row.name for row, odd in zip(all_rows, is_odd, strict=False) if odd]
+            culprits = (
+                f"; the policy's log-probabilities of trajectory {', '.join(names)} are no numbers" if names else ""
+            )
+        raise TrainingDiverged(f"train step {self.step}: {what} is {value} over groups {groups}{culprits}")
+
+
+def correction_shape(algorithm: AlgorithmSettings, prepared: Sequence[Prepared]) -> CorrectionShape:
+    """Return what a correction is told of a whole minibatch; `second_moment` needs its proximal logprobs."""
+    cutoff = math.inf
+    if algorithm.correction == "second_moment":
+        apart = [
+            (each.proximal_logprobs - each.micro.behavior_logprobs)[each.micro.mask]
+            for each in prepared
+            if each.proximal_logprobs is not None
+        ]
+        cutoff = second_moment_cutoff(apart, algorithm.second_moment_limit)
+    return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)

@@ -1,0 +1,163 @@
+"""Adapters: what is trained, what is published, what a checkpoint is, and that an engine serves the same policy."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from trainer_cases import are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from baton.errors import EngineFault, UserError
+from baton.policy import adapters
+from baton.policy.load import load_model
+from baton.policy.settings import LoraSettings
+from baton.policy.tensors import policy_tensors
+from baton.rollout.engines.network import Network
+from baton.types import PolicyVersion
+
+LORA = LoraSettings(rank=4, alpha=8.0)
+IDS = torch.tensor([[2, 3, 4, 5, 6]])
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model on disk, as every run has one."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().hf.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def load(path):
+    return load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def trained(base, steps=2, lora=LORA, **settings):
+    trainer = make_trainer(load(base), lora=lora, lr=1e-2, **settings)
+    for step in range(1, steps + 1):
+        trainer.step(random_batch(step))
+    return trainer
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+def test_only_the_adapter_is_trained(base):
+    trainer = trained(base)
+    before, now = load(base).state_dict(), trainer.model.state_dict()
+    changed = [name for name in now if ".lora_" not in name and not torch.equal(now[name], before[original(name)])]
+    assert changed == []
+    assert all(".lora_" in name for name in trainer._learners[0].parameters)
+    assert (logits(trainer.model) - logits(load(base))).abs().max() > 1e-3
+
+
+def original(name):
+    return name.replace(".base_layer", "")
+
+
+def test_before_the_first_update_the_policy_is_the_base_model(base):
+    assert torch.equal(logits(make_trainer(load(base), lora=LORA).model), logits(load(base)))
+
+
+def test_what_is_published_is_the_adapter_and_an_engine_serves_the_same_policy(base):
+    trainer = trained(base)
+    published = trainer.publish().tensors
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in published)
+    whole = sum(t.numel() for t in policy_tensors(load(base)).values())
+    assert sum(t.numel() for t in published.values()) < 0.7 * whole  # rank 4 of 32; far less on a real model
+    network = Network(load(base), 8, 32)
+    network.load(published)
+    torch.testing.assert_close(logits(network.model), logits(trainer.model), atol=1e-5, rtol=1e-5)
+    trainer.step(random_batch(3))
+    network.load(trainer.publish().tensors)  # merged into the base, not into the last version
+    torch.testing.assert_close(logits(network.model), logits(trainer.model), atol=1e-5, rtol=1e-5)
+    other = tiny_model(seed=4)
+    network.load(policy_tensors(other))  # a whole model is a new base
+    assert torch.equal(logits(network.model), logits(other))
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(base):
+    published = dict(trained(base, steps=1).publish().tensors)
+    network = Network(load(base), 8, 32)
+    before = logits(network.model)
+    name = next(name for name in published if name.endswith("lora_B.weight"))
+    for wrong in (
+        {**published, name: published[name][:-1]},
+        {key: value for key, value in published.items() if key != name},
+        {f"model.{key}": value for key, value in published.items()},
+    ):
+        with pytest.raises(EngineFault, match="a new adapter does not fit: "):
+            network.load(wrong)
+        assert torch.equal(logits(network.model), before)
+
+
+def test_the_reference_is_the_model_without_its_adapter(base):
+    """No second model is held, and the KL of the first step is 0."""
+    trainer = make_trainer(load(base), lora=LORA, lr=1e-2, kl_coef=0.5)
+    assert trainer.step(random_batch(1))["kl/ref"] == pytest.approx(0.0, abs=1e-9)
+    assert trainer.step(random_batch(2))["kl/ref"] > 1e-4
+    assert trainer._passes.reference is trainer.model
+
+
+def test_a_checkpoint_is_the_adapter_for_peft_and_transformers_and_our_own_loader(base, tmp_path):
+    from peft import PeftModel
+
+    trainer = trained(base)
+    trainer.save(tmp_path / "step_000002")
+    files = {path.name for path in (tmp_path / "step_000002").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+    assert "model.safetensors" not in files
+    assert json.loads((tmp_path / "step_000002" / "adapter_config.json").read_text())["r"] == 4
+    expected = logits(trainer.model)
+    by_peft = PeftModel.from_pretrained(load(base), tmp_path / "step_000002")
+    torch.testing.assert_close(logits(by_peft), expected, atol=1e-6, rtol=1e-5)
+    by_transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002")
+    torch.testing.assert_close(logits(by_transformers), expected, atol=1e-6, rtol=1e-5)
+    merged = load(tmp_path / "step_000002")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+    assert not any("lora" in name for name in merged.state_dict())
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(base, tmp_path):
+    unbroken = trained(base)
+    unbroken.save(tmp_path / "step_000002")
+    resumed = make_trainer(load(base), lora=LORA, lr=1e-2)
+    resumed.restore(tmp_path / "step_000002")
+    assert resumed.version == PolicyVersion("first", 2, unbroken.version.digest)
+    assert unbroken.publish().version.digest == unbroken.version.digest
+    assert unbroken.step(random_batch(3)) == resumed.step(random_batch(3))
+    assert are_bit_equal(parameters(unbroken), parameters(resumed))
+
+
+def test_a_checkpoint_of_another_kind_is_refused(base, tmp_path):
+    trained(base).save(tmp_path / "adapter")
+    full = make_trainer(load(base))
+    full.step(random_batch(1))
+    full.save(tmp_path / "full")
+    with pytest.raises(UserError, match="holds no adapter"):
+        make_trainer(load(base), lora=LORA).restore(tmp_path / "full")
+    with pytest.raises(UserError, match=r"another model .* has shape"):
+        make_trainer(load(base), lora=LoraSettings(rank=2)).restore(tmp_path / "adapter")
+
+
+def test_targets_may_be_named_and_must_exist(base):
+    trainer = trained(base, steps=1, lora=LoraSettings(rank=2, targets=("q_proj", "v_proj")))
+    modules = {name.split(".")[-3] for name in trainer.publish().tensors}
+    assert modules == {"q_proj", "v_proj"}
+    with pytest.raises(UserError, match=r"lora\.targets: got \('nothing',\)"):
+        make_trainer(load(base), lora=LoraSettings(targets=("nothing",)))
+
+
+def test_without_peft_a_sentence_says_what_to_install(base, monkeypatch):
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None if name == "peft" else importlib.util.find_spec(name))
+    with pytest.raises(UserError, match=r"run `pip install 'baton-rl\[lora\]'`"):
+        make_trainer(load(base), lora=LORA)
+
+
+@pytest.mark.parametrize("settings", [{"name": "ppo", "num_minibatches": 2}, {"activation_checkpointing": True}])
+def test_adapters_go_with_the_rest(base, settings):
+    trainer = trained(base, **settings)
+    assert all(math.isfinite(value) for value in trainer.step(random_batch(3)).values())
