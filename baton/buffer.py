@@ -10,7 +10,7 @@ max_staleness, and what `stale` says becomes of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,14 +78,22 @@ class Buffer:
         chosen = self._choice()
         if len(chosen) < self._batch_groups:
             return Take((), expired)
-        if self._stale == "wait":
+        if self._stale == "wait" and self._consume == "stalest":
             left = [oldest for group_id, oldest in self._complete.items() if group_id not in chosen]
-            if min((*left, *oldest_unfinished), default=version + 1) < floor + 1:
+            if not self._come_in_time(sorted((*left, *oldest_unfinished)), version + 1):
                 return Take((), expired)
         for group_id in chosen:
             assert self._stale == "mask" or self._complete[group_id] >= floor, f"group {group_id} is too old to train"
             self.closed(group_id)
         return Take(tuple(chosen), expired)
+
+    def _come_in_time(self, oldest: Sequence[int], version: int) -> bool:
+        """Whether groups with these oldest versions, batch after batch from `version` on, all stay within the bound.
+
+        In the order of submission they do so by the rule that admitted them, and there is nothing to wait for.
+        """
+        size, bound = self._batch_groups, self._max_staleness
+        return all(version + place // size - first <= bound for place, first in enumerate(oldest))
 
     def _choice(self) -> dict[int, None]:
         """At most `batch_groups` groups, in the order in which they are consumed."""

@@ -17,6 +17,7 @@ from rich.console import Console
 from baton.build import build_loop
 from baton.config import Recipe, compare_for_resume
 from baton.errors import StorageFault, TrainingDiverged, UserError
+from baton.journal import Journal
 from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
@@ -274,3 +275,67 @@ def test_a_full_disk_names_the_file_and_the_way_back(
         loop.train()
     train(wanted, resume=True)
     assert_equal_runs(unbroken, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "processes"),
+    [
+        ({"mode": "partial", "overprovision": 2.0, "max_staleness": 2}, 0),
+        ({"mode": "async", "max_staleness": 2}, 1),
+        ({"mode": "async", "max_staleness": 2, "on_new_version": "keep"}, 1),
+    ],
+    ids=["partial", "async", "keep"],
+)
+def test_a_killed_run_that_carries_rollouts_loses_none_that_was_finished(
+    tiny_model: Path, tmp_path: Path, rollout: dict[str, Any], processes: int
+) -> None:
+    """Every batch whole, no group in two of them, and what was on disk at a kill is in a later batch, to the token."""
+    wanted = recipe(
+        tiny_model,
+        tmp_path,
+        engine__processes=processes,
+        engine__slots=8,
+        **{f"rollout__{key}": value for key, value in rollout.items()},
+    )
+    dice = random.Random(5)
+    found: dict[str, Any] = {}
+    for life in range(9):
+        child = os.fork()
+        if child == 0:
+            try:
+                train(wanted, resume=True)
+                os._exit(0)
+            except BaseException:  # noqa: BLE001 - a child must never return into pytest
+                traceback.print_exc()
+                os._exit(1)
+        if life < 3:
+            recorded = wanted.run.path / f"trajectories/step_{2 * life + 1:06d}.jsonl.gz"
+            while not recorded.exists():
+                assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before it could be killed"
+                time.sleep(0.005)
+            time.sleep(dice.uniform(0.0, 0.1))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0, f"life {life} failed"
+            break
+        if (wanted.run.path / "journal.sqlite").exists():
+            journal = Journal(wanted.run.path / "journal.sqlite", keeps_partials=True)
+            found |= {t.name: t for g in journal.open_groups() for t in g.members}
+            journal.close()
+    run = RunDirectory.open(wanted.run.path)
+    batches = [run.groups(step) for step in run.recorded_steps()]
+    assert [len(batch) for batch in batches] == [4] * 9
+    ids = [group.group_id for batch in batches for group in batch]
+    assert sorted(ids) == list(range(36)), "none skipped, none twice, none left at the end"
+    members = {m.trajectory.name: m.trajectory for batch in batches for g in batch for m in g.members}
+    assert any(t.num_tokens for t in found.values()), "there was something to lose"
+    for name, before in found.items():
+        assert members[name].token_ids[: before.num_tokens] == before.token_ids
+        assert members[name].behavior_logprobs[: before.num_tokens] == before.behavior_logprobs
+    for step, batch in enumerate(batches):
+        versions = [v for group in batch for m in group.members for v in m.trajectory.policy_versions]
+        assert max(versions) <= step
+    metrics = {row["step"]: row for row in read_metrics(run.path) if "staleness/max" in row}
+    assert sorted(metrics) == list(range(1, 10))
+    assert max(row["staleness/max"] for row in metrics.values()) <= 2, "no gradient from older tokens"

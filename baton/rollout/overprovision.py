@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.rollout.settings import MAX_AUTO_OVERPROVISION
-
 STEP = 0.25
 BUSY = 0.95
 """Slots are full enough at this occupancy: nothing is to be won."""
@@ -33,11 +31,11 @@ class Measured:
     """Tokens prefilled again after they were put down, per generated token."""
 
 
-def next_overprovision(now: float, measured: Measured) -> float:
-    """Return the over-provision of the next batch, from 1 to 4, at most one step from `now`."""
+def next_overprovision(now: float, measured: Measured, most: float) -> float:
+    """Return the over-provision of the next batch, from 1 to `most`, at most one step from `now`."""
     is_costly = measured.masked_frac > MAX_MASKED or measured.reprefilled_frac * PREFILL_COST > 1 - measured.occupancy
     if measured.masked_frac > MAX_MASKED or (is_costly and measured.occupancy >= BUSY):
         return max(1.0, now - STEP)
     if measured.occupancy < BUSY and not is_costly:
-        return min(MAX_AUTO_OVERPROVISION, now + STEP)
+        return min(most, now + STEP)
     return now

@@ -315,7 +315,8 @@ class RolloutScheduler:
         if self.rules.mode == "partial":
             self._abort_all(commands)
         if self.rules.is_adaptive:
-            self.overprovision = next_overprovision(self.overprovision, self.step.measured())
+            most = self.rules.most_overprovision
+            self.overprovision = next_overprovision(self.overprovision, self.step.measured(), most)
         commands.append(Deliver(self._delivered, take.group_ids))
 
     def _drop(self, group: TrackedGroup, commands: list[Command]) -> None:

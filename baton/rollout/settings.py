@@ -33,6 +33,8 @@ class Rules:
     """Groups outstanding per group that a batch needs; infinite where only `max_concurrency` bounds them."""
     is_adaptive: bool = False
     """Whether `overprovision` is a first value that changes with what is measured."""
+    most_overprovision: float = MAX_AUTO_OVERPROVISION
+    """How far it may change."""
     max_concurrency: int | None = None
     max_staleness: int = 0
     on_new_version: OnNewVersion = "drain"
@@ -138,16 +140,18 @@ class RolloutSettings(Settings):
     def rules(self) -> Rules:
         """Fill in the defaults of the mode."""
         is_adaptive = self.overprovision == "auto"
+        staleness = self.max_staleness
+        if staleness is None:
+            staleness = 0 if self.mode == "sync" else DEFAULT_MAX_STALENESS
+        most = MAX_AUTO_OVERPROVISION if self.stale == "mask" else min(MAX_AUTO_OVERPROVISION, staleness + 1)
         if self.mode != "partial":
             overprovision = 1.0
         elif isinstance(self.overprovision, float):
             overprovision = self.overprovision
+        elif is_adaptive:
+            overprovision = min(DEFAULT_OVERPROVISION, most)
         else:
-            is_bounded = is_adaptive or self.max_concurrency is None
-            overprovision = DEFAULT_OVERPROVISION if is_bounded else math.inf
-        staleness = self.max_staleness
-        if staleness is None:
-            staleness = 0 if self.mode == "sync" else DEFAULT_MAX_STALENESS
+            overprovision = DEFAULT_OVERPROVISION if self.max_concurrency is None else math.inf
         order: dict[Mode, Consume] = {"sync": "submission", "partial": "completion", "async": "stalest"}
         return Rules(
             mode=self.mode,
@@ -155,6 +159,7 @@ class RolloutSettings(Settings):
             group_size=self.group_size,
             overprovision=overprovision,
             is_adaptive=is_adaptive,
+            most_overprovision=most,
             max_concurrency=self.max_concurrency,
             max_staleness=staleness,
             on_new_version=self.on_new_version or ("drain" if self.mode == "sync" else "resume"),
