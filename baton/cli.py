@@ -258,6 +258,43 @@ def algorithms(
         print_algorithms(out, found)
 
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine, with a recipe's model and settings.")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """A group of commands, though it holds one."""
+
+
+@bench_app.command("rollout")
+def rollout(
+    recipe: Annotated[Path, typer.Option("--recipe", help="Whose model, engine, tasks and [rollout] are measured.")],
+    modes: Annotated[str, typer.Option(help="Modes to compare, with commas between.")] = "sync,partial,async",
+    tail: Annotated[float, typer.Option(min=1.5, help="Longest response ÷ mean; rollout.max_new_tokens is it.")] = 6.0,
+    between: Annotated[float, typer.Option(min=0, help="Spread of the log length between groups.")] = 0.6,
+    within: Annotated[float, typer.Option(min=0, help="Spread of the log length within a group.")] = 0.6,
+    steps: Annotated[int, typer.Option(min=1, help="Batches of each mode that are counted.")] = 12,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Not on the engine, but where a step's time does not depend on its width.")
+    ] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the modes of [rollout] on this machine: responses of scripted lengths, the modes taking turns."""
+    from baton.bench.printed import print_bench
+    from baton.bench.start import bench_rollout
+    from baton.config import Recipe, load_recipe
+
+    wanted = load_recipe(Recipe, recipe, overrides or [])
+    names = [mode.strip() for mode in modes.split(",") if mode.strip()]
+    result = bench_rollout(wanted, names, tail=tail, between=between, within=within, steps=steps, flat=flat)
+    if as_json:
+        _print_json(result)
+    else:
+        print_bench(out, result)
+
+
 @app.command(hidden=True)
 def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
     """Serve a parent process as its engine; started by `baton train`, not by people."""

@@ -1,0 +1,1 @@
+"""Measurements that a user can make of his own machine, recipe and model."""

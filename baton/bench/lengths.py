@@ -1,0 +1,48 @@
+"""Scripted response lengths: lognormal, correlated within groups, cut at a longest one. The same for every mode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+_NORMAL = NormalDist()
+_SAMPLE = 4000
+_GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
+"""Steps of low-discrepancy sequences: even a few groups have nearly the spread that was asked for."""
+
+
+@dataclass(frozen=True)
+class ScriptedLengths:
+    """length = median · exp(between · z_group + within · z_trajectory), from 1 to `longest`; their mean is `mean`."""
+
+    mean: float
+    """Tokens."""
+    longest: int
+    between: float
+    """Standard deviation of the log length between groups."""
+    within: float
+    """… and between the members of one group."""
+    seed: int = 0
+
+    def length(self, group_id: int, sample_index: int) -> int:
+        """Tokens of one trajectory."""
+        return self._cut(self._median, group_id, sample_index)
+
+    @cached_property
+    def _median(self) -> float:
+        low, high = 0.01, float(self.longest)
+        for _ in range(50):
+            middle = math.sqrt(low * high)
+            total = sum(self._cut(middle, i // 8, i % 8) for i in range(_SAMPLE))
+            low, high = (middle, high) if total < self.mean * _SAMPLE else (low, middle)
+        return low
+
+    def _cut(self, median: float, group_id: int, sample_index: int) -> int:
+        own = self._normal(group_id * 64 + sample_index, _SILVER)
+        drawn = median * math.exp(self.between * self._normal(group_id, _GOLDEN) + self.within * own)
+        return min(self.longest, max(1, round(drawn)))
+
+    def _normal(self, index: int, step: float) -> float:
+        return _NORMAL.inv_cdf(min(1 - 1e-9, max(1e-9, ((index + 1 + 7919 * self.seed) * step) % 1.0)))
