@@ -26,7 +26,7 @@ from baton.rollout.engine import Engine, EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.port import LocalPort
 from baton.rollout.runner import Parts, Runner, Source
-from baton.rollout.settings import Mode, RolloutSettings
+from baton.rollout.settings import Mode, RolloutSettings, Rules
 from baton.types import FromWorker, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Trajectory
 
 CONTROL = "sync_2x"
@@ -304,16 +304,20 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
 
     A scripted engine on a clock of decode steps; what a GPU is to short batches of a large model.
     """
-    rules = [s.rules() for s in settings.values()]
-    groups = max(r.max_outstanding(r.overprovision) if r.mode == "partial" else r.batch_groups for r in rules)
-    if not math.isfinite(groups):
-        raise UserError("rollout.overprovision: this bench needs a number, or auto, to know the slots of its engine")
-    slots = -(-int(groups) * max(r.group_size for r in rules) // 8) * 8
+    slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
     port = FlatPort(engine)
     sides = [Side(name, s, port, _Numbers(), lambda prompt: (1,), lengths, {}) for name, s in settings.items()]
     return measure(sides, port, lengths, "steps", steps)
+
+
+def _most_in_flight(rules: Rules) -> int:
+    """Trajectories that a mode wants to run at once; async as many as partial by default."""
+    if rules.max_concurrency is not None:
+        return rules.max_concurrency
+    groups = rules.max_outstanding(rules.overprovision) if rules.mode == "partial" else rules.batch_groups
+    return int(groups) * rules.group_size
 
 
 class _Numbers:

@@ -92,8 +92,8 @@ def run(arm: str, seed: int, steps: int) -> dict[str, Any]:
 def make_table(found: list[dict[str, Any]]) -> str:
     """One row per arm: means and deviations over seeds, and the paired difference to sync."""
     lines = [
-        "| arm | seeds | held-out, temperature 1 | greedy | paired difference to sync [90 % interval] | within 3 points | "
-        "mean reward of all steps | staleness of trained tokens | masked | effective sample size |",
+        "| arm | seeds | held-out, temperature 1 | greedy | difference to sync, paired [90 %] | within 3 points "
+        "| mean reward of all steps | staleness of trained tokens | masked | effective sample size |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     sync = {r["seed"]: r["sampled"] for r in found if r["arm"] == "sync"}
@@ -107,7 +107,7 @@ def make_table(found: list[dict[str, Any]]) -> str:
             middle = statistics.fmean(differences)
             half = T_90[len(differences)] * statistics.stdev(differences) / len(differences) ** 0.5
             paired = f"{100 * middle:+.1f} [{100 * (middle - half):+.1f}, {100 * (middle + half):+.1f}]"
-            verdict = "yes" if -MARGIN < middle - half and middle + half < MARGIN else "not shown"
+            verdict = "yes" if middle - half > -MARGIN and middle + half < MARGIN else "not shown"
         cells = [
             arm,
             str(len(rows)),
