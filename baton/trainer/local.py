@@ -16,6 +16,7 @@ import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
 from baton.policy.logprobs import checkpoint_activations, has_plain_head, prefer_float32_attention
+from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
@@ -108,7 +109,10 @@ class LocalTrainer:
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        self._passes = Passes(model, reference if algorithm.kl_coef else None, critic, settings, algorithm, temperature)
+        replay = RoutingReplay(model) if settings.moe_replay == "proximal" else None
+        self._passes = Passes(
+            model, reference if algorithm.kl_coef else None, critic, settings, algorithm, temperature, replay
+        )
         self._learners = make_learners(model, critic, settings, algorithm)
         self._num_updates = 0
         self._alarms = Alarms(algorithm)

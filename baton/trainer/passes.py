@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import TokenScores, compute_in, has_plain_head, packed_scores, padded_scores
+from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import MicroBatch, MiniBatch, estimate
@@ -31,6 +33,8 @@ class Prepared:
     """None without a reference model."""
     values: torch.Tensor | None = None
     """What the critic expected at the start of the step; None without one, as are `returns`."""
+    routing: Routing | None = None
+    """The experts that the proximal policy chose, where they are to be replayed."""
     returns: torch.Tensor | None = None
     """What it should have expected: advantages (as estimated, not normalised) + values."""
 
@@ -46,6 +50,8 @@ class Passes:
     settings: TrainerSettings
     algorithm: AlgorithmSettings
     temperature: float
+    replay: RoutingReplay | None = None
+    """Of the policy's experts, where it has any and this is asked for."""
 
     @property
     def is_packed(self) -> bool:
@@ -101,9 +107,12 @@ class Passes:
         )
         if not wants_proximal:
             return Prepared(micro, reference_logprobs=reference)
-        scores = self.scores(micro, is_update=False)
+        recording: AbstractContextManager[Routing] = nullcontext({}) if self.replay is None else self.replay.recorded()
+        with recording as routing:
+            scores = self.scores(micro, is_update=False)
         return Prepared(
             micro,
+            routing=routing or None,
             proximal_logprobs=scores.logprobs,
             reference_logprobs=reference,
             values=None if self.critic is None else self.values(micro, scores),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +94,11 @@ class Update:
             self.totals.values = ValueTotals()
         policy_sum = value_sum = 0.0
         for each in prepared:
-            with torch.set_grad_enabled(each.micro.has_gradient):
+            replay = self.passes.replay
+            with (
+                torch.set_grad_enabled(each.micro.has_gradient),
+                nullcontext() if replay is None else replay.replayed(each.routing),
+            ):
                 scores = self.passes.scores(each.micro, is_update=True)
                 loss, value = self._policy_loss(each, scores, shape, correction)
                 policy_sum += value
@@ -101,8 +106,8 @@ class Update:
                     of_values = self._value_loss(each, scores) / max(1, part.num_trained_tokens)
                     value_sum += self._finite(of_values.item(), "the value loss", [each])
                     loss = loss + of_values * (algorithm.value_coef if critic.trunk is None else 1.0)
-            if each.micro.has_gradient:
-                loss.backward()  # type: ignore[no-untyped-call]
+                if each.micro.has_gradient:
+                    loss.backward()  # type: ignore[no-untyped-call]
         self._move(prepared)
         self.totals.losses.append(policy_sum)
         if self.totals.values is not None:
