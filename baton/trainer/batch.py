@@ -107,8 +107,8 @@ class MicroBatch:
         """Without padding: B × S less this is the waste."""
         return sum(len(row.token_ids) for row in self.rows)
 
-    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, positions [T] of the rows one behind the other, and the places [N] of the policy's tokens."""
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        """Return ids and positions [T] of the rows one behind the other, places [N] of the policy's tokens, lengths."""
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
@@ -119,7 +119,7 @@ class MicroBatch:
             places += [start + place for place, is_policy in enumerate(row.is_policy) if is_policy]
         device = self.input_ids.device
         found = [torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, places)]
-        return found[0], found[1], found[2]
+        return found[0], found[1], found[2], [len(row.token_ids) for row in self.rows]
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
         """[B, K] float32 from [P] values of each row, laid at the policy's tokens; 0 elsewhere."""

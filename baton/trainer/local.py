@@ -15,7 +15,15 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.logprobs import checkpoint_activations, has_plain_head, prefer_float32_attention
+from baton.policy.load import torch_dtype
+from baton.policy.logprobs import (
+    checkpoint_activations,
+    compute_in,
+    has_plain_head,
+    packs_as_it_pads,
+    prefer_float32_attention,
+)
+from baton.policy.packing import prefer_packed_attention
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import published_tensors, trained_tensors, weights_digest
@@ -96,6 +104,7 @@ class LocalTrainer:
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
         critic = _make_critic(model, algorithm)
+        is_packed = _packs(model, reference, settings)
         if lora is not None:
             add_adapters(model, lora, seed)
         if settings.activation_checkpointing:
@@ -111,7 +120,14 @@ class LocalTrainer:
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
         replay = RoutingReplay(model) if settings.moe_replay == "proximal" else None
         self._passes = Passes(
-            model, reference if algorithm.kl_coef else None, critic, settings, algorithm, temperature, replay
+            model,
+            reference if algorithm.kl_coef else None,
+            critic,
+            settings,
+            algorithm,
+            temperature,
+            replay,
+            is_packed,
         )
         self._learners = make_learners(model, critic, settings, algorithm)
         self._num_updates = 0
@@ -260,6 +276,23 @@ class LocalTrainer:
         """On a CPU, bfloat16 kernels are made anew for each shape that is met."""
         makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
         return FEW_SHAPES if makes_kernels else ANY_SHAPE
+
+
+def _packs(model: PreTrainedModel, reference: PreTrainedModel | None, settings: TrainerSettings) -> bool:
+    """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
+    if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
+        return False
+    for each in (model, reference):
+        if each is not None:
+            prefer_packed_attention(each)
+    with compute_in(torch_dtype(settings.dtype), model.device):
+        is_sound = packs_as_it_pads(model)
+    if not is_sound and settings.packing == "always":
+        raise UserError(
+            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "
+            "that lie one behind the other as it does each by itself; allowed are 'auto' and 'never'"
+        )
+    return is_sound
 
 
 def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:

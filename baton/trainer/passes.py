@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import TokenScores, compute_in, has_plain_head, packed_scores, padded_scores
+from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded_scores
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
@@ -50,15 +50,10 @@ class Passes:
     settings: TrainerSettings
     algorithm: AlgorithmSettings
     temperature: float
-    replay: RoutingReplay | None = None
+    replay: RoutingReplay | None
     """Of the policy's experts, where it has any and this is asked for."""
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows are laid one behind the other instead of padded."""
-        if self.settings.packing == "auto":
-            return self.model.device.type == "cuda" and has_plain_head(self.model)
-        return self.settings.packing == "always"
+    is_packed: bool
+    """Whether rows are laid one behind the other instead of padded."""
 
     @property
     def is_shared(self) -> bool:
