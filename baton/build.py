@@ -26,6 +26,7 @@ from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
 from baton.loop import Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
+from baton.policy.adapters import add_adapters
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
@@ -271,7 +272,7 @@ class Footprint:
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """float32 master weights, gradients and two AdamW moments."""
+    """float32 master weights, gradients and two AdamW moments of what is trained; a frozen model's weights."""
     engine_bytes: int
     """The engine's weights and its whole KV cache."""
     trajectories_per_step: int
@@ -300,12 +301,27 @@ def footprint(recipe: Recipe) -> Footprint:
         example_prompt=tokenizer.text(prompt_ids, keep_special=True),
         example_prompt_tokens=len(prompt_ids),
         parameters=parameters,
-        trainer_bytes=16 * parameters,
+        trainer_bytes=_trainer_bytes(recipe, model),
         engine_bytes=width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token,
         trajectories_per_step=trajectories,
         max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
         updates_per_step=recipe.algorithm.num_updates,
     )
+
+
+def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> int:
+    """Weights, gradients and moments of the policy or its adapter, of a separate critic, and a reference model."""
+    whole = sum(p.numel() for p in model.parameters())
+    needed = 16 * whole
+    if recipe.algorithm.advantage == "gae" and recipe.algorithm.critic == "separate":
+        needed += 16 * sum(p.numel() for p in model.base_model.parameters())
+    if recipe.algorithm.kl_coef and (recipe.lora is None or recipe.algorithm.reference is not None):
+        needed += torch_dtype(recipe.trainer.dtype).itemsize * whole
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, recipe.run.seed)
+        adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        needed += 4 * whole + 16 * adapter - 16 * whole
+    return needed
 
 
 def evaluate_model(

@@ -176,6 +176,8 @@ CHANGES_BITS = (
     "rollout.overprovision",
     "rollout.max_concurrency",
     "trainer.max_tokens_per_microbatch",
+    "trainer.packing",
+    "trainer.activation_checkpointing",
 )
 """Keys that a resumed run may change, at the price of other last bits."""
 

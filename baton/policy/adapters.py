@@ -6,6 +6,7 @@ with the scale multiplied into B, so that an engine needs nothing besides: W = W
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -115,7 +116,9 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     _check_peft()
     from peft import PeftModel
 
-    merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of one library at another
+        merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
     return merged
 
 
