@@ -1,24 +1,30 @@
 """Mixtures of experts: which experts a pass chose, kept, so that a later pass chooses the same (routing replay).
 
 A small change of the weights may send a token to other experts, and its ratio to the proximal policy jumps for that
-reason alone. Replaying the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3) leaves the gates
-their gradient: only the choice is fixed, the chosen experts' weights come from the logits of the day.
+reason alone. Replaying the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3), or the engine's in
+all passes (rollout routing replay, arXiv 2510.11370), leaves the gates their gradient: only the choice is fixed, the
+chosen experts' weights come from the logits of the day.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from baton.errors import UserError
+from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Router's name → [T, k] the experts of each token, in the order of the pass that recorded them."""
+"""Router's name → [T, k] the experts of each token, in the order of the pass that recorded them; −1 leaves a token
+free."""
+
+_MAX_EXPERTS = 256
+"""An expert's number is one byte on its way from an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,12 @@ class RoutingReplay:
                 f"trainer.moe_replay: {type(model).__name__} has no routers that give logits, weights and experts; "
                 "allowed is 'off'"
             )
+        if any(output[0].shape[-1] > _MAX_EXPERTS for _, output in found.values()):
+            raise UserError(
+                f"trainer.moe_replay: {type(model).__name__} has more than {_MAX_EXPERTS} experts; use 'off'"
+            )
+        self._width = sum(output[2].shape[-1] for _, output in found.values())
+        self._counts = {name: output[2].shape[-1] for name, (_, output) in found.items()}
         self._routers = {
             name: _Router(module, _is_normalized(model, output)) for name, (module, output) in found.items()
         }
@@ -65,14 +77,36 @@ class RoutingReplay:
         finally:
             self._replayed = None
 
+    def from_engine(self, routing: Sequence[bytes], places: Sequence[int], num_places: int) -> Routing:
+        """Return what an engine reported of tokens as it is replayed: [num_places, k], free but at `places`.
+
+        Tokens of empty bytes are left free. Raises EngineFault for bytes that are not of this model's routers.
+        """
+        known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
+        if any(len(chosen) != self._width for _, chosen in known):
+            raise EngineFault(f"the engine reported other routers than this model's: {self._width} bytes are a token's")
+        laid = torch.full((num_places, self._width), -1)
+        if known:
+            values = np.frombuffer(b"".join(chosen for _, chosen in known), dtype=np.uint8).reshape(len(known), -1)
+            laid[[place for place, _ in known]] = torch.from_numpy(values.astype(np.int64))
+        parts = torch.split(laid, list(self._counts.values()), dim=1)
+        return dict(zip(self._counts, parts, strict=True))
+
     def _routed(self, name: str, output: Any) -> Any:
         logits, scores, experts = output
         if self._recorded is not None:
             self._recorded[name] = experts.detach()
         if self._replayed is None:
             return output
-        kept = self._replayed[name]
+        given = self._replayed[name].to(experts.device)
+        kept = torch.where(given >= 0, given, experts)
         return logits, _scores(logits, kept, self._routers[name].is_normalized).to(scores.dtype), kept
+
+
+def routing_bytes(routing: Routing) -> list[bytes]:
+    """[T] one byte for each router and chosen expert, in the order of the routers."""
+    chosen = torch.cat(tuple(routing.values()), dim=1).to("cpu", torch.uint8).numpy()
+    return [row.tobytes() for row in chosen]
 
 
 def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:

@@ -16,8 +16,8 @@ from baton.report.summary import RunReport
 from baton.runs import without_none
 
 if TYPE_CHECKING:
-    from baton.build import Footprint
     from baton.config import Recipe
+    from baton.footprint import Footprint
 
 
 def print_report(console: Console, report: RunReport) -> None:

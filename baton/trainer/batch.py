@@ -60,6 +60,8 @@ class Row:
     policy_versions: tuple[int, ...]
     """[L]"""
     reward: float
+    routing: tuple[bytes, ...] = ()
+    """[L] experts behind each token, as the engine reported them; empty bytes, or none at all, where it did not."""
     advantages: FloatArray | None = None
     """[P]; None until they are known."""
 
@@ -121,6 +123,20 @@ class MicroBatch:
         found = [torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, places)]
         return found[0], found[1], found[2], [len(row.token_ids) for row in self.rows]
 
+    def routing(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
+        """Return what the engine reported of the experts, where each stands in a pass, and the places of a pass.
+
+        The experts behind a token are those of the place before it. A padded pass is fed all columns but the last.
+        """
+        found: list[bytes] = []
+        places: list[int] = []
+        start = 0
+        for row in self.rows:
+            found += row.routing
+            places += range(start + row.prompt_length - 1, start + row.prompt_length - 1 + len(row.routing))
+            start += len(row.token_ids) if is_packed else self.input_ids.shape[1] - 1
+        return found, places, start if is_packed else self.input_ids[:, 1:].numel()
+
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
         """[B, K] float32 from [P] values of each row, laid at the policy's tokens; 0 elsewhere."""
         found = torch.zeros(self.policy_mask.shape, dtype=torch.float32, device=self.policy_mask.device)
@@ -175,6 +191,7 @@ def rows(groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int =
                     policy_versions=tuple(trajectory.policy_versions),
                     reward=member.judgement.reward
                     + overlong_penalty(length, longest, algorithm.overlong_frac, algorithm.overlong_penalty),
+                    routing=tuple(trajectory.routing) if any(s.routing for s in trajectory.segments) else (),
                 )
             )
     return found

@@ -107,18 +107,15 @@ class LocalTrainer:
         is_packed = _packs(model, reference, settings)
         if lora is not None:
             add_adapters(model, lora, seed)
-        if settings.activation_checkpointing:
-            checkpoint_activations(model)
-        if settings.compile:
-            _check_compiler(model.device)
-            model.compile(dynamic=True)
+        _trade_time_and_memory(model, settings)
         if algorithm.kl_coef and reference is None:
             assert lora is not None, "a KL term needs a reference model"
             reference = model
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        replay = RoutingReplay(model) if settings.moe_replay == "proximal" else None
+        has_plain_head(model)  # found out here and now, and not within a pass whose routing is recorded or replayed
+        replay = RoutingReplay(model) if settings.moe_replay != "off" else None
         self._passes = Passes(
             model,
             reference if algorithm.kl_coef else None,
@@ -304,6 +301,14 @@ def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic
             "are made of; allowed is 'separate'"
         )
     return Critic(model, is_separate=algorithm.critic == "separate")
+
+
+def _trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
+    if settings.activation_checkpointing:
+        checkpoint_activations(model)
+    if settings.compile:
+        _check_compiler(model.device)
+        model.compile(dynamic=True)
 
 
 def _check_compiler(device: torch.device) -> None:

@@ -34,7 +34,7 @@ class Prepared:
     values: torch.Tensor | None = None
     """What the critic expected at the start of the step; None without one, as are `returns`."""
     routing: Routing | None = None
-    """The experts that the proximal policy chose, where they are to be replayed."""
+    """The experts that the proximal policy, or the engine, chose, where they are to be replayed."""
     returns: torch.Tensor | None = None
     """What it should have expected: advantages (as estimated, not normalised) + values."""
 
@@ -97,21 +97,37 @@ class Passes:
         if self.reference is not None:
             with without_adapters(self.reference):
                 reference = self.scores(micro, self.reference, is_update=False).logprobs
+        given = self._given_routing(micro)
         wants_proximal = (
             algorithm.num_updates > 1 or algorithm.correction == "second_moment" or depends_on_model(algorithm)
         )
         if not wants_proximal:
-            return Prepared(micro, reference_logprobs=reference)
-        recording: AbstractContextManager[Routing] = nullcontext({}) if self.replay is None else self.replay.recorded()
-        with recording as routing:
+            return Prepared(micro, reference_logprobs=reference, routing=given)
+        with self._replay(given), self._recorded() as chosen:
             scores = self.scores(micro, is_update=False)
         return Prepared(
             micro,
-            routing=routing or None,
             proximal_logprobs=scores.logprobs,
             reference_logprobs=reference,
             values=None if self.critic is None else self.values(micro, scores),
+            routing=given or chosen or None,
         )
+
+    def replayed(self, prepared: Prepared) -> AbstractContextManager[None]:
+        """Enter what an update's passes, forward and back, have to be within."""
+        return self._replay(prepared.routing)
+
+    def _replay(self, routing: Routing | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.replay is None else self.replay.replayed(routing)
+
+    def _recorded(self) -> AbstractContextManager[Routing]:
+        return nullcontext({}) if self.replay is None else self.replay.recorded()
+
+    def _given_routing(self, micro: MicroBatch) -> Routing | None:
+        """The experts that the engine chose, where they are to be replayed."""
+        if self.replay is None or self.settings.moe_replay != "engine":
+            return None
+        return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
 
     def _with_advantages(self, everything: Sequence[Prepared]) -> list[Prepared]:
         """Estimate advantages over all rows of the batch from what the models said of them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -94,11 +93,7 @@ class Update:
             self.totals.values = ValueTotals()
         policy_sum = value_sum = 0.0
         for each in prepared:
-            replay = self.passes.replay
-            with (
-                torch.set_grad_enabled(each.micro.has_gradient),
-                nullcontext() if replay is None else replay.replayed(each.routing),
-            ):
+            with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each):
                 scores = self.passes.scores(each.micro, is_update=True)
                 loss, value = self._policy_loss(each, scores, shape, correction)
                 policy_sum += value

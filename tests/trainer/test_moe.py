@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trainer_cases import VOCAB, are_bit_equal, make_trainer, parameters, random_batch, tiny_model
+from trainer_cases import VOCAB, are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -12,9 +12,18 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from baton.errors import UserError
+from baton.errors import EngineFault, UserError
 from baton.policy.settings import LoraSettings
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.engines.network import Network
+from baton.rollout.port import LocalPort
+from baton.rollout.sweep import Request, Sweep
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.batch import cut, rows
+from baton.types import Batch, Group, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Segment, Trajectory
+
+CPU = torch.device("cpu")
 
 SHAPE = {
     "vocab_size": VOCAB,
@@ -157,3 +166,94 @@ def test_a_model_without_such_routers_is_refused_with_a_sentence():
     }
     with pytest.raises(UserError, match=r"trainer\.moe_replay: .*DeepseekV3ForCausalLM"):
         make_trainer(DeepseekV3ForCausalLM(DeepseekV3Config(**shape)).eval(), moe_replay="proximal")
+
+
+# ---- the engine's routing --------------------------------------------------------------------------------------------
+
+
+def generated(model, *, report_routing=True, num=6):
+    """Trajectories of an embedded engine at temperature 1, one group of two each, with unequal rewards."""
+    settings = EngineSettings(slots=16, max_context_tokens=48, report_routing=report_routing, report_every_tokens=3)
+    engine = EmbeddedEngine(model, tiny_tokenizer(), settings, PolicyVersion("first", 0), (1,))
+    sweep = Sweep(LocalPort(engine), max_context_tokens=48)
+    requests = [Request(group_id, (2, 3, 4 + group_id), 2) for group_id in range(num // 2)]
+    found = sweep.rollout(requests, SamplingParams(10), noise_seed=0, version=0)
+    groups = {}
+    for trajectory in found:
+        reward = float(trajectory.sample_index)
+        judged = Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0))
+        groups.setdefault(trajectory.group_id, []).append(judged)
+    return Batch(
+        1,
+        tuple(
+            Group(i, Prompt(f"{i}", "case", ()), tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
+            for i, m in sorted(groups.items())
+        ),
+    )
+
+
+def test_an_engine_reports_the_experts_behind_every_token():
+    """They are those of the place before the token, in the order of the routers, as a plain forward chooses them."""
+    model = qwen()
+    batch = generated(qwen())
+    seen = chosen(model)
+    for trajectory in batch.trajectories:
+        assert len(trajectory.routing) == trajectory.num_tokens > 3  # so several reports were merged
+        seen.clear()
+        with torch.no_grad():
+            model(torch.tensor([[*trajectory.prompt_ids, *trajectory.token_ids]]))
+        begin = len(trajectory.prompt_ids) - 1
+        for index, routing in enumerate(trajectory.routing):
+            assert list(routing) == [*seen[0][begin + index].tolist(), *seen[1][begin + index].tolist()]
+    assert not any(t.segments[0].routing for t in generated(qwen(), report_routing=False).trajectories)
+
+
+@pytest.mark.parametrize("packing", ["never", "always"])
+def test_the_engines_choice_is_replayed_at_its_places_in_every_pass(packing):
+    """Another model's engine made the batch, so that the trainer's own choice is another."""
+    batch = generated(qwen(seed=5))
+    trainer = make_trainer(qwen(), moe_replay="engine", num_epochs=2, packing=packing, max_tokens_per_microbatch=10_000)
+    own = make_trainer(qwen(), num_epochs=2, packing=packing, max_tokens_per_microbatch=10_000)
+    seen, free = chosen(trainer.model), chosen(own.model)
+    trainer.step(batch)
+    own.step(batch)
+    (micro,) = cut(rows(batch.groups, AlgorithmSettings()), max_tokens_per_microbatch=10_000, device=CPU).microbatches
+    is_packed = packing == "always"
+    routing, places, num_places = micro.routing(is_packed=is_packed)
+    assert len(routing) == len(places) == sum(t.num_tokens for t in batch.trajectories)
+    assert len(seen) == 6  # three passes of two routers
+    for layer in (0, 1):
+        for experts in seen[layer::2]:
+            assert len(experts) == num_places
+            assert experts[places].tolist() == [list(r[2 * layer : 2 * layer + 2]) for r in routing]
+        others = sorted(set(range(num_places)) - set(places))
+        assert torch.equal(seen[layer][others], free[layer][others]) or layer  # prompts choose for themselves
+    assert any((a[places] != b[places]).any() for a, b in zip(seen, free, strict=True))
+
+
+def test_at_equal_weights_replaying_the_engine_changes_nothing():
+    batch = generated(qwen())
+    found = []
+    for replay in ("off", "engine"):
+        trainer = make_trainer(qwen(), moe_replay=replay)
+        metrics = trainer.step(batch)
+        assert metrics["policy/logprob_diff_max"] < 1e-4
+        found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_routing_of_another_model_is_refused():
+    batch = generated(qwen(num_experts_per_tok=1))
+    with pytest.raises(EngineFault, match="reported other routers than this model's: 4 bytes are a token's"):
+        make_trainer(qwen(), moe_replay="engine").step(batch)
+
+
+def test_routing_survives_the_way_through_segments():
+    first = Segment((5, 6), (-1.0, -1.0), 0, routing=(b"ab", b"cd"))
+    trajectory = Trajectory(0, 0, (2,)).extended((first, Segment((7,), (-1.0,), 0, routing=(b"ef",))))
+    assert trajectory.segments[0].routing == (b"ab", b"cd", b"ef")
+    trajectory = trajectory.extended((Segment((8,), (-1.0,), 1),))  # of an engine that does not say
+    assert trajectory.routing == [b"ab", b"cd", b"ef", b""]
+    with pytest.raises(ValueError, match="a segment of 1 tokens has the routing of 2"):
+        Segment((5,), (-1.0,), 0, routing=(b"ab", b"cd"))
