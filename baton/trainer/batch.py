@@ -256,7 +256,7 @@ def cut(
     `keeps_masked` ones, whose log-probabilities or values are part of what others are compared with. Rows and width of
     a microbatch are multiples of `multiples`; where it `is_packed` only tokens count.
     """
-    trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.num_policy)]
+    trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
     kinds: list[tuple[list[Row], bool]] = [(trained, True)]
     if is_flat:
         kinds = [([r for r in trained if r.has_advantage], True), ([r for r in trained if not r.has_advantage], False)]

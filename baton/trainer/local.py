@@ -176,7 +176,7 @@ class LocalTrainer:
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
         metrics = {
-            **batch_metrics(batch, algorithm, oldest=oldest),
+            **batch_metrics(batch, algorithm, oldest=oldest, longest=self._max_new_tokens),
             **totals.metrics(),
             "policy/lr": self._learners[0].lr * rate,
         }

@@ -216,6 +216,9 @@ def test_overlong_shaping_takes_the_whole_length_however_often_it_was_resumed():
     group = make_group(0, [1.0, 1.0, 0.0], responses)
     found = rows([group], AlgorithmSettings(overlong_frac=0.5), longest=20)
     assert [row.reward for row in found] == [1.0, 0.5, -1.0]
+    metrics = batch_metrics(Batch(3, (group,)), AlgorithmSettings(overlong_frac=0.5), longest=20)
+    assert metrics["reward/overlong/mean"] == pytest.approx(-0.5)
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
