@@ -193,19 +193,28 @@ def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         max_staleness=recipe.rollout.rules().max_staleness,
         version=PolicyVersion(secrets.token_hex(4), 0),
         max_new_tokens=recipe.rollout.max_new_tokens,
-        reference=_load_reference(recipe),
+        reference=_load_reference(recipe, master),
         lora=recipe.lora,
         seed=recipe.run.seed,
     )
 
 
-def _load_reference(recipe: Recipe) -> PreTrainedModel | None:
+def _load_reference(recipe: Recipe, policy: PreTrainedModel) -> PreTrainedModel | None:
     """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
     path = recipe.algorithm.reference
     if not recipe.algorithm.kl_coef or (recipe.lora is not None and path is None):
         return None
     device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.trainer.dtype)
-    model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    try:
+        model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
+    sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
+            "allowed is a model of the same tokens"
+        )
     return model.requires_grad_(False)
 
 

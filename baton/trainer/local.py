@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -104,7 +105,7 @@ class LocalTrainer:
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
         critic = _make_critic(model, algorithm)
-        is_packed = _packs(model, reference, settings)
+        is_packed = _packs(model, (reference, critic.trunk if critic is not None else None), settings)
         if lora is not None:
             add_adapters(model, lora, seed)
         _trade_time_and_memory(model, settings)
@@ -275,11 +276,11 @@ class LocalTrainer:
         return FEW_SHAPES if makes_kernels else ANY_SHAPE
 
 
-def _packs(model: PreTrainedModel, reference: PreTrainedModel | None, settings: TrainerSettings) -> bool:
+def _packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings) -> bool:
     """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
     if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
         return False
-    for each in (model, reference):
+    for each in (model, *others):
         if each is not None:
             prefer_packed_attention(each)
     with compute_in(torch_dtype(settings.dtype), model.device):

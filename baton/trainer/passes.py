@@ -76,6 +76,8 @@ class Passes:
         assert self.critic is not None
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
             if self.critic.trunk is not None:
+                if self.is_packed:
+                    return _laid(micro, self.critic.of_packed(*micro.packed()))
                 return self.critic.of_ids(micro.input_ids, micro.first)
             assert scores.hidden is not None
             found: torch.Tensor = self.critic(scores.hidden)
