@@ -21,6 +21,9 @@ from baton.trainer.passes import Passes, Prepared
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals, ValueTotals
 
+CRITIC_LR_RATIO = 10.0
+"""Learning rate of a separate critic to the policy's, where the recipe does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Learner:
@@ -61,7 +64,7 @@ def make_learners(
         if critic.trunk is None:
             policy |= named
         else:
-            groups.append((named, algorithm.critic_lr))
+            groups.append((named, algorithm.critic_lr or CRITIC_LR_RATIO * settings.lr))
     return [
         Learner(
             parameters,

@@ -372,3 +372,9 @@ def test_activations_computed_again_give_the_same_update():
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
     assert others["policy/loss"] == pytest.approx(metrics["policy/loss"], abs=1e-6)
     assert not again.model.model.layers[0].mlp.training  # dropout stays off
+
+
+def test_a_separate_critic_learns_ten_times_as_fast_unless_told_otherwise():
+    assert [learner.lr for learner in make_trainer(name="ppo", lr=2e-4)._learners] == pytest.approx([2e-4, 2e-3])
+    assert [learner.lr for learner in make_trainer(name="ppo", critic_lr=1e-5)._learners] == [1e-3, 1e-5]
+    assert [learner.lr for learner in make_trainer(name="ppo", critic="shared")._learners] == [1e-3]
