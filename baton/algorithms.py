@@ -62,7 +62,7 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
     for each in algorithms:
         sets = "\n".join(f"{key} = {_toml(value)}" for key, value in each.sets.items()) or "the defaults"
         about = f"{each.idea}\n[dim]updates per batch: {escape(each.updates)}[/dim]"
-        table.add_row(f"[bold]{each.name}[/bold]\n[dim]{each.paper}[/dim]", about, escape(sets))
+        table.add_row(f"[bold]{each.name}[/bold]\n[dim]arXiv {each.paper}[/dim]", about, escape(sets))
     console.print(table, highlight=False)
     console.print(
         'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] may '

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
@@ -193,19 +193,28 @@ def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         max_staleness=recipe.rollout.rules().max_staleness,
         version=PolicyVersion(secrets.token_hex(4), 0),
         max_new_tokens=recipe.rollout.max_new_tokens,
-        reference=_load_reference(recipe),
+        reference=_load_reference(recipe, master),
         lora=recipe.lora,
         seed=recipe.run.seed,
     )
 
 
-def _load_reference(recipe: Recipe) -> PreTrainedModel | None:
+def _load_reference(recipe: Recipe, policy: PreTrainedModel) -> PreTrainedModel | None:
     """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
     path = recipe.algorithm.reference
     if not recipe.algorithm.kl_coef or (recipe.lora is not None and path is None):
         return None
     device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.trainer.dtype)
-    model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    try:
+        model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
+    sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
+            "allowed is a model of the same tokens"
+        )
     return model.requires_grad_(False)
 
 
@@ -260,52 +269,6 @@ def _open_run(recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place
     run.write_start(resolved, seed=recipe.run.seed, threads=threads)
     tokenizer.hf.save_pretrained(run.tokenizer)
     return run
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a recipe will need, as far as it can be known before starting."""
-
-    example_prompt: str
-    """The first training prompt as the engine will see it, special tokens included."""
-    example_prompt_tokens: int
-    parameters: int
-    trainer_bytes: int
-    """float32 master weights, gradients and two AdamW moments."""
-    engine_bytes: int
-    """The engine's weights and its whole KV cache."""
-    trajectories_per_step: int
-    max_generated_tokens_per_step: int
-    updates_per_step: int
-
-
-def footprint(recipe: Recipe) -> Footprint:
-    """Work out memory and work of a recipe; opens its tasks as a start would, but reads no weights."""
-    tokenizer = load_tokenizer(recipe.model.path)
-    mixture = TaskMixture(recipe.task, recipe.answer)
-    Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
-    mixture.held_out(recipe.eval.num_prompts)
-    prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
-    config = AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    parameters = sum(p.numel() for p in model.parameters())
-    width = torch_dtype(recipe.engine.dtype).itemsize
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * width
-    trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
-    return Footprint(
-        example_prompt=tokenizer.text(prompt_ids, keep_special=True),
-        example_prompt_tokens=len(prompt_ids),
-        parameters=parameters,
-        trainer_bytes=16 * parameters,
-        engine_bytes=width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token,
-        trajectories_per_step=trajectories,
-        max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
-        updates_per_step=recipe.algorithm.num_updates,
-    )
 
 
 def evaluate_model(

@@ -325,7 +325,7 @@ class _StopRequest:
 
 
 def _print_dry_run(recipe: Any, as_json: bool) -> None:
-    from baton.build import footprint
+    from baton.footprint import footprint
     from baton.report import print_dry_run
 
     needs = footprint(recipe)

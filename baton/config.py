@@ -76,6 +76,11 @@ class Recipe(Settings):
                 'engine.processes: got 0, but rollout.mode = "async" generates in processes of their own: set it to at '
                 "least 1"
             )
+        if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
+            raise ValueError(
+                "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
+                "engine.report_routing = true"
+            )
         longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
         if longest >= self.engine.max_context_tokens:
             raise ValueError(
@@ -176,6 +181,8 @@ CHANGES_BITS = (
     "rollout.overprovision",
     "rollout.max_concurrency",
     "trainer.max_tokens_per_microbatch",
+    "trainer.packing",
+    "trainer.activation_checkpointing",
 )
 """Keys that a resumed run may change, at the price of other last bits."""
 

@@ -87,8 +87,13 @@ class Segment(msgspec.Struct, frozen=True):
     policy_version: int
     """Number of the weights behind these tokens' logits."""
     author: Author = Author.POLICY
+    routing: tuple[bytes, ...] = ()
+    """[L_segment] of a mixture of experts, when the engine reports it: the experts that were chosen where each token's
+    logits come from, one byte each, [routers × experts per token]. Empty when it does not."""
 
     def __post_init__(self) -> None:
+        if self.routing and len(self.routing) != len(self.token_ids):
+            raise ValueError(f"a segment of {len(self.token_ids)} tokens has the routing of {len(self.routing)}")
         if not self.token_ids or len(self.token_ids) != len(self.behavior_logprobs):
             raise ValueError(
                 f"a segment needs as many behavior_logprobs as token_ids, and at least one: "
@@ -133,6 +138,7 @@ class Trajectory(msgspec.Struct, frozen=True):
                     last.behavior_logprobs + segment.behavior_logprobs,
                     last.policy_version,
                     last.author,
+                    last.routing + segment.routing if last.routing and segment.routing else (),
                 )
             else:
                 merged.append(segment)
@@ -162,6 +168,11 @@ class Trajectory(msgspec.Struct, frozen=True):
     def policy_versions(self) -> list[int]:
         """[L] version number of each token."""
         return [s.policy_version for s in self.segments for _ in s.token_ids]
+
+    @property
+    def routing(self) -> list[bytes]:
+        """[L] experts behind each token, see `Segment`; empty bytes where they are not known."""
+        return list(chain.from_iterable(s.routing or (b"",) * len(s.token_ids) for s in self.segments))
 
     @property
     def is_policy(self) -> list[bool]:

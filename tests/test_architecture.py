@@ -21,13 +21,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("show", "progress", "loop"),
     ("report",),
     ("config",),
-    ("keys", "algorithms", "build"),
+    ("keys", "algorithms", "build", "footprint"),
     ("warmstart", "bench"),
     ("cli",),
     ("__main__",),
 )
 """From the bottom up, as the code has it; a unit imports only from layers below its own, and from itself."""
-TORCH_UNITS = {"policy", "trainer", "build", "warmstart", "bench"}
+TORCH_UNITS = {"policy", "trainer", "build", "footprint", "warmstart", "bench"}
 """Units that may import torch and what stands on it, at import time. Of rollout, only the engines."""
 TORCH_PACKAGES = {"torch", "transformers", "tokenizers"}
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -17,6 +17,9 @@ from baton.build import build_loop
 from baton.config import Recipe, load_recipe
 from baton.errors import UserError
 from baton.metrics import read_metrics
+from baton.policy.load import load_model
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import load_tokenizer
 from baton.progress import TerminalObserver
 from baton.report import summarise
@@ -218,3 +221,46 @@ def test_the_report_adds_up(small: Any) -> None:
     assert report.reward_before == report.reward_after == pytest.approx(sum(r["reward/mean"] for r in rows) / 3)
     for change in report.changes:
         assert change.points == pytest.approx(100 * (change.after.accuracy.value - change.before.accuracy.value))
+
+
+def test_a_reference_model_that_does_not_fit_is_refused_before_anything_starts(small: Any, tmp_path: Path) -> None:
+    def start(reference: Path) -> None:
+        train(load(small, tmp_path, "algorithm.kl_coef=0.1", f"algorithm.reference={reference}"))
+
+    with pytest.raises(UserError, match=r"algorithm\.reference: there is no directory"):
+        start(tmp_path / "nowhere")
+    settings = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64)
+    tokenizer = scratch_tokenizer(["1+2"], 320)
+    scratch_model(settings, tokenizer, seed=0).save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        UserError, match=r"algorithm\.reference: .* has a vocabulary of \d+ tokens and the policy one of"
+    ):
+        start(tmp_path / "other")
+    assert not (tmp_path / "small").exists()
+
+
+def test_adapters_and_a_critic_go_through_a_whole_run(small: Any, tmp_path: Path) -> None:
+    """PPO on a LoRA adapter with a KL to the model without it: rolled out, evaluated, saved, and loaded again."""
+    overrides = ["algorithm=ppo", "algorithm.num_minibatches=2", "algorithm.kl_coef=0.1", "lora.rank=2"]
+    recipe = load(small, tmp_path, *overrides)
+    run = train(recipe)
+    rows = steps_of(run.path)
+    assert {"value/loss", "kl/ref", "policy/ess"} <= rows[-1].keys()
+    assert rows[-1]["policy/logprob_diff_max"] < 1e-4  # the engine serves what is trained
+    assert rows[-1]["kl/ref"] != 0.0
+    checkpoint = list_checkpoints(run.checkpoints)[-1]
+    assert (checkpoint / "adapter_model.safetensors").is_file()
+    assert (checkpoint / "baton" / "critic.safetensors").is_file()
+    base = load_file(small.model / "model.safetensors")
+    merged = load_model(str(checkpoint), dtype=torch.float32, device=torch.device("cpu")).state_dict()
+    assert any(not torch.equal(merged[name], base[name]) for name in base)
+
+
+def test_a_run_says_which_algorithm_it_is(small: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = load(small, tmp_path, "algorithm=dr_grpo", "algorithm.clip_high=0.3")
+    observer = TerminalObserver(Console(quiet=True), recipe.run.steps)
+    observer.said = said.append  # type: ignore[method-assign]
+    build_loop(recipe, observer, resume=False, overwrite=False).close()
+    assert "algorithm dr_grpo, but with clip_high = 0.3" in said
+    assert any("clipping is idle" in text for text in said)

@@ -6,6 +6,7 @@ with the scale multiplied into B, so that an engine needs nothing besides: W = W
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it may well be a fraction
-        target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        target_modules=_linear_layers(model) if settings.targets == "all-linear" else list(settings.targets),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -50,6 +51,17 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     model.eval()  # type: ignore[no-untyped-call]
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the last part of the name of every linear layer but the head. A mixture's experts are none."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    found = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    return sorted(found)
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
@@ -104,7 +116,9 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     _check_peft()
     from peft import PeftModel
 
-    merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of one library at another
+        merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
     return merged
 
 

@@ -6,6 +6,7 @@ Shapes: B rows, S places of a padded row, K the last places of a row that are as
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
+from baton.policy.packing import packed_hidden_states
 
 SDPA_FLOAT32 = "sdpa_float32"
 """Name under which transformers finds `_sdpa_float32`."""
@@ -86,6 +88,7 @@ def packed_scores(
     input_ids_T: torch.Tensor,
     position_ids_T: torch.Tensor,
     places_N: torch.Tensor,
+    lengths: Sequence[int],
     *,
     temperature: float,
     with_entropy: bool = False,
@@ -93,20 +96,38 @@ def packed_scores(
 ) -> TokenScores:
     """Score the tokens at `places_N` of rows that are laid one behind the other, without padding: [N].
 
-    position_ids_T begin at 0 with each row, from which transformers makes a mask (or the bounds that a kernel for
-    rows of different lengths wants) behind which no row sees another. Needs `has_plain_head`.
+    `lengths` are the rows'; position_ids_T begin at 0 with each, so that no row sees another, also where attention is
+    another than `packing.py` has: transformers then makes a mask of it. Needs `has_plain_head`.
     """
-    hidden_TH = hidden_states(model, input_ids_T[None], position_ids_T[None])[0]
+    hidden_TH = packed_hidden_states(model, input_ids_T, position_ids_T, lengths)
     hidden_NH, targets_N = hidden_TH[places_N - 1], input_ids_T[places_N]
     return head_scores(model, hidden_NH, targets_N, temperature, with_entropy, entropy_has_gradient)
 
 
-def hidden_states(
-    model: PreTrainedModel, input_ids_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
-) -> torch.Tensor:
+def packs_as_it_pads(model: PreTrainedModel) -> bool:
+    """Whether rows packed by `packed_scores` score as they do by themselves, found out on the device with three."""
+    if not has_plain_head(model):
+        return False
+    vocabulary = _head(model).weight.shape[0]
+    lengths = [5, 2, 9]
+    ids = torch.arange(sum(lengths), device=model.device).mul(7).remainder(vocabulary)
+    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    places = (positions > 0).nonzero().squeeze(-1)
+    with torch.no_grad():
+        try:
+            packed = packed_scores(model, ids, positions, places, lengths, temperature=1.0).logprobs
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return False
+        alone = [
+            padded_scores(model, row[None], first=1, temperature=1.0).logprobs[0] for row in torch.split(ids, lengths)
+        ]
+    tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) else 1e-3
+    return torch.allclose(packed, torch.cat(alone), atol=tolerance, rtol=tolerance)
+
+
+def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.Tensor:
     """[B, S, H] of the model without its head."""
-    positions = {} if position_ids_BS is None else {"position_ids": position_ids_BS}
-    hidden: torch.Tensor = model.base_model(input_ids=input_ids_BS, use_cache=False, **positions).last_hidden_state
+    hidden: torch.Tensor = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
     return hidden
 
 

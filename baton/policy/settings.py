@@ -30,9 +30,9 @@ class LoraSettings(Settings):
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale: an adapter adds alpha / rank × B A to its weight."""
-    targets: str | tuple[str, ...] = "all-linear"
-    """Layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]; `all-linear` takes all but
-    the head."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]; `all-linear` takes
+    all but the head. The fused experts of a mixture get none."""
 
 
 class ScratchSettings(Settings):

@@ -16,8 +16,8 @@ from baton.report.summary import RunReport
 from baton.runs import without_none
 
 if TYPE_CHECKING:
-    from baton.build import Footprint
     from baton.config import Recipe
+    from baton.footprint import Footprint
 
 
 def print_report(console: Console, report: RunReport) -> None:
@@ -95,7 +95,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
     console.print(
         f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}\n"
         f"parameters: {needs.parameters:,}\n"
-        f"memory: trainer {_size(needs.trainer_bytes)} (float32 weights, gradients, AdamW), "
+        f"memory: trainer {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained), "
         f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations\n"
         f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"

@@ -25,6 +25,9 @@ class EngineSettings(Settings):
     """Weights and KV cache: float32 or bfloat16."""
     report_every_tokens: int = 256
     """A trajectory's new tokens are reported at least this often, so that a dead worker costs no more."""
+    report_routing: bool = False
+    """Mixtures of experts: whether every token is reported with the experts behind it, for trainer.moe_replay =
+    "engine"; a byte for each router and chosen expert."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -159,7 +159,8 @@ def _within_groups(outcomes: Sequence[Outcome], compare: Callable[[FloatArray], 
 def _centred(values: FloatArray) -> FloatArray:
     if values.min() == values.max():
         return np.zeros_like(values)  # the rounded mean of equal numbers need not equal them
-    return values - math.fsum(values) / len(values)
+    with np.errstate(invalid="ignore"):  # of an infinite reward; the train step stops at what comes of it
+        return values - math.fsum(values) / len(values)
 
 
 def _standardised(values: FloatArray) -> FloatArray:

@@ -37,12 +37,12 @@ class Alarms:
                 lambda value: value < MIN_ESS,
                 f"policy/ess is {{:.2f}}, below {MIN_ESS}: the policy has moved so far from the one that sampled this "
                 f"batch that only this share of its tokens counts (algorithm.correction = {self._correction!r}); lower "
-                "the staleness bound or the learning rate",
+                "rollout.max_staleness or the learning rate",
             ),
             "staleness/masked_frac": (
                 lambda value: value > MAX_MASKED_FRAC,
                 f"staleness/masked_frac is {{:.2f}}, above {MAX_MASKED_FRAC}: most tokens are too old to be trained; "
-                "raise the staleness bound or lower the over-provision",
+                "raise rollout.max_staleness or lower rollout.overprovision",
             ),
         }
         for name, (is_bad, sentence) in checks.items():

@@ -72,8 +72,9 @@ class AlgorithmSettings(Settings):
     """λ of generalised advantage estimation."""
     critic: Literal["separate", "shared"] = "separate"
     """Critic of `gae`: a model of its own that begins as a copy of the policy, or a value head on the policy."""
-    critic_lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of a separate critic, with the policy's warm-up and decay; a shared one's head has the policy's."""
+    critic_lr: float | None = Field(default=None, gt=0)
+    """Learning rate of a separate critic, with the policy's warm-up and decay; without it ten times trainer.lr, since a
+    critic begins knowing nothing. A shared one's head has the policy's."""
     value_coef: float = Field(default=0.5, gt=0)
     """Weight of the value loss beside the policy's, of a shared critic."""
     value_clip: float = Field(default=0.2, gt=0)

@@ -60,6 +60,8 @@ class Row:
     policy_versions: tuple[int, ...]
     """[L]"""
     reward: float
+    routing: tuple[bytes, ...] = ()
+    """[L] experts behind each token, as the engine reported them; empty bytes, or none at all, where it did not."""
     advantages: FloatArray | None = None
     """[P]; None until they are known."""
 
@@ -107,8 +109,8 @@ class MicroBatch:
         """Without padding: B × S less this is the waste."""
         return sum(len(row.token_ids) for row in self.rows)
 
-    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, positions [T] of the rows one behind the other, and the places [N] of the policy's tokens."""
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        """Return ids and positions [T] of the rows one behind the other, places [N] of the policy's tokens, lengths."""
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
@@ -119,7 +121,21 @@ class MicroBatch:
             places += [start + place for place, is_policy in enumerate(row.is_policy) if is_policy]
         device = self.input_ids.device
         found = [torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, places)]
-        return found[0], found[1], found[2]
+        return found[0], found[1], found[2], [len(row.token_ids) for row in self.rows]
+
+    def routing(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
+        """Return what the engine reported of the experts, where each stands in a pass, and the places of a pass.
+
+        The experts behind a token are those of the place before it. A padded pass is fed all columns but the last.
+        """
+        found: list[bytes] = []
+        places: list[int] = []
+        start = 0
+        for row in self.rows:
+            found += row.routing
+            places += range(start + row.prompt_length - 1, start + row.prompt_length - 1 + len(row.routing))
+            start += len(row.token_ids) if is_packed else self.input_ids.shape[1] - 1
+        return found, places, start if is_packed else self.input_ids[:, 1:].numel()
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
         """[B, K] float32 from [P] values of each row, laid at the policy's tokens; 0 elsewhere."""
@@ -175,6 +191,7 @@ def rows(groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int =
                     policy_versions=tuple(trajectory.policy_versions),
                     reward=member.judgement.reward
                     + overlong_penalty(length, longest, algorithm.overlong_frac, algorithm.overlong_penalty),
+                    routing=tuple(trajectory.routing) if any(s.routing for s in trajectory.segments) else (),
                 )
             )
     return found
@@ -239,7 +256,7 @@ def cut(
     `keeps_masked` ones, whose log-probabilities or values are part of what others are compared with. Rows and width of
     a microbatch are multiples of `multiples`; where it `is_packed` only tokens count.
     """
-    trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.num_policy)]
+    trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
     kinds: list[tuple[list[Row], bool]] = [(trained, True)]
     if is_flat:
         kinds = [([r for r in trained if r.has_advantage], True), ([r for r in trained if not r.has_advantage], False)]

@@ -27,10 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.trainer.losses import Anchor, LossInputs, log_ratio
-
-MAX_LOG_WEIGHT = 20.0
-"""|log weight| is held within this, so that no weight is infinite whatever was sampled."""
+from baton.trainer.losses import MAX_LOG_RATIO, Anchor, LossInputs, log_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def token_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 def sequence_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
     """Truncated importance sampling by trajectory: w = min(Π_t π_proximal / π_behavior, cap), over trained tokens."""
-    found = _behavior_to_proximal(inputs).sum(-1, keepdim=True).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    found = _behavior_to_proximal(inputs).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return _anchor(inputs, inputs.proximal_logprobs, found.clamp(max=shape.cap), found > shape.cap)
 
 
@@ -113,7 +110,7 @@ def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> f
 
 def weights(inputs: LossInputs) -> torch.Tensor:
     """[B, K] π_proximal / π_behavior, detached; 1 at masked tokens. Neither truncated nor masked: see `Anchor`."""
-    return _behavior_to_proximal(inputs).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    return _behavior_to_proximal(inputs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _behavior_to_proximal(inputs: LossInputs) -> torch.Tensor:

@@ -6,9 +6,14 @@ Shapes: B rows, K places of a padded row, H width of the hidden states.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
+
+from baton.policy.logprobs import hidden_states
+from baton.policy.packing import packed_hidden_states
 
 
 class Critic(torch.nn.Module):
@@ -21,21 +26,32 @@ class Critic(torch.nn.Module):
     def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
         """Begin a separate critic as a copy of the policy, body only; a shared one has nothing but its head."""
         super().__init__()
-        self.trunk: torch.nn.Module | None = copy.deepcopy(policy.base_model) if is_separate else None
+        self.trunk: PreTrainedModel | None = None
+        if is_separate:
+            self.trunk = copy.deepcopy(cast(PreTrainedModel, policy.base_model))
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
-        """[B, K] float32 from the hidden states of a shared trunk."""
-        values: torch.Tensor = self.head(hidden_BKH).squeeze(-1).float()
+        """[B, K] float32, or any other shape, from hidden states."""
+        with torch.autocast(hidden_BKH.device.type, enabled=False):  # a value wants more than bfloat16's three digits
+            values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values
 
     def of_ids(self, input_ids_BS: torch.Tensor, first: int) -> torch.Tensor:
         """[B, K] float32: what a separate critic expects before the tokens at places first … S − 1."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
-        hidden: torch.Tensor = self.trunk(input_ids=input_ids_BS[:, :-1], use_cache=False).last_hidden_state
-        found: torch.Tensor = self(hidden[:, first - 1 :])
+        found: torch.Tensor = self(hidden_states(self.trunk, input_ids_BS[:, :-1])[:, first - 1 :])
+        return found
+
+    def of_packed(
+        self, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, places_N: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """[N] float32: the same before the tokens at `places_N` of rows that lie one behind the other."""
+        assert self.trunk is not None, "a shared critic reads the policy's hidden states"
+        hidden = packed_hidden_states(self.trunk, input_ids_T, position_ids_T, lengths)
+        found: torch.Tensor = self(hidden[places_N - 1])
         return found
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,16 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.logprobs import checkpoint_activations, has_plain_head, prefer_float32_attention
+from baton.policy.load import torch_dtype
+from baton.policy.logprobs import (
+    checkpoint_activations,
+    compute_in,
+    has_plain_head,
+    packs_as_it_pads,
+    prefer_float32_attention,
+)
+from baton.policy.packing import prefer_packed_attention
+from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
@@ -95,20 +105,28 @@ class LocalTrainer:
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
         critic = _make_critic(model, algorithm)
+        is_packed = _packs(model, (reference, critic.trunk if critic is not None else None), settings)
         if lora is not None:
             add_adapters(model, lora, seed)
-        if settings.activation_checkpointing:
-            checkpoint_activations(model)
-        if settings.compile:
-            _check_compiler(model.device)
-            model.compile(dynamic=True)
+        _trade_time_and_memory(model, settings)
         if algorithm.kl_coef and reference is None:
             assert lora is not None, "a KL term needs a reference model"
             reference = model
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        self._passes = Passes(model, reference if algorithm.kl_coef else None, critic, settings, algorithm, temperature)
+        has_plain_head(model)  # found out here and now, and not within a pass whose routing is recorded or replayed
+        replay = RoutingReplay(model) if settings.moe_replay != "off" else None
+        self._passes = Passes(
+            model,
+            reference if algorithm.kl_coef else None,
+            critic,
+            settings,
+            algorithm,
+            temperature,
+            replay,
+            is_packed,
+        )
         self._learners = make_learners(model, critic, settings, algorithm)
         self._num_updates = 0
         self._alarms = Alarms(algorithm)
@@ -159,7 +177,7 @@ class LocalTrainer:
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
         metrics = {
-            **batch_metrics(batch, algorithm, oldest=oldest),
+            **batch_metrics(batch, algorithm, oldest=oldest, longest=self._max_new_tokens),
             **totals.metrics(),
             "policy/lr": self._learners[0].lr * rate,
         }
@@ -258,6 +276,23 @@ class LocalTrainer:
         return FEW_SHAPES if makes_kernels else ANY_SHAPE
 
 
+def _packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings) -> bool:
+    """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
+    if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
+        return False
+    for each in (model, *others):
+        if each is not None:
+            prefer_packed_attention(each)
+    with compute_in(torch_dtype(settings.dtype), model.device):
+        is_sound = packs_as_it_pads(model)
+    if not is_sound and settings.packing == "always":
+        raise UserError(
+            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "
+            "that lie one behind the other as it does each by itself; allowed are 'auto' and 'never'"
+        )
+    return is_sound
+
+
 def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
     if algorithm.advantage != "gae":
         return None
@@ -267,6 +302,14 @@ def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic
             "are made of; allowed is 'separate'"
         )
     return Critic(model, is_separate=algorithm.critic == "separate")
+
+
+def _trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
+    if settings.activation_checkpointing:
+        checkpoint_activations(model)
+    if settings.compile:
+        _check_compiler(model.device)
+        model.compile(dynamic=True)
 
 
 def _check_compiler(device: torch.device) -> None:

@@ -81,6 +81,9 @@ class Loss:
     """[B, K] bool: tokens whose gradient the clip has cut; False at masked tokens."""
 
 
+MAX_LOG_RATIO = 20.0
+"""|log ratio| and |log weight| are held within this, so that neither is infinite whatever was sampled."""
+
 Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
 
@@ -90,7 +93,7 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     J = Σ_i Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t), r_t = π_θ / π_anchor, aggregated; with
     the proximal policy as anchor and the weights π_proximal / π_behavior this is decoupled PPO (2110.00641).
     """
-    ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp()
+    ratio = to_anchor(inputs, anchor).exp()
     return _least(ratio, inputs, anchor, shape)
 
 
@@ -100,7 +103,7 @@ def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     s_i = exp(1/T_i Σ_t log π_θ / π_proximal) over the trained tokens and their count, so that a masked prefix of
     another version has no part in it; the weights stay by token, on the same tokens.
     """
-    apart = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).sum(-1, keepdim=True)
+    apart = to_anchor(inputs, anchor).sum(-1, keepdim=True)
     ratio = (apart / inputs.mask.sum(-1, keepdim=True).clamp(min=1)).exp().expand_as(inputs.mask)
     return _least(torch.where(inputs.mask, ratio, 1.0), inputs, anchor, shape)
 
@@ -110,7 +113,7 @@ def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
     Every token keeps a gradient; the clip only bounds its weight.
     """
-    ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp().detach()
+    ratio = to_anchor(inputs, anchor).exp().detach()
     bounded = clip(ratio, shape.clip_low, shape.clip_high)
     surrogate = anchor.weights * bounded * inputs.advantages * torch.where(inputs.mask, inputs.logprobs, 0.0)
     return Loss(_loss(surrogate, inputs, shape), ratio, inputs.mask & (bounded != ratio))
@@ -118,7 +121,7 @@ def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 def policy_gradient(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t, whose gradient at r = 1 is A_t ∇ log π_θ."""
-    ratio = log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).exp()
+    ratio = to_anchor(inputs, anchor).exp()
     surrogate = anchor.weights * ratio * inputs.advantages
     return Loss(_loss(surrogate, inputs, shape), ratio.detach(), torch.zeros_like(inputs.mask))
 
@@ -148,6 +151,11 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Ten
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, K] log (π_θ / π_baseline), 0 at masked tokens: masked before any exp, as 0 · inf in a gradient is NaN."""
     return torch.where(mask, logprobs - baseline_logprobs, 0.0)
+
+
+def to_anchor(inputs: LossInputs, anchor: Anchor) -> torch.Tensor:
+    """[B, K] log (π_θ / π_anchor) within ±20: e^89 is infinite in float32, and 0 · ∞ in a gradient is NaN."""
+    return log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clip(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 
-from baton.trainer.advantages import has_equal_rewards, is_comparable, is_trained
+from baton.trainer.advantages import has_equal_rewards, is_comparable, is_trained, overlong_penalty
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import trained_tokens
 from baton.types import Batch, FinishReason
 
 
-def batch_metrics(batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0) -> dict[str, float]:
+def batch_metrics(batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0) -> dict[str, float]:
     """Return what can be said of a batch without a model: rewards, lengths and staleness.
 
     Rewards and accuracy are over judged trajectories, and absent where there is none; `reward/std` has divisor N;
     `reward/zero_std_frac` is the share of groups whose rewards are all equal, of those with two or more judged
-    members; `judge/groups_lost` counts those with too few to be trained. Lengths count all tokens after the prompt.
+    members; `judge/groups_lost` counts those with too few to be trained. Lengths count all tokens after the prompt;
+    `longest` is the one at which a response is cut.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
@@ -33,6 +34,11 @@ def batch_metrics(batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0
         found["reward/mean"] = statistics.fmean(values)
         found["reward/std"] = statistics.pstdev(values)
         found["accuracy/mean"] = statistics.fmean(member.judgement.is_correct for member in judged)
+    if judged and algorithm.overlong_frac:
+        found["reward/overlong/mean"] = statistics.fmean(
+            overlong_penalty(m.trajectory.num_tokens, longest, algorithm.overlong_frac, algorithm.overlong_penalty)
+            for m in judged
+        )
     if comparable:
         found["reward/zero_std_frac"] = statistics.fmean(has_equal_rewards(group) for group in comparable)
     return {

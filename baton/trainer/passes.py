@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,8 @@ from transformers import PreTrainedModel
 
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import TokenScores, compute_in, has_plain_head, packed_scores, padded_scores
+from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded_scores
+from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import MicroBatch, MiniBatch, estimate
@@ -31,6 +33,8 @@ class Prepared:
     """None without a reference model."""
     values: torch.Tensor | None = None
     """What the critic expected at the start of the step; None without one, as are `returns`."""
+    routing: Routing | None = None
+    """The experts that the proximal policy, or the engine, chose, where they are to be replayed."""
     returns: torch.Tensor | None = None
     """What it should have expected: advantages (as estimated, not normalised) + values."""
 
@@ -46,13 +50,10 @@ class Passes:
     settings: TrainerSettings
     algorithm: AlgorithmSettings
     temperature: float
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows are laid one behind the other instead of padded."""
-        if self.settings.packing == "auto":
-            return self.model.device.type == "cuda" and has_plain_head(self.model)
-        return self.settings.packing == "always"
+    replay: RoutingReplay | None
+    """Of the policy's experts, where it has any and this is asked for."""
+    is_packed: bool
+    """Whether rows are laid one behind the other instead of padded."""
 
     @property
     def is_shared(self) -> bool:
@@ -75,6 +76,8 @@ class Passes:
         assert self.critic is not None
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
             if self.critic.trunk is not None:
+                if self.is_packed:
+                    return _laid(micro, self.critic.of_packed(*micro.packed()))
                 return self.critic.of_ids(micro.input_ids, micro.first)
             assert scores.hidden is not None
             found: torch.Tensor = self.critic(scores.hidden)
@@ -96,18 +99,37 @@ class Passes:
         if self.reference is not None:
             with without_adapters(self.reference):
                 reference = self.scores(micro, self.reference, is_update=False).logprobs
+        given = self._given_routing(micro)
         wants_proximal = (
             algorithm.num_updates > 1 or algorithm.correction == "second_moment" or depends_on_model(algorithm)
         )
         if not wants_proximal:
-            return Prepared(micro, reference_logprobs=reference)
-        scores = self.scores(micro, is_update=False)
+            return Prepared(micro, reference_logprobs=reference, routing=given)
+        with self._replay(given), self._recorded() as chosen:
+            scores = self.scores(micro, is_update=False)
         return Prepared(
             micro,
             proximal_logprobs=scores.logprobs,
             reference_logprobs=reference,
             values=None if self.critic is None else self.values(micro, scores),
+            routing=given or chosen or None,
         )
+
+    def replayed(self, prepared: Prepared) -> AbstractContextManager[None]:
+        """Enter what an update's passes, forward and back, have to be within."""
+        return self._replay(prepared.routing)
+
+    def _replay(self, routing: Routing | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.replay is None else self.replay.replayed(routing)
+
+    def _recorded(self) -> AbstractContextManager[Routing]:
+        return nullcontext({}) if self.replay is None else self.replay.recorded()
+
+    def _given_routing(self, micro: MicroBatch) -> Routing | None:
+        """The experts that the engine chose, where they are to be replayed."""
+        if self.replay is None or self.settings.moe_replay != "engine":
+            return None
+        return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
 
     def _with_advantages(self, everything: Sequence[Prepared]) -> list[Prepared]:
         """Estimate advantages over all rows of the batch from what the models said of them."""

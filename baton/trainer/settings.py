@@ -42,6 +42,10 @@ class TrainerSettings(Settings):
     activation_checkpointing: bool = False
     """Whether blocks compute their activations again on the way back: less memory for a third more computation."""
 
+    moe_replay: Literal["off", "proximal", "engine"] = "off"
+    """Mixtures of experts: whether the updates of a train step route each token to the experts that the policy at the
+    step's start chose for it, or all passes to those that the engine chose (with engine.report_routing)."""
+
     @field_validator("betas")
     @classmethod
     def _are_rates(cls, betas: tuple[float, float]) -> tuple[float, float]:

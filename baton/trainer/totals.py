@@ -9,7 +9,7 @@ import torch
 
 from baton.trainer.batch import MicroBatch
 from baton.trainer.corrections import weights
-from baton.trainer.losses import Anchor, Loss, LossInputs
+from baton.trainer.losses import Anchor, Loss, LossInputs, log_ratio
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class Totals:
     tokens: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
+    moved: float = 0.0
+    """k3 of KL(proximal ‖ current): how far the step's updates have come."""
     weight: float = 0.0
     """Weights as the correction left them."""
     cut: float = 0.0
@@ -97,6 +99,7 @@ class Totals:
         current = inputs.mask & (micro.policy_versions == self.version)
         diff = torch.where(current, inputs.proximal_logprobs - inputs.behavior_logprobs, 0.0)
         raw = torch.where(inputs.mask, weights(inputs), 0.0)
+        moved = log_ratio(inputs.logprobs.detach(), inputs.proximal_logprobs, inputs.mask)
         sums = (
             value,
             inputs.mask.sum(),
@@ -111,16 +114,18 @@ class Totals:
             (diff.expm1() - diff).sum(),
             diff.abs().sum(),
             diff.abs().max(),
+            (moved.expm1() - moved).sum(),
             torch.zeros(()) if reference_kl is None else reference_kl.detach().sum(),
         )
         number, tokens, entropy_sum, clipped, weight, cut, raw_sum, raw_square, num_current, k3, abs_diff, *rest = (
             torch.stack([item.float().to(value.device) for item in sums]).tolist()
         )
         if reference_kl is not None:
-            self.reference_kl = (self.reference_kl or 0.0) + rest[1]
+            self.reference_kl = (self.reference_kl or 0.0) + rest[2]
         self.tokens += tokens
         self.entropy += entropy_sum
         self.clipped += clipped
+        self.moved += rest[1]
         self.weight += weight
         self.cut += cut
         self.raw_weight += raw_sum
@@ -145,6 +150,7 @@ class Totals:
             "policy/loss": statistics.fmean(self.losses),
             "policy/entropy": self.entropy / tokens,
             "policy/clip_frac": self.clipped / tokens,
+            "policy/approx_kl": self.moved / tokens,
             "policy/weight_mean": self.weight / tokens,
             "policy/weight_cut_frac": self.cut / tokens,
             "policy/grad_norm": statistics.fmean(self.grad_norms),

@@ -16,7 +16,8 @@ class Weights:
 
     version: PolicyVersion
     tensors: Mapping[str, Any]
-    """Parameter name → tensor, as `state_dict` names them; detached, and not changed by later train steps."""
+    """Parameter name → tensor, as `state_dict` names them, or an adapter's pairs (`policy/adapters.py`); detached, and
+    not changed by later train steps."""
 
 
 class Trainer(Protocol):

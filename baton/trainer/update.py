@@ -21,6 +21,9 @@ from baton.trainer.passes import Passes, Prepared
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals, ValueTotals
 
+CRITIC_LR_RATIO = 10.0
+"""Learning rate of a separate critic to the policy's, where the recipe does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Learner:
@@ -61,7 +64,7 @@ def make_learners(
         if critic.trunk is None:
             policy |= named
         else:
-            groups.append((named, algorithm.critic_lr))
+            groups.append((named, algorithm.critic_lr or CRITIC_LR_RATIO * settings.lr))
     return [
         Learner(
             parameters,
@@ -93,7 +96,7 @@ class Update:
             self.totals.values = ValueTotals()
         policy_sum = value_sum = 0.0
         for each in prepared:
-            with torch.set_grad_enabled(each.micro.has_gradient):
+            with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each):
                 scores = self.passes.scores(each.micro, is_update=True)
                 loss, value = self._policy_loss(each, scores, shape, correction)
                 policy_sum += value
@@ -101,8 +104,8 @@ class Update:
                     of_values = self._value_loss(each, scores) / max(1, part.num_trained_tokens)
                     value_sum += self._finite(of_values.item(), "the value loss", [each])
                     loss = loss + of_values * (algorithm.value_coef if critic.trunk is None else 1.0)
-            if each.micro.has_gradient:
-                loss.backward()  # type: ignore[no-untyped-call]
+                if each.micro.has_gradient:
+                    loss.backward()  # type: ignore[no-untyped-call]
         self._move(prepared)
         self.totals.losses.append(policy_sum)
         if self.totals.values is not None:

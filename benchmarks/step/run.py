@@ -23,6 +23,8 @@ from typing import Any
 from turns import ROOT, SAME, Side
 
 HERE = Path(__file__).parent
+TRAJECTORIES = 256
+"""Of a step: 32 groups of 8."""
 STAGES = ("time/generate", "time/judge", "time/train", "time/weight_sync")
 
 
@@ -93,7 +95,28 @@ def make_table(turns: dict[str, list[dict[str, Any]]]) -> str:
         f"\nSteps per second, Baton ÷ the better TRL ({best}): **{statistics.median(ratios):.2f}** "
         f"({ratios[0]:.2f} – {ratios[-1]:.2f}); load average {load:.1f}."
     )
+    lines.append(trained_tokens_per_s(turns))
     return "\n".join(lines) + "\n"
+
+
+def trained_tokens_per_s(turns: dict[str, list[dict[str, Any]]]) -> str:
+    """The train stage alone, as tokens of the batch per second: each side's median, and the ratio by rounds."""
+    by_side = {
+        name: [
+            sum(s["response_length/mean"] for s in turn["steps"])
+            * TRAJECTORIES
+            / sum(s["time/train"] for s in turn["steps"])
+            for turn in found
+        ]
+        for name, found in turns.items()
+    }
+    best = max((name for name in turns if name != "Baton"), key=lambda name: statistics.median(by_side[name]))
+    ratios = sorted(a / b for a, b in zip(by_side["Baton"], by_side[best], strict=True))
+    return (
+        f"\nTrained tokens per second of the train stage alone: Baton {statistics.median(by_side['Baton']):,.0f}, "
+        f"{best} {statistics.median(by_side[best]):,.0f}; ratio **{statistics.median(ratios):.2f}** "
+        f"({ratios[0]:.2f} – {ratios[-1]:.2f})."
+    )
 
 
 def machine() -> dict[str, Any]:

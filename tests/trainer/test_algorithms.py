@@ -177,6 +177,16 @@ def test_reinforce_pp_takes_the_kl_off_the_reward_token_by_token():
     same_gradients(trainer, model)
 
 
+def test_a_response_without_a_policy_token_is_part_of_its_group_also_where_a_model_is_asked_first():
+    """Rewards 1 and 0: the environment's trajectory has no gradient, but makes the other one better than the mean."""
+    batch = Batch(1, (make_group(0, [1.0, 0.0], [[policy(5, 6)], [environment(7, 8)]]),))
+    plain, _ = stepped(batch)
+    asked, _ = stepped(batch, kl_coef=0.5, kl_in="reward", reference=tiny_model())  # the KL is 0
+    for a, b in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
+        assert a.grad.abs().max() > 1e-4 or a.ndim == 1
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
+
+
 def test_dr_grpo_divides_by_the_longest_length_there_could_have_been():
     batch, model = random_batch(1, num_groups=2), tiny_model()
     objective = torch.zeros(())
@@ -362,3 +372,9 @@ def test_activations_computed_again_give_the_same_update():
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
     assert others["policy/loss"] == pytest.approx(metrics["policy/loss"], abs=1e-6)
     assert not again.model.model.layers[0].mlp.training  # dropout stays off
+
+
+def test_a_separate_critic_learns_ten_times_as_fast_unless_told_otherwise():
+    assert [learner.lr for learner in make_trainer(name="ppo", lr=2e-4)._learners] == pytest.approx([2e-4, 2e-3])
+    assert [learner.lr for learner in make_trainer(name="ppo", critic_lr=1e-5)._learners] == [1e-3, 1e-5]
+    assert [learner.lr for learner in make_trainer(name="ppo", critic="shared")._learners] == [1e-3]

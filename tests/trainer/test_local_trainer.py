@@ -21,7 +21,7 @@ from trainer_cases import (
     tiny_model,
 )
 
-from baton.errors import TrainingDiverged, UserError
+from baton.errors import EngineFault, TrainingDiverged, UserError
 from baton.policy.tensors import weights_digest
 from baton.trainer import local, passes, update
 from baton.types import Batch, PolicyVersion
@@ -201,8 +201,9 @@ def test_proximal_logprobs_are_fixed_over_minibatches_and_epochs(monkeypatch):
 def test_the_clip_bites_once_the_policy_has_moved(monkeypatch):
     _, metrics = stepped(random_batch(1), num_epochs=4, lr=3e-2)
     assert metrics["policy/clip_frac"] > 0.05
+    assert metrics["policy/approx_kl"] > 0.01
     _, metrics = stepped(random_batch(1), lr=3e-2)
-    assert metrics["policy/clip_frac"] == 0.0
+    assert (metrics["policy/clip_frac"], metrics["policy/approx_kl"]) == (0.0, 0.0)
 
 
 def test_a_single_update_needs_no_forward_beyond_its_own(monkeypatch):
@@ -293,6 +294,28 @@ def test_an_infinite_gradient_is_noticed_before_the_weights_change():
     ):
         trainer.step(random_batch(1))
     assert are_bit_equal(parameters(trainer), before)
+
+
+def test_a_trajectory_whose_logprobs_are_no_numbers_is_named():
+    """Token 50 has a broken embedding; only 1/1 holds it."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[50] = math.nan
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))  # else every logit is broken
+    good = make_group(0, [1.0, 0.0], [[policy(5, 6)], [policy(7, 8)]])
+    bad = make_group(1, [1.0, 0.0], [[policy(9, 10)], [policy(50, 11)]])
+    with pytest.raises(TrainingDiverged, match=r"log-probabilities of trajectory 1/1 are no numbers; the weights stay"):
+        make_trainer(model).step(Batch(1, (good, bad)))
+
+
+def test_a_logprob_that_the_engine_reported_wrong_changes_nothing():
+    trainer = make_trainer()
+    bad = make_group(3, [1.0, 0.0], [[policy(5)], [policy(6, logprob=math.nan)]])
+    with pytest.raises(EngineFault, match="trajectory 3/1"):
+        trainer.step(Batch(1, (bad,)))
+    assert are_bit_equal(parameters(trainer), parameters(make_trainer()))
+    with pytest.raises(UserError, match="group 4 has 0 members"):
+        trainer.step(Batch(1, (make_group(4, []),)))
 
 
 def test_the_microbatch_at_fault_is_named_and_no_other():

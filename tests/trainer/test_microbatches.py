@@ -82,7 +82,8 @@ def test_values_of_the_policys_tokens_go_to_their_places_and_back():
 def test_packed_rows_lie_one_behind_the_other():
     response = [policy(10, 11), environment(20), policy(12)]
     group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
-    ids, positions, places = pad(rows([group], GRPO), CPU).packed()
+    ids, positions, places, lengths = pad(rows([group], GRPO), CPU).packed()
+    assert lengths == [6, 3]
     assert ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert ids[places].tolist() == [10, 11, 12, 13]
@@ -215,6 +216,9 @@ def test_overlong_shaping_takes_the_whole_length_however_often_it_was_resumed():
     group = make_group(0, [1.0, 1.0, 0.0], responses)
     found = rows([group], AlgorithmSettings(overlong_frac=0.5), longest=20)
     assert [row.reward for row in found] == [1.0, 0.5, -1.0]
+    metrics = batch_metrics(Batch(3, (group,)), AlgorithmSettings(overlong_frac=0.5), longest=20)
+    assert metrics["reward/overlong/mean"] == pytest.approx(-0.5)
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -267,6 +267,20 @@ def test_every_objective_ignores_what_a_masked_token_holds():
         assert gradient[1, 2].item() == 0.0
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_policy_that_has_run_away_gives_finite_numbers_in_float32(name):
+    """Ratios of e^±200 would be infinite and zero."""
+    leaf = torch.tensor([[-1.0, -201.0, -1.0]], requires_grad=True)
+    proximal = torch.tensor([[-201.0, -1.0, -1.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for advantage in (1.0, -1.0):
+        inputs = LossInputs(leaf, proximal, proximal, torch.full((1, 3), advantage), mask)
+        loss = OBJECTIVES[name](inputs, Anchor(proximal, mask.float(), ~mask), shape_of(num_tokens=3)).loss
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+
+
 # ---- KL --------------------------------------------------------------------------------------------------------------
 
 

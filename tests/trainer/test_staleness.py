@@ -146,7 +146,7 @@ def test_alarms_are_said_when_they_appear_and_not_while_they_stay(caplog):
     assert line.startswith("policy/ess is 0.25, below 0.5:")
     assert "'token_tis'" in line
     (line,) = said(staleness__masked_frac=0.75)
-    assert "raise the staleness bound" in line
+    assert "raise rollout.max_staleness" in line
     assert len(said(policy__mismatch_kl=0.02)) == 1  # it was absent in between, so it is new
 
 

@@ -29,6 +29,7 @@ class Row:
         "_from_offset",
         "_logprobs",
         "_max_length",
+        "_routing",
         "_stop",
         "_tokens",
         "last_id",
@@ -56,6 +57,7 @@ class Row:
         self._closed: list[Segment] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._routing: list[bytes] = []
         self._from_offset = self.length
 
     @property
@@ -68,10 +70,12 @@ class Row:
         """Tokens grown since the last report."""
         return self.length - self._from_offset
 
-    def append(self, token: int, logprob: float) -> FinishReason | None:
+    def append(self, token: int, logprob: float, routing: bytes | None = None) -> FinishReason | None:
         """Append one token, and say whether and why it ends the trajectory."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
+        if routing is not None:
+            self._routing.append(routing)
         self.last_id = token
         self.position += 1
         self.length += 1
@@ -82,8 +86,9 @@ class Row:
     def close_segment(self, version: int) -> None:
         """End the open segment, whose tokens were all drawn under `version`."""
         if self._tokens:
-            self._closed.append(Segment(tuple(self._tokens), tuple(self._logprobs), version))
-            self._tokens, self._logprobs = [], []
+            segment = Segment(tuple(self._tokens), tuple(self._logprobs), version, Author.POLICY, tuple(self._routing))
+            self._closed.append(segment)
+            self._tokens, self._logprobs, self._routing = [], [], []
 
     def report(self, version: int, finish_reason: FinishReason | None = None, *, is_aborted: bool = False) -> Report:
         """Return everything grown since the last report."""
@@ -214,10 +219,12 @@ class LeaseBook:
         """Return the occupied slots with their rows."""
         return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
 
-    def commit(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[FromWorker]:
+    def commit(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], routing: Sequence[bytes] | None = None
+    ) -> list[FromWorker]:
         """Append one token to every running row; return the reports that are due, and free the slots that ended.
 
-        `token_ids` and `logprobs` are indexed by slot. Raises EngineFault when a logprob is not finite.
+        All are indexed by slot. Raises EngineFault when a logprob is not finite.
         """
         reports: list[FromWorker] = []
         number, due = self.version.number, self._settings.report_every_tokens
@@ -229,7 +236,7 @@ class LeaseBook:
                     f"trajectory {name} (lease {lease_id}): the logits of token {row.length} under policy version "
                     f"{number} are not finite"
                 )
-            finish_reason = row.append(token_ids[slot], logprob)
+            finish_reason = row.append(token_ids[slot], logprob, None if routing is None else routing[slot])
             if finish_reason is not None:
                 reports.append(row.report(number, finish_reason))
                 self._free(slot)

@@ -13,6 +13,7 @@ crowd, in any slot, while the batch drains (tested). `network.py` says by which 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.routing import Routing, RoutingReplay, routing_bytes
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.book import LeaseBook, Row
 from baton.rollout.engines.cache import Prefix
@@ -59,6 +61,7 @@ class EmbeddedEngine:
             raise UserError(f"engine.slots: got {settings.slots}, allowed a positive multiple of {_SLOTS_MULTIPLE}")
         dtype = str(model.dtype).removeprefix("torch.")
         assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
+        self._routers = RoutingReplay(model) if settings.report_routing else None
         self._network = Network(model, settings.slots, settings.max_context_tokens)
         self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}
@@ -171,7 +174,8 @@ class EmbeddedEngine:
         kv_length = next(n for n in self._network.kv_lengths if n >= num_positions)
         inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
         with torch.inference_mode():
-            logits_WV = self._network.decode(inputs_W[0], inputs_W[1], kv_length)
+            with self._recorded() as chosen:
+                logits_WV = self._network.decode(inputs_W[0], inputs_W[1], kv_length)
             ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
             drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
         ids = drawn[0].astype(np.int64)
@@ -181,10 +185,13 @@ class EmbeddedEngine:
         self._decode_rows += width
         self._decoded_tokens += book.num_running
         running = book.num_running
-        reports = book.commit(ids.tolist(), drawn[1].tolist())
+        reports = book.commit(ids.tolist(), drawn[1].tolist(), routing_bytes(chosen) if chosen else None)
         if book.num_running != running:
             self._params = None
         return reports
+
+    def _recorded(self) -> AbstractContextManager[Routing]:
+        return nullcontext({}) if self._routers is None else self._routers.recorded()
 
     def _gather_params(self, width: int) -> RowParams:
         """Look at who is where. Empty rows begin again at position 0, and so never outrun those that are running."""

@@ -1,0 +1,259 @@
+"""Mixtures of experts are trained like any other model, and their routing can be held over a train step."""
+
+import pytest
+import torch
+from trainer_cases import VOCAB, are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from baton.errors import EngineFault, UserError
+from baton.policy.settings import LoraSettings
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.network import Network
+from baton.rollout.port import LocalPort
+from baton.rollout.sweep import Request, Sweep
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.batch import cut, rows
+from baton.types import Batch, Group, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Segment, Trajectory
+
+CPU = torch.device("cpu")
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def qwen(seed=0, **changes):
+    torch.manual_seed(seed)
+    shape = {**SHAPE, "moe_intermediate_size": 32, "num_experts": 4, **changes}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
+
+
+def mixtral(seed=0):
+    torch.manual_seed(seed)
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)).eval()
+
+
+FAMILIES = pytest.mark.parametrize("make", [qwen, mixtral])
+
+
+@FAMILIES
+@pytest.mark.parametrize("packing", ["never", "always"])
+def test_experts_and_their_gate_learn_and_the_update_does_not_depend_on_the_split(make, packing):
+    found = []
+    for tokens in (100_000, 24):
+        trainer = make_trainer(make(), max_tokens_per_microbatch=tokens, packing=packing)
+        trainer.step(random_batch(1, num_groups=5))
+        found.append({name: p.grad for name, p in trainer.model.named_parameters()})
+    whole, cut = found
+    assert whole.keys() == cut.keys()
+    assert any("experts" in name and grad.abs().max() > 1e-4 for name, grad in whole.items())
+    assert any("gate.weight" in name and grad.abs().max() > 1e-4 for name, grad in whole.items())
+    for name, grad in whole.items():
+        torch.testing.assert_close(cut[name], grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@FAMILIES
+def test_an_engine_serves_what_was_trained(make):
+    trainer = make_trainer(make())
+    trainer.step(random_batch(1))
+    network = Network(make(seed=1), 16, 32)
+    network.load(trainer.publish().tensors)
+    ids = torch.tensor([[2, 3, 4, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(network.model(ids).logits, trainer.model(ids).logits, atol=1e-6, rtol=0)
+
+
+def test_adapters_go_into_the_linear_layers_of_a_mixture():
+    trainer = make_trainer(qwen(), lora=LoraSettings(rank=2), lr=1e-2)
+    trainer.step(random_batch(1))
+    network = Network(qwen(), 16, 32)
+    network.load(trainer.publish().tensors)
+    ids = torch.tensor([[2, 3, 4, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(network.model(ids).logits, trainer.model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+# ---- routing replay --------------------------------------------------------------------------------------------------
+
+
+def chosen(model):
+    """Experts of every router call, in order."""
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith("gate"):
+            # after the replay's own hook, so that what it made of the choice is seen
+            module.register_forward_hook(lambda _, __, output: seen.append(output[2].detach().clone()))
+    return seen
+
+
+@FAMILIES
+def test_all_updates_of_a_step_choose_as_the_policy_at_its_start_did(make):
+    different = {}
+    for replay in ("proximal", "off"):
+        trainer = make_trainer(make(), moe_replay=replay, num_epochs=3, lr=3e-2, max_tokens_per_microbatch=100_000)
+        trainer.step(random_batch(1))  # finds out about the head, so that what follows is the passes alone
+        seen = chosen(trainer.model)
+        trainer.step(random_batch(2))
+        proximal = seen[: len(seen) // 4]  # of all microbatches; then as many in each of the three updates
+        different[replay] = sum((a != b).sum().item() for a, b in zip(proximal * 3, seen[len(proximal) :], strict=True))
+    assert different["proximal"] == 0
+    assert different["off"] > 0
+
+
+@FAMILIES
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"packing": "always"}])
+def test_a_replayed_choice_has_the_gradient_of_the_choice_itself(make, settings):
+    """Before anything has moved the replay changes nothing, to the bit: values and gradients alike."""
+    found = []
+    for replay in ("off", "proximal"):
+        trainer = make_trainer(make(), moe_replay=replay, num_minibatches=1, correction="second_moment", **settings)
+        trainer.step(random_batch(1))
+        found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, atol=1e-7, rtol=1e-5, msg=name)
+    assert found[1]["model.layers.0.mlp.gate.weight"].abs().max() > 1e-4
+
+
+def test_weights_that_do_not_sum_to_one_are_replayed_as_they_are():
+    for normalized in (True, False):
+        trainers = [
+            make_trainer(qwen(norm_topk_prob=normalized), moe_replay=replay, correction="second_moment")
+            for replay in ("off", "proximal")
+        ]
+        for trainer in trainers:
+            trainer.step(random_batch(1))
+        assert are_bit_equal(*map(parameters, trainers)) or all(
+            torch.allclose(a.grad, b.grad, atol=1e-6)
+            for a, b in zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True)
+        )
+
+
+def test_a_model_without_such_routers_is_refused_with_a_sentence():
+    with pytest.raises(UserError, match=r"trainer\.moe_replay: Qwen3ForCausalLM has no routers"):
+        make_trainer(tiny_model(), moe_replay="proximal")
+    torch.manual_seed(0)
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"} | {
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    with pytest.raises(UserError, match=r"trainer\.moe_replay: .*DeepseekV3ForCausalLM"):
+        make_trainer(DeepseekV3ForCausalLM(DeepseekV3Config(**shape)).eval(), moe_replay="proximal")
+
+
+# ---- the engine's routing --------------------------------------------------------------------------------------------
+
+
+def generated(model, *, report_routing=True, num=6):
+    """Trajectories of an embedded engine at temperature 1, one group of two each, with unequal rewards."""
+    settings = EngineSettings(slots=16, max_context_tokens=48, report_routing=report_routing, report_every_tokens=3)
+    engine = EmbeddedEngine(model, tiny_tokenizer(), settings, PolicyVersion("first", 0), (1,))
+    sweep = Sweep(LocalPort(engine), max_context_tokens=48)
+    requests = [Request(group_id, (2, 3, 4 + group_id), 2) for group_id in range(num // 2)]
+    found = sweep.rollout(requests, SamplingParams(10), noise_seed=0, version=0)
+    groups = {}
+    for trajectory in found:
+        reward = float(trajectory.sample_index)
+        judged = Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0))
+        groups.setdefault(trajectory.group_id, []).append(judged)
+    return Batch(
+        1,
+        tuple(
+            Group(i, Prompt(f"{i}", "case", ()), tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
+            for i, m in sorted(groups.items())
+        ),
+    )
+
+
+def test_an_engine_reports_the_experts_behind_every_token():
+    """They are those of the place before the token, in the order of the routers, as a plain forward chooses them."""
+    model = qwen()
+    batch = generated(qwen())
+    seen = chosen(model)
+    for trajectory in batch.trajectories:
+        assert len(trajectory.routing) == trajectory.num_tokens > 3  # so several reports were merged
+        seen.clear()
+        with torch.no_grad():
+            model(torch.tensor([[*trajectory.prompt_ids, *trajectory.token_ids]]))
+        begin = len(trajectory.prompt_ids) - 1
+        for index, routing in enumerate(trajectory.routing):
+            assert list(routing) == [*seen[0][begin + index].tolist(), *seen[1][begin + index].tolist()]
+    assert not any(t.segments[0].routing for t in generated(qwen(), report_routing=False).trajectories)
+
+
+@pytest.mark.parametrize("packing", ["never", "always"])
+def test_the_engines_choice_is_replayed_at_its_places_in_every_pass(packing):
+    """Another model's engine made the batch, so that the trainer's own choice is another."""
+    batch = generated(qwen(seed=5))
+    trainer = make_trainer(qwen(), moe_replay="engine", num_epochs=2, packing=packing, max_tokens_per_microbatch=10_000)
+    own = make_trainer(qwen(), num_epochs=2, packing=packing, max_tokens_per_microbatch=10_000)
+    seen, free = chosen(trainer.model), chosen(own.model)
+    trainer.step(batch)
+    own.step(batch)
+    (micro,) = cut(rows(batch.groups, AlgorithmSettings()), max_tokens_per_microbatch=10_000, device=CPU).microbatches
+    is_packed = packing == "always"
+    routing, places, num_places = micro.routing(is_packed=is_packed)
+    assert len(routing) == len(places) == sum(t.num_tokens for t in batch.trajectories)
+    assert len(seen) == 6  # three passes of two routers
+    for layer in (0, 1):
+        for experts in seen[layer::2]:
+            assert len(experts) == num_places
+            assert experts[places].tolist() == [list(r[2 * layer : 2 * layer + 2]) for r in routing]
+        others = sorted(set(range(num_places)) - set(places))
+        assert torch.equal(seen[layer][others], free[layer][others]) or layer  # prompts choose for themselves
+    assert any((a[places] != b[places]).any() for a, b in zip(seen, free, strict=True))
+
+
+def test_at_equal_weights_replaying_the_engine_changes_nothing():
+    batch = generated(qwen())
+    found = []
+    for replay in ("off", "engine"):
+        trainer = make_trainer(qwen(), moe_replay=replay)
+        metrics = trainer.step(batch)
+        assert metrics["policy/logprob_diff_max"] < 1e-4
+        found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_routing_of_another_model_is_refused():
+    batch = generated(qwen(num_experts_per_tok=1))
+    with pytest.raises(EngineFault, match="reported other routers than this model's: 4 bytes are a token's"):
+        make_trainer(qwen(), moe_replay="engine").step(batch)
+
+
+def test_routing_survives_the_way_through_segments():
+    first = Segment((5, 6), (-1.0, -1.0), 0, routing=(b"ab", b"cd"))
+    trajectory = Trajectory(0, 0, (2,)).extended((first, Segment((7,), (-1.0,), 0, routing=(b"ef",))))
+    assert trajectory.segments[0].routing == (b"ab", b"cd", b"ef")
+    trajectory = trajectory.extended((Segment((8,), (-1.0,), 1),))  # of an engine that does not say
+    assert trajectory.routing == [b"ab", b"cd", b"ef", b""]
+    with pytest.raises(ValueError, match="a segment of 1 tokens has the routing of 2"):
+        Segment((5,), (-1.0,), 0, routing=(b"ab", b"cd"))

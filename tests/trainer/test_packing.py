@@ -1,0 +1,139 @@
+"""Rows laid one behind the other score as each does by itself, and no mask of all by all is made for it."""
+
+import math
+
+import pytest
+import torch
+from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from baton.errors import UserError
+from baton.policy import packing
+from baton.policy.logprobs import compute_in, packed_scores, packs_as_it_pads, padded_scores
+from baton.policy.packing import PACKED, prefer_packed_attention
+from baton.trainer import local
+
+LENGTHS = [9, 3, 6, 2]
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+def mistral():
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(**shape)).eval()
+
+
+def laid():
+    torch.manual_seed(1)
+    ids = torch.randint(2, VOCAB, (sum(LENGTHS),))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return ids, positions, (positions > 0).nonzero().squeeze(-1)
+
+
+def by_themselves(model, ids, temperature):
+    with torch.no_grad():
+        rows = [padded_scores(model, row[None], first=1, temperature=temperature) for row in torch.split(ids, LENGTHS)]
+    return torch.cat([row.logprobs[0] for row in rows])
+
+
+@pytest.mark.parametrize("packed_attention", [True, False])
+@pytest.mark.parametrize("make", [tiny_model, llama, mistral, gpt2])
+def test_packed_equals_alone(make, packed_attention):
+    """Sliding windows and grouped heads included; without our attention transformers' own mask does it."""
+    model, (ids, positions, places) = make(), laid()
+    expected = by_themselves(model, ids, 0.8)
+    if packed_attention:
+        prefer_packed_attention(model)
+    found = packed_scores(model, ids, positions, places, LENGTHS, temperature=0.8, with_entropy=True)
+    torch.testing.assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert found.entropy.shape == found.logprobs.shape
+    assert packs_as_it_pads(model)
+    torch.testing.assert_close(by_themselves(model, ids, 0.8), expected, atol=1e-6, rtol=0)  # padded is as it was
+
+
+def test_no_mask_of_all_tokens_by_all_tokens_is_made(monkeypatch):
+    model, (ids, positions, places) = tiny_model(), laid()
+    prefer_packed_attention(model)
+    made = []
+    original = packing.sdpa_attention_forward
+    monkeypatch.setattr(
+        packing,
+        "sdpa_attention_forward",
+        lambda m, q, k, v, mask, **kw: made.append(mask) or original(m, q, k, v, mask, **kw),
+    )
+    packed_scores(model, ids, positions, places, LENGTHS, temperature=1.0)
+    assert made == [None] * len(LENGTHS) * 2  # rows × layers
+
+
+def test_in_bfloat16_it_is_close_and_attention_is_in_float32():
+    model, (ids, positions, places) = tiny_model(), laid()
+    expected = by_themselves(model, ids, 1.0)
+    prefer_packed_attention(model)
+    with compute_in(torch.bfloat16, torch.device("cpu")):
+        found = packed_scores(model, ids, positions, places, LENGTHS, temperature=1.0).logprobs
+        assert packs_as_it_pads(model)
+    assert 0 < (found - expected).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
+    """The kernel runs on CUDA alone; here a plain one of its signature takes its place."""
+
+    def kernel(query, key, value, begins, ends, longest, _, *, scale, window_size, enable_gqa):
+        assert query.shape == (sum(LENGTHS), 4, 8)
+        assert key.shape == value.shape == (sum(LENGTHS), 2, 8)
+        assert (begins.tolist(), longest, enable_gqa) == ([0, 9, 12, 18, 20], 9, True)
+        assert torch.equal(begins, ends)
+        found = []
+        for begin, end in zip(begins.tolist(), begins.tolist()[1:], strict=False):
+            q, k, v = (t[begin:end].transpose(0, 1).float() for t in (query, key, value))
+            k, v = (t.repeat_interleave(2, 0) for t in (k, v))
+            behind = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            kept = behind >= 0 if window_size[0] < 0 else (behind >= 0) & (behind <= window_size[0])
+            weights = (q @ k.transpose(1, 2) * scale).masked_fill(~kept, -math.inf).softmax(-1)
+            found.append((weights @ v).transpose(0, 1))
+        return torch.cat(found)
+
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, sum(LENGTHS), 8)
+    key, value = torch.randn(2, 1, 2, sum(LENGTHS), 8).unbind()
+    module = llama().model.layers[0].self_attn
+    kwargs = {"scaling": 8**-0.5, "sliding_window": window}
+    by_rows, _ = packing._by_rows(module, query, key, value, None, tuple(LENGTHS), kwargs)
+    with torch.autocast("cpu", torch.bfloat16):
+        by_kernel, _ = packing._by_kernel(kernel, query, key, value, tuple(LENGTHS), kwargs)
+    assert by_kernel.shape == by_rows.shape == (1, sum(LENGTHS), 4, 8)
+    torch.testing.assert_close(by_kernel.float(), by_rows, atol=0.03, rtol=0.03)
+
+
+def test_a_model_that_does_not_pack_is_padded_or_refused(monkeypatch):
+    monkeypatch.setattr(local, "packs_as_it_pads", lambda model: False)
+    with pytest.raises(UserError, match=r"trainer\.packing: got 'always', but Qwen3ForCausalLM on cpu does not score"):
+        make_trainer(packing="always")
+    assert not make_trainer()._passes.is_packed
+
+
+def test_a_checkpoint_knows_nothing_of_it(tmp_path):
+    trainer = make_trainer(packing="always")
+    trainer.step(random_batch(1))
+    trainer.save(tmp_path / "a")
+    assert trainer.model.config._attn_implementation == PACKED
+    assert PACKED not in (tmp_path / "a" / "config.json").read_text()
