@@ -13,9 +13,10 @@ PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
     ("types", "errors", "settings", "files"),
-    ("metrics", "journal", "buffer"),
+    ("cluster", "model", "workload", "plan"),
+    ("metrics", "journal", "buffer", "cost"),
     ("policy",),
-    ("tasks", "rollout", "trainer"),
+    ("tasks", "rollout", "trainer", "planner"),
     ("evaluation", "launch"),
     ("runs",),
     ("show", "progress", "loop"),
@@ -100,6 +101,7 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.trainer.settings",
         "baton.algorithms",
         "baton.trainer.trainer",
+        "baton.planner.solve",
     ],
 )
 def test_planning_and_simulating_need_no_torch(module: str) -> None:
