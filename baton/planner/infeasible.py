@@ -14,7 +14,7 @@ from baton.planner.pools import Pool, Pools
 from baton.planner.problem import REPLICA_STAGES, Problem, tensor_widths
 from baton.workload import Workload
 
-GIB = 1e9
+GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
@@ -35,7 +35,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
         least, tp, pp = min(needs)
         limit = pool.place.memory_limit_bytes
         lines.append(
-            f"{pool.name}: {least / GIB:.1f} GB needed with tp = {tp}, pp = {pp}, {limit / GIB:.1f} GB available"
+            f"{pool.name}: {least / GB:.3g} GB needed with tp = {tp}, pp = {pp}, {limit / GB:.3g} GB available"
         )
     raise UserError(
         f"infeasible: rollout memory. {model.name} with one trajectory of {work.longest_tokens:,.0f} tokens fits on no "
@@ -68,8 +68,8 @@ def _training_need(model: ModelSpec, work: Workload, pool: Pool) -> str:
     assert best is not None, "a pool holds at least one GPU"
     need, tp, stages, dp = best
     return (
-        f"{pool.name}: {need / GIB:.1f} GB per GPU needed with tp = {tp}, dp = {dp}, {stages} stages, "
-        f"{pool.place.memory_limit_bytes / GIB:.1f} GB available"
+        f"{pool.name}: {need / GB:.3g} GB per GPU needed with tp = {tp}, dp = {dp}, {stages} stages, "
+        f"{pool.place.memory_limit_bytes / GB:.3g} GB available"
     )
 
 
