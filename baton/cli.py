@@ -19,6 +19,7 @@ from rich.console import Console
 
 import baton
 from baton.errors import BatonError, UserError
+from baton.plan_command import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -256,6 +257,9 @@ def algorithms(
         _print_json(found)
     else:
         print_algorithms(out, found)
+
+
+app.command()(plan)
 
 
 @app.command(hidden=True)

@@ -44,7 +44,8 @@ class Lengths(msgspec.Struct, frozen=True):
 
     def survival(self, positions: Sequence[float]) -> list[float]:
         """P(L > position) for each position."""
-        return list(1 - np.searchsorted(self.values, positions, side="right") / len(self.values))
+        shares: list[float] = (1 - np.searchsorted(self.values, positions, side="right") / len(self.values)).tolist()
+        return shares
 
 
 def constant(mean: float) -> Lengths:

@@ -22,8 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("show", "progress", "loop"),
     ("report",),
     ("config",),
-    ("keys", "algorithms", "build"),
-    ("warmstart",),
+    ("keys", "algorithms", "build", "planning"),
+    ("warmstart", "plan_command"),
     ("cli",),
     ("__main__",),
 )

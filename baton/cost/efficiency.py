@@ -36,6 +36,8 @@ class Efficiency(msgspec.Struct, frozen=True):
     """Of one train step, whatever its size."""
     memory: float = 0.9
     """Share of memory that may be planned."""
+    host_gb_per_s: float = 25.0
+    """Between a GPU's memory and its machine's, 10^9 bytes/s: PCIe 4.0 x16, as it is reached."""
 
 
 DEFAULT = Efficiency()
@@ -66,6 +68,8 @@ class EfficiencySettings(Settings):
     """Fixed time of a train step."""
     memory: float | None = Field(default=None, gt=0, le=1)
     """Share of memory that may be planned."""
+    host_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between a GPU's memory and its machine's, 10^9 bytes/s."""
 
 
 class CalibrationSettings(Settings):

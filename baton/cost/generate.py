@@ -180,4 +180,4 @@ def drain_s(model: ModelSpec, work: Workload, place: Place, tp: int, layers: tup
         if any_alive > 1e-9:
             rows = max(share * batch / any_alive, 1.0)
             total += any_alive * decode_s(model, work, place, tp, layers, rows, work.prompt.mean + float(position))
-    return total * float(width)
+    return float(total * width)

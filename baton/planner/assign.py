@@ -37,9 +37,9 @@ def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
 
 
 def seat(
-    problem: Problem, cluster: Cluster, row: int, counts: Sequence[int], prefer: dict[str, str] | None = None
+    problem: Problem, cluster: Cluster, row: int | None, counts: Sequence[int], prefer: dict[str, str] | None = None
 ) -> Seats:
-    """Give every training group and replica its GPUs.
+    """Give every training group and replica its GPUs; without a row, replicas only.
 
     Large groups first (then they always fit); training on the emptiest nodes, replicas where they fill nodes up.
     `prefer` maps GPUs to the role (`train`, or a GPU type's replica) they have now; among equals these keep it.
@@ -51,10 +51,10 @@ def seat(
     for k, pool in enumerate(pools.pools):
         names = [cluster.nodes[place].name for place in pool.nodes]
         free = [list(range(size)) for size in pool.sizes]
-        requests = [
-            _Request(int(table.tp[row, k]), int(table.dp[row, k]), True, stage)
-            for stage in range(int(table.stages[row, k]))
-        ]
+        requests = []
+        if row is not None:
+            width, ranks = int(table.tp[row, k]), int(table.dp[row, k])
+            requests += [_Request(width, ranks, True, stage) for stage in range(int(table.stages[row, k]))]
         for index, (column, count) in enumerate(zip(problem.columns, counts, strict=True)):
             if column.pool == k:
                 requests += [_Request(column.cost.tp, column.cost.pp, False, index) for _ in range(count)]
@@ -72,7 +72,8 @@ def seat(
             else:
                 seated.append((request.index, tuple(gpu for group in found for gpu in group)))
         idle += [(k, f"{name}:{gpu}") for name, left in zip(names, free, strict=True) for gpu in left]
-    order = [(k, s) for k in pipeline_order(pools, table.stages[row]) for s in range(int(table.stages[row, k]))]
+    used = [0] * len(pools.pools) if row is None else table.stages[row].tolist()
+    order = [(k, s) for k in pipeline_order(pools, used) for s in range(used[k])]
     stages = tuple((k, tuple(staged[k, s])) for k, s in order)
     return Seats(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle))
 

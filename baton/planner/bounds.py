@@ -103,7 +103,8 @@ def division_bound_s(problem: Problem, bound: RolloutBound, gpus: Sequence[int])
                 return False
         return True
 
-    low, high = 0.0, float(bound.times[-1] + problem.sync_bound_s + step.judge_s + step.latency_s)
+    alone_s = 1 / float(problem.train_rate_bound.min())
+    low, high = 0.0, float(max(bound.times[-1], alone_s) * 2 + problem.sync_bound_s + step.judge_s + step.latency_s)
     if not step.overlaps:
         return _serial_bound_s(problem, bound, count)
     if not can(high):
@@ -118,4 +119,4 @@ def _serial_bound_s(problem: Problem, bound: RolloutBound, count: Floats) -> flo
     """Without overlap: at best every GPU is used for both."""
     train_s = 1 / max(float(count @ problem.train_rate_bound), 1e-300)
     rollout_s = float(bound.times_s(count[None, :].astype(np.int64))[0])
-    return problem.sync_bound_s + train_s + max(rollout_s, problem.step.judge_s) + problem.step.latency_s
+    return float(problem.sync_bound_s + train_s + max(rollout_s, problem.step.judge_s) + problem.step.latency_s)

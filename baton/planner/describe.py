@@ -23,10 +23,10 @@ def describe(
 ) -> Plan:
     """Return the plan of a solution."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
-    training = _training(inputs, problem, solution.row, seats)
+    training = describe_training(inputs, problem, solution.row, seats)
     step = problem.step
     floor = step.judge_s
-    rollout_s = _rollout_s(problem, solution)
+    rollout_s = needed_s(problem, solution.rollout.counts)
     total = step.step_s(solution.sync_s, rollout_s, training.time_s)
     breakdown = Breakdown(
         step_s=total,
@@ -36,7 +36,7 @@ def describe(
         train_s=training.time_s,
         overlaps=step.overlaps,
     )
-    replicas = _replicas(inputs, problem, seats, max(rollout_s, floor))
+    replicas = describe_replicas(inputs, problem, seats, max(rollout_s, floor))
     gap = max(0.0, total / solution.bound_s - 1)
     bound = Bound(solution.bound_s, gap, gap < PROVEN)
     plan = Plan(
@@ -58,9 +58,9 @@ def describe(
     return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
 
 
-def _rollout_s(problem: Problem, solution: Solution) -> float:
+def needed_s(problem: Problem, chosen: Sequence[int]) -> float:
     """The time these replicas need, which the solver may have left at a time below which it does not matter."""
-    counts = np.array(solution.rollout.counts)
+    counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
     works = counts > 0
@@ -72,7 +72,8 @@ def _rollout_s(problem: Problem, solution: Solution) -> float:
         works &= ~late
 
 
-def _training(inputs: Inputs, problem: Problem, row: int, seats: Seats) -> Training:
+def describe_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) -> Training:
+    """Return the trainer's side of a plan."""
     table, pools = problem.table, problem.pools
     order = pipeline_order(pools, table.stages[row])
     if inputs.rates is not None:
@@ -147,7 +148,8 @@ def _rated_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) ->
     return Training(tuple(stages), 1, time_s, time_s, 0.0, 0.0, 0.0)
 
 
-def _replicas(inputs: Inputs, problem: Problem, seats: Seats, time_s: float) -> tuple[Replica, ...]:
+def describe_replicas(inputs: Inputs, problem: Problem, seats: Seats, time_s: float) -> tuple[Replica, ...]:
+    """Return the rollout side of a plan."""
     works = [problem.columns[index].work(time_s) for index, _ in seats.replicas]
     total = sum(works)
     shares = [work / total for work in works]
@@ -215,16 +217,16 @@ def limits(inputs: Inputs, problem: Problem, plan: Plan) -> list[str]:
     found = []
     if not b.overlaps:
         found.append(
-            f"generation ({filled:.3g} s) and training ({b.train_s:.3g} s) take turns: max_staleness = 0 or one pool"
+            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) take turns: no staleness is allowed"
         )
     elif b.train_s >= filled:
-        found.append(f"training sets the pace: {b.train_s:.3g} s, rollout and judging {filled:.3g} s")
+        found.append(f"training sets the pace: {seconds(b.train_s)}, rollout and judging {seconds(filled)}")
     else:
-        found.append(f"rollout sets the pace: {filled:.3g} s with judging, training {b.train_s:.3g} s")
+        found.append(f"rollout sets the pace: {seconds(filled)} with judging, training {seconds(b.train_s)}")
     if b.sync_s > 0.1 * b.step_s:
         found.append(f"weight publication takes {b.sync_s / b.step_s:.0%} of a step: the slowest link it crosses")
     if problem.step.judge_s > b.rollout_s:
-        found.append(f"judging a batch takes {problem.step.judge_s:.3g} s, longer than generating it")
+        found.append(f"judging a batch takes {seconds(problem.step.judge_s)}, longer than generating it")
     running = sum(replica.batch for replica in plan.replicas)
     if np.isfinite(problem.step.max_running) and running > 0.9 * problem.step.max_running:
         found.append(
@@ -239,3 +241,8 @@ def limits(inputs: Inputs, problem: Problem, plan: Plan) -> list[str]:
     if plan.training.comm_s > 0.1 * plan.training.time_s:
         found.append(f"gradients take {plan.training.comm_s / plan.training.time_s:.0%} of the training time")
     return found
+
+
+def seconds(value: float) -> str:
+    """A time with three digits, never in powers of ten."""
+    return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"

@@ -18,6 +18,8 @@ from baton.model import ModelSpec, model_spec
 from baton.planner.instance import Inputs
 from baton.workload import Workload, WorkloadSettings
 
+Chosen = Sequence[tuple[int, int, int] | None]
+"""(stages, tp, dp) on each type, or no part in training."""
 FAST = {"bf16_tflops": 100, "hbm_gb_per_s": 2e5, "hbm_gb": 1.0, "link_gb_per_s": 1e6, "price_per_hour": 4}
 SLOW = {"bf16_tflops": 37, "hbm_gb_per_s": 1e5, "hbm_gb": 1.5, "link_gb_per_s": 1e6, "price_per_hour": 1}
 """Own GPU types: memory and links so fast that gradients and the optimiser take no time worth mention."""
@@ -120,9 +122,7 @@ def _place(question: Inputs, kind: str) -> tuple[Place, int]:
     )
 
 
-def _fits_types(
-    nodes: Sequence[object], types: Sequence[object], chosen: Sequence[tuple[int, int, int] | None]
-) -> bool:
+def _fits_types(nodes: Sequence[object], types: Sequence[object], chosen: Chosen) -> bool:
     return all(
         shape is None or shape[0] * shape[1] * shape[2] <= sum(n.num_gpus for n in nodes if n.gpu.name == kind.name)  # type: ignore[attr-defined]
         for shape, kind in zip(chosen, types, strict=True)
@@ -138,7 +138,7 @@ def _layer_splits(num_layers: int, stages: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _brute_training(question: Inputs, types: Sequence[object], chosen: Sequence[tuple[int, int, int] | None]) -> float:
+def _brute_training(question: Inputs, types: Sequence[object], chosen: Chosen) -> float:
     """Least time over every way to give layers to stages."""
     spec, load = question.model, question.work
     stages = [
@@ -168,9 +168,7 @@ def _brute_training(question: Inputs, types: Sequence[object], chosen: Sequence[
     return best
 
 
-def _replica_sets(
-    question: Inputs, types: Sequence[object], chosen: Sequence[tuple[int, int, int] | None]
-) -> Iterator[list]:  # type: ignore[type-arg]
+def _replica_sets(question: Inputs, types: Sequence[object], chosen: Chosen) -> Iterator[list]:  # type: ignore[type-arg]
     """Every multiset of replicas on the GPUs that training leaves."""
     per_type = []
     for t, (kind, shape) in enumerate(zip(types, chosen, strict=True)):
@@ -233,9 +231,7 @@ def _finish_s(costs: Sequence, tokens: float) -> float:  # type: ignore[type-arg
     return float(best)
 
 
-def _brute_sync(
-    question: Inputs, types: Sequence[object], chosen: Sequence[tuple[int, int, int] | None], engines: set[int]
-) -> float:
+def _brute_sync(question: Inputs, types: Sequence[object], chosen: Chosen, engines: set[int]) -> float:
     """Publication takes the latency of the trainer's types here: links are too fast to matter."""
     latency = max(
         question.efficiencies.of(kind.name).publish_latency_s  # type: ignore[attr-defined]

@@ -70,10 +70,12 @@ def test_a_plan_is_complete_and_keeps_every_limit(
     try:
         plan = make_plan(asked)
     except UserError as error:
-        assert str(error).startswith("infeasible:")
+        refusal = str(error)
+    else:
+        check(plan, of, asked)
+        assert plan.bound.is_proven
         return
-    check(plan, of, asked)
-    assert plan.bound.is_proven
+    assert refusal.startswith("infeasible:")
 
 
 @settings(max_examples=25, deadline=None)
@@ -164,9 +166,9 @@ def test_without_overlap_the_sides_take_turns() -> None:
 
 
 def test_what_binds_is_named_with_bytes() -> None:
-    with pytest.raises(UserError, match=r"rollout memory.*Fast: 0.0\d GB needed .* 0.0\d GB available"):
+    with pytest.raises(UserError, match=r"rollout memory.*Fast: 0.0\d+ GB needed .* 0.018 GB available"):
         make_plan(inputs(cluster(("Fast", 1), fast_gb=0.02)))
-    with pytest.raises(UserError, match=r"training memory.*Slow: 0.\d GB per GPU needed"):
+    with pytest.raises(UserError, match=r"training memory.*Slow: 0.\d+ GB per GPU needed"):
         make_plan(inputs(cluster(("Slow", 1), slow_gb=0.1)))
     with pytest.raises(UserError, match=r"number of GPUs.*1 Fast.*--colocated"):
         make_plan(inputs(cluster(("Fast", 1))))
