@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.publish import publish_s
-from baton.cost.train import StageTerms, most_layers, stage_terms
+from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs
@@ -60,6 +60,8 @@ class _Family(msgspec.Struct, frozen=True):
     """Groups that each pool has room for."""
     one: list[StageTerms]
     """Terms at dp = 1."""
+    head_layers: Floats
+    """Layers that the output head counts as."""
 
 
 def improve(inputs: Inputs, problem: Problem, best: Solution, *, time_limit_s: float) -> tuple[Problem, Solution]:
@@ -136,7 +138,8 @@ def _families(inputs: Inputs, problem: Problem) -> Iterator[_Family]:
             most.append(_room(pool, stage, tp))
             layers.append(np.asarray(full, dtype=float))
             ones.append(one)
-        yield _Family(tuple(order), stages, tps, layers, parts, most, ones)
+        head = np.asarray(ones[-1].head_s / ones[-1].per_layer_s, dtype=float)
+        yield _Family(tuple(order), stages, tps, layers, parts, most, ones, head)
 
 
 def _room(pool: Pool, stages: Ints, tp: Ints) -> Ints:
@@ -306,30 +309,33 @@ def _tail_s(inputs: Inputs, problem: Problem, family: _Family, alive: Ints, grou
         own = (
             np.floor(family.layers[place][alive])
             if not last
-            else np.maximum(family.layers[place][alive] - _head(family), 0)
+            else np.maximum(family.layers[place][alive] - family.head_layers[alive], 0)
         )
         longest = np.maximum(longest, own * terms.gradients_per_layer_s)
     return longest
 
 
-def _head(family: _Family) -> float:
-    one = family.one[-1]
-    return float(np.max(np.asarray(one.head_s) / np.asarray(one.per_layer_s)))
-
-
 def _holds(inputs: Inputs, problem: Problem, family: _Family, alive: Ints) -> Bools:
-    """Whether layers fit into memory, with one microbatch in flight and no vocabulary."""
+    """Whether layers fit into memory at the widest dp there is room for; tables count where a pool has but one
+    stage."""
     fits = np.ones(len(alive), dtype=bool)
+    depth = np.sum([stage[alive] for stage in family.stages], axis=0)
+    widest = np.max([most[alive] for most in family.most], axis=0)
+    in_flight = np.minimum(depth, microbatches(inputs.work, np.maximum(widest, 1)))
     for place, k in enumerate(family.order):
         pool = problem.pools.pools[k]
-        tp = family.tp[place][alive]
-        dp = pool.num_gpus / (tp * family.stages[place][alive])
+        tp, alone = family.tp[place][alive], family.stages[place][alive] == 1
+        dp = np.maximum(family.most[place][alive], 1)
         terms = stage_terms(
             inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s
         )
-        most = most_layers(inputs.model, terms, pool.place.memory_limit_bytes, False, False, 1.0)
-        last = place == len(family.order) - 1
-        fits &= (family.layers[place][alive] - (_head(family) if last else 0.0)) <= most
+        is_last = place == len(family.order) - 1
+        first, last = alone & (place == 0), alone & is_last
+        most = most_layers(inputs.model, terms, pool.place.memory_limit_bytes, first, last, in_flight)
+        own = family.layers[place][alive] - (
+            family.head_layers[alive] / family.stages[place][alive] if is_last else 0.0
+        )
+        fits &= own <= most + 1e-6
     return fits
 
 

@@ -22,6 +22,8 @@ from baton.planner.paper import solve_paper
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
 from baton.planner.problem import Problem
 
+MOST_GPUS_IN_PARTS = 128
+"""Beyond, plans that keep to one of a type's machines are not looked at: they would leave most of the type idle."""
 LEFT_OUT = "its machine's links would slow weights or gradients down by more than it would bring"
 
 
@@ -31,7 +33,8 @@ def make_plan(
     """Return the best plan of a cluster. Raises UserError naming what binds where there is none.
 
     A pool of several nodes talks at the speed of their links; a plan that keeps to one of its nodes may be faster, so
-    each pool is also tried with one node alone, unless a bound says that this cannot be better. `prefer` maps GPUs to
+    each pool is also tried with one node alone, unless a bound says that this cannot be better (in clusters of up to
+    MOST_GPUS_IN_PARTS). `prefer` maps GPUs to
     the role they have now: among equal seats they keep it.
     """
     check_solver()
@@ -59,8 +62,10 @@ def make_plan(
 
 
 def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, then parts of it in which some GPU types are left with their largest node."""
+    """The cluster; where it is not too large, then parts in which some GPU types keep only their largest node."""
     yield cluster
+    if cluster.num_gpus > MOST_GPUS_IN_PARTS:
+        return
     choices: list[list[list[int]]] = []
     for name in cluster.gpu_types:
         nodes = [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name]
