@@ -19,7 +19,7 @@ from rich.console import Console
 
 import baton
 from baton.errors import BatonError, UserError
-from baton.plan_command import plan
+from baton.plan_command import plan, profile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -260,6 +260,7 @@ def algorithms(
 
 
 app.command()(plan)
+app.command()(profile)
 
 
 @app.command(hidden=True)

@@ -1,4 +1,4 @@
-"""The command `baton plan`: its options and their help. What it does is in `planning`, loaded when it runs."""
+"""The commands `baton plan` and `baton profile`: options and help. What they do is loaded when they run."""
 
 from __future__ import annotations
 
@@ -78,3 +78,52 @@ def plan(
 
     out = Console()
     run(Question(**asked), out if out.is_terminal else Console(width=120))
+
+
+Recipe = Annotated[
+    Path, typer.Argument(help="Recipe with the model, engine and trainer to measure.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as engine.slots=128.", show_default=False),
+]
+FileUnder = Annotated[
+    str | None, typer.Option(help="Name of the catalogue to file it under; the default is this device's.")
+]
+CalibrationOut = Annotated[Path, typer.Option("--out", help="Where the calibration file goes.")]
+
+
+def profile(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpu: FileUnder = None,
+    write_to: CalibrationOut = Path("calibration.toml"),
+    as_json: Json = False,
+) -> None:
+    """Measure this device: decode, prefill and training over batch and context; write a calibration file.
+
+    It takes the recipe's model, engine and trainer, about a minute for the quickstart; `baton plan --calibration` reads
+    the file.
+    """
+    import msgspec
+
+    from baton.config import Recipe as RecipeSettings
+    from baton.config import load_recipe
+    from baton.profile import profile as measure
+    from baton.profile import write_calibration
+
+    loaded = load_recipe(RecipeSettings, recipe, overrides or ())
+    out = Console(stderr=as_json)
+
+    def say(text: str) -> None:
+        out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    found = measure(loaded, gpu, say)
+    write_calibration(found, write_to)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    for phase in ("decode", "prefill", "train"):
+        errors = [abs(p.predicted_s / p.seconds - 1) for p in found.points if p.phase == phase]
+        say(f"{phase}: the cost model is within {max(errors):.0%} of {len(errors)} measurements")
+    say(f"written: {write_to}; use it with baton plan --calibration {write_to}")

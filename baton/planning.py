@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from baton.cluster import Cluster, ClusterSettings
 from baton.config import load_recipe
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
+from baton.metrics import read_metrics
 from baton.model import read_model
 from baton.plan import Method, Plan, read_plan, write_plan
 from baton.planner.colocated import make_colocated_plan
@@ -103,6 +105,9 @@ def workload_of_run(path: Path) -> Workload:
         prompt_tokens=LengthSettings(mean=1),
         output_tokens=LengthSettings(mean=1),
     ).build()
+    rows = read_metrics(path)
+    unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
+    judged = [row["time/judge"] for row in rows if "time/judge" in row]
     width = 4.0 if recipe["engine"]["dtype"] == "float32" else 2.0
     return msgspec.structs.replace(
         base,
@@ -110,8 +115,12 @@ def workload_of_run(path: Path) -> Workload:
         output=measured([max(1, t.num_tokens) for t in trajectories]),
         epochs=trainer["num_epochs"],
         minibatches=trainer["num_minibatches"],
+        trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,
+        reward_latency_s=statistics.median(judged) if judged else 0.0,
+        reward_concurrency=1_000_000,
         has_proximal_forward=trainer["num_epochs"] * trainer["num_minibatches"] > 1,
         recompute=False,
+        reprefills=False,  # the embedded engine keeps its cache over new versions
         weight_bytes=width,
         kv_bytes=width,
         max_batch=recipe["engine"]["slots"],

@@ -96,6 +96,8 @@ class Workload(msgspec.Struct, frozen=True):
     """Versions that a trained token may be old; 0 takes turns: no generation while the trainer works."""
     epochs: int = 1
     minibatches: int = 1
+    trained_share: float = 1.0
+    """Of trajectories that have an advantage; the others go forward only (a group of equal rewards teaches nothing)."""
     has_proximal_forward: bool = True
     """Proximal log-probabilities are computed at the start of a train step."""
     has_reference: bool = False
@@ -220,6 +222,8 @@ class WorkAlgorithmSettings(Settings):
     """Times that a train step goes through its batch."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser updates in each."""
+    trained_share: float = Field(default=1.0, gt=0, le=1)
+    """Of trajectories that have an advantage; the others go forward only."""
     proximal_forward: bool = True
     """A forward pass for proximal log-probabilities."""
     reference_model: bool = False
@@ -288,6 +292,7 @@ class WorkloadSettings(Settings):
             max_staleness=self.max_staleness,
             epochs=algorithm.epochs,
             minibatches=algorithm.minibatches,
+            trained_share=algorithm.trained_share,
             has_proximal_forward=algorithm.proximal_forward,
             has_reference=algorithm.reference_model,
             has_critic=algorithm.critic,

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """From the bottom up, as the code has it; a unit imports only from layers below its own, and from itself."""
-TORCH_UNITS = {"policy", "trainer", "build", "warmstart"}
+TORCH_UNITS = {"policy", "trainer", "build", "warmstart", "profile"}
 """Units that may import torch and what stands on it, at import time. Of rollout, only the engines."""
 TORCH_PACKAGES = {"torch", "transformers", "tokenizers"}
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

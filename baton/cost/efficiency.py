@@ -81,6 +81,8 @@ class CalibrationSettings(Settings):
     """By GPU type."""
     notes: dict[str, str | float | int] = Field(default_factory=dict)
     """Where the figures are from; not read."""
+    measured: tuple[dict[str, str | float | int], ...] = ()
+    """What they were fitted to; not read."""
 
     def build(self) -> Efficiencies:
         """Return the efficiencies of all GPU types."""

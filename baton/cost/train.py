@@ -61,7 +61,7 @@ class StageTerms(msgspec.Struct, frozen=True):
 
 def forward_passes(work: Workload) -> float:
     """Forward passes that a train step is worth: a backward pass counts as two, recomputation as one."""
-    update = work.epochs * (3 + work.recompute)
+    update = work.epochs * (1 + work.trained_share * (2 + work.recompute))
     return update * (1 + work.has_critic) + work.has_proximal_forward + work.has_reference + work.has_critic
 
 
