@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from baton.cluster import Cluster, ClusterSettings
-from baton.config import load_recipe
+from baton.config import Recipe, load_recipe
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
 from baton.metrics import read_metrics
@@ -88,43 +88,55 @@ def read_workload(path: Path) -> Workload:
         raise UserError(f"{path}: {error}") from error
 
 
+def recipe_workload(recipe: Recipe) -> Workload:
+    """Return what a train step of a recipe computes, with lengths of one token: they are not known from a recipe.
+
+    Only `async` runs generate while the trainer works; the others count as without overlap.
+    """
+    rules, algorithm = recipe.rollout.rules(), recipe.algorithm
+    base = WorkloadSettings(
+        name=recipe.run.name,
+        groups=rules.batch_groups,
+        group_size=rules.group_size,
+        max_staleness=rules.max_staleness if rules.mode == "async" else 0,
+        prompt_tokens=LengthSettings(mean=1),
+        output_tokens=LengthSettings(mean=1),
+    ).build()
+    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
+    return msgspec.structs.replace(
+        base,
+        epochs=algorithm.num_epochs,
+        minibatches=algorithm.num_minibatches,
+        has_proximal_forward=algorithm.num_epochs * algorithm.num_minibatches > 1,
+        has_reference=algorithm.has_loss_kl or algorithm.has_reward_kl,
+        has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
+        recompute=recipe.trainer.activation_checkpointing,
+        reprefills=rules.on_new_version == "resume",
+        weight_bytes=width,
+        kv_bytes=width,
+        max_batch=recipe.engine.slots,
+        engine_context_tokens=recipe.engine.max_context_tokens,
+    )
+
+
 def workload_of_run(path: Path) -> Workload:
-    """Measure a workload from a run: lengths of all recorded trajectories; shape and staleness from its recipe."""
+    """Measure a workload from a run: lengths of all recorded trajectories, judging, groups that teach; the rest is its
+    recipe's."""
     run = RunDirectory.open(path)
     steps = run.recorded_steps()
     if not steps:
         raise UserError(f"{path} has no recorded trajectories to measure lengths from")
     trajectories = [m.trajectory for step in steps for group in run.groups(step) for m in group.members]
-    recipe = run.recipe()
-    rollout, trainer = recipe["rollout"], recipe["trainer"]
-    base = WorkloadSettings(
-        name=path.absolute().name,
-        groups=rollout["batch_groups"],
-        group_size=rollout["group_size"],
-        max_staleness=int(rollout.get("max_staleness", 0)),
-        prompt_tokens=LengthSettings(mean=1),
-        output_tokens=LengthSettings(mean=1),
-    ).build()
     rows = read_metrics(path)
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
     judged = [row["time/judge"] for row in rows if "time/judge" in row]
-    width = 4.0 if recipe["engine"]["dtype"] == "float32" else 2.0
     return msgspec.structs.replace(
-        base,
+        recipe_workload(Recipe.model_validate(run.recipe())),
         prompt=measured([len(t.prompt_ids) for t in trajectories]),
         output=measured([max(1, t.num_tokens) for t in trajectories]),
-        epochs=trainer["num_epochs"],
-        minibatches=trainer["num_minibatches"],
         trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,
         reward_latency_s=statistics.median(judged) if judged else 0.0,
         reward_concurrency=1_000_000,
-        has_proximal_forward=trainer["num_epochs"] * trainer["num_minibatches"] > 1,
-        recompute=False,
-        reprefills=False,  # the embedded engine keeps its cache over new versions
-        weight_bytes=width,
-        kv_bytes=width,
-        max_batch=recipe["engine"]["slots"],
-        engine_context_tokens=recipe["engine"]["max_context_tokens"],
     )
 
 

@@ -20,7 +20,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.build import build_engine, set_up_torch
+from baton.build import build_engine, build_trainer, set_up_torch
 from baton.cluster import find_gpu, gpu_types
 from baton.config import Recipe
 from baton.cost.efficiency import Efficiency
@@ -29,6 +29,7 @@ from baton.cost.generate import Place
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.model import read_model
+from baton.planning import recipe_workload
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
@@ -47,7 +48,6 @@ from baton.types import (
     Segment,
     Trajectory,
 )
-from baton.workload import Workload, WorkloadSettings
 
 DECODE_STEPS = 24
 REPEATS = 3
@@ -90,31 +90,9 @@ def profile(recipe: Recipe, gpu: str | None, say: Say) -> Profile:
         train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5
     )
     place = Place(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
-    found, shown = fit(spec, workload(recipe), place, devices, points)
+    found, shown = fit(spec, recipe_workload(recipe), place, devices, points)
     found = msgspec.structs.replace(found, publish=1.0, publish_latency_s=publish_s)
     return Profile(name, devices, found, shown, publish_s)
-
-
-def workload(recipe: Recipe) -> Workload:
-    """What a train step of this recipe computes; lengths do not matter here."""
-    rollout, trainer = recipe.rollout, recipe.trainer
-    updates = trainer.num_epochs * trainer.num_minibatches
-    base = WorkloadSettings.model_validate(
-        {
-            "groups": rollout.batch_groups,
-            "group_size": rollout.group_size,
-            "prompt_tokens": {"mean": 1},
-            "output_tokens": {"mean": 1},
-            "algorithm": {
-                "epochs": trainer.num_epochs,
-                "minibatches": trainer.num_minibatches,
-                "proximal_forward": updates > 1,
-                "recompute": False,
-            },
-        }
-    ).build()
-    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
-    return msgspec.structs.replace(base, weight_bytes=width, kv_bytes=width)
 
 
 def write_calibration(found: Profile, path: Path) -> None:
@@ -201,22 +179,9 @@ def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: 
 
 
 def _trainer(recipe: Recipe) -> LocalTrainer:
-    model = load_model(
-        recipe.model.path,
-        dtype=torch.float32,
-        device=torch_device(recipe.model.device),
-        attention=recipe.model.attention,
-    )
-    settings = recipe.trainer.model_copy(update={"lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
-    return LocalTrainer(
-        model,
-        load_tokenizer(recipe.model.path),
-        settings,
-        recipe.algorithm,
-        temperature=1.0,
-        total_steps=1000,
-        version=PolicyVersion("profile", 0),
-    )
+    """The recipe's own trainer, at a learning rate that leaves the weights as they are."""
+    still = recipe.trainer.model_copy(update={"lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
+    return build_trainer(recipe.model_copy(update={"trainer": still}), load_tokenizer(recipe.model.path))
 
 
 def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[Measured]:

@@ -23,7 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("config",),
     ("keys", "algorithms", "build", "planning"),
-    ("warmstart", "plan_command"),
+    ("warmstart", "profile"),
+    ("plan_command",),
     ("cli",),
     ("__main__",),
 )
