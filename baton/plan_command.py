@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,6 +91,7 @@ Overrides = Annotated[
 FileUnder = Annotated[
     str | None, typer.Option(help="Name of the catalogue to file it under; the default is this device's.")
 ]
+AsLoad = Annotated[bool, typer.Option("--as-load", hidden=True, help="Generate until killed, beside a measurement.")]
 CalibrationOut = Annotated[Path, typer.Option("--out", help="Where the calibration file goes.")]
 
 
@@ -99,6 +101,7 @@ def profile(
     gpu: FileUnder = None,
     write_to: CalibrationOut = Path("calibration.toml"),
     as_json: Json = False,
+    as_load: AsLoad = False,
 ) -> None:
     """Measure this device: decode, prefill and training over batch and context; write a calibration file.
 
@@ -109,16 +112,19 @@ def profile(
 
     from baton.config import Recipe as RecipeSettings
     from baton.config import load_recipe
+    from baton.profile import keep_busy, write_calibration
     from baton.profile import profile as measure
-    from baton.profile import write_calibration
 
     loaded = load_recipe(RecipeSettings, recipe, overrides or ())
+    if as_load:
+        keep_busy(loaded)
     out = Console(stderr=as_json)
 
     def say(text: str) -> None:
         out.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    found = measure(loaded, gpu, say)
+    companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
+    found = measure(loaded, gpu, say, companion)
     write_calibration(found, write_to)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())

@@ -155,11 +155,12 @@ def run(question: Question, out: Console) -> None:
     if question.write_to is not None:
         write_plan(answer.plan, question.write_to)
     if question.html is not None:
-        _write_page(answer, question.html, question.time_limit)
+        curve = marked([*answer.spots, *price_curve(answer.inputs)])
+        write_plan_page(question.html, answer.plan, answer.inputs.cluster, answer.rivals, answer.marginals, curve)
     if question.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(_public(answer))).decode() + "\n")
         return
-    print_answer(out, answer.plan, answer.rivals, answer.choice, answer.replanned)
+    print_answer(out, answer.plan, answer.rivals, answer.marginals, answer.choice, answer.replanned)
     for path in (question.write_to, question.html):
         if path is not None:
             out.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
@@ -171,7 +172,9 @@ def ask(question: Question) -> Answer:
     inputs = _inputs(question)
     answer = _answer(question, inputs)
     if question.compare or question.html is not None:
-        answer = msgspec.structs.replace(answer, rivals=rivals(answer.inputs, time_limit_s=question.time_limit))
+        more = marginals(answer.inputs, answer.plan.tokens_per_s, time_limit_s=question.time_limit / 4)
+        others = rivals(answer.inputs, time_limit_s=question.time_limit)
+        answer = msgspec.structs.replace(answer, rivals=others, marginals=more)
     return answer
 
 
@@ -230,13 +233,6 @@ def _answer(question: Question, inputs: Inputs) -> Answer:
     return Answer(make_plan(inputs, question.method, time_limit_s=limit_s), inputs)
 
 
-def _write_page(answer: Answer, path: Path, time_limit_s: float) -> None:
-    inputs = answer.inputs
-    more = marginals(inputs, answer.plan.tokens_per_s, time_limit_s=time_limit_s / 4)
-    curve = marked([*answer.spots, *price_curve(inputs)])
-    write_plan_page(path, answer.plan, inputs.cluster, answer.rivals, more, curve)
-
-
 def _public(answer: Answer) -> dict[str, Any]:
     """What --json prints; docs/planner.md lists the keys."""
     found: dict[str, Any] = {"plan": msgspec.to_builtins(answer.plan)}
@@ -253,6 +249,7 @@ def _public(answer: Answer) -> dict[str, Any]:
             }
             for rival in answer.rivals
         ]
+        found["one_more"] = [msgspec.to_builtins(marginal) for marginal in answer.marginals]
     if answer.choice is not None:
         choice = answer.choice
         found["rent"] = {

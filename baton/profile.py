@@ -1,17 +1,21 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-Decode and prefill over batch and context, train steps over context, publication of weights; then the shares of peak
-with which the cost model comes nearest to all of them. On a CPU an engine process has one thread, the trainer has all:
-there one core counts as one GPU.
+Every figure is the best of several: what else runs on the machine only ever makes it slower. Decode and prefill over
+batch and context, train steps over context, publication of weights; then the shares of peak with which the cost model
+comes nearest to all of them. On a CPU an engine process has one thread, the trainer has all: there one core counts as
+one GPU.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,14 @@ from baton.config import Recipe
 from baton.cost.efficiency import Efficiency
 from baton.cost.fit import Measured, fit
 from baton.cost.generate import Place
-from baton.errors import UserError
+from baton.errors import EngineFault, UserError
 from baton.files import write_whole
 from baton.model import read_model
 from baton.planning import recipe_workload
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.trainer import alarms
 from baton.trainer.local import LocalTrainer
 from baton.types import (
     Batch,
@@ -69,8 +74,12 @@ class Profile(msgspec.Struct, frozen=True):
     publish_s: float
 
 
-def profile(recipe: Recipe, gpu: str | None, say: Say) -> Profile:
-    """Measure the recipe's model, engine and trainer on its device. Raises UserError for a GPU without a name."""
+def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = ()) -> Profile:
+    """Measure the recipe's model, engine and trainer on its device. Raises UserError for a GPU without a name.
+
+    `companion` is a command that keeps an engine busy: where a run has several engine processes, they are measured
+    while the others work, because they share memory and cores.
+    """
     device = torch_device(recipe.model.device)
     on_cpu = device.type == "cpu"
     name = gpu or _gpu_name(device)
@@ -78,7 +87,8 @@ def profile(recipe: Recipe, gpu: str | None, say: Say) -> Profile:
     threads = set_up_torch(recipe.run.threads)
     devices = threads if on_cpu else 1
     torch.set_num_threads(1 if on_cpu and recipe.engine.processes else threads)
-    points = list(_engine_points(recipe, say))
+    with _companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
+        points = list(_engine_points(recipe, say))
     torch.set_num_threads(threads)
     trainer = _trainer(recipe)
     points += list(_train_points(recipe, trainer, say))
@@ -124,16 +134,53 @@ def _gpu_name(device: torch.device) -> str:
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
-def _engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
-    tokenizer = load_tokenizer(recipe.model.path)
-    version = PolicyVersion("profile", 0)
+@contextmanager
+def _companions(command: Sequence[str], count: int) -> Iterator[None]:
+    """Keep as many engines busy, each in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
+        for _ in range(max(0, count) if command else 0)
+    ]
+    try:
+        for child in started:
+            assert child.stdout is not None, "it was asked for"
+            if not child.stdout.readline():
+                raise EngineFault("an engine beside the measured one did not start")
+        yield
+    finally:
+        for child in started:
+            child.kill()
+            child.wait()
+
+
+def keep_busy(recipe: Recipe) -> None:
+    """Generate until killed, as an engine process would; says so on stdout first."""
+    set_up_torch(1)
+    engine = _engine(recipe)
+    context, first = int(recipe.engine.max_context_tokens * CONTEXT_SHARES[0]), 0
+    while True:
+        _timed(engine, recipe.engine.slots, context, first, DECODE_STEPS)
+        first += recipe.engine.slots
+        if first == recipe.engine.slots:
+            sys.stdout.write("busy\n")
+            sys.stdout.flush()
+
+
+def _engine(recipe: Recipe) -> EmbeddedEngine:
+    """The recipe's engine, but nothing ends a trajectory except its length."""
     model = load_model(
         recipe.model.path,
         dtype=torch_dtype(recipe.engine.dtype),
         device=torch_device(recipe.model.device),
         attention=recipe.model.attention,
     )
-    engine = EmbeddedEngine(model, tokenizer, recipe.engine, version, ())  # nothing ends a trajectory but its length
+    tokenizer = load_tokenizer(recipe.model.path)
+    return EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
+
+
+def _engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
+    engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})
     leases = 0
@@ -144,8 +191,7 @@ def _engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
             for _ in range(REPEATS):
                 runs.append(_timed(engine, batch, context, leases, min(DECODE_STEPS, longest - context - 1)))
                 leases += batch
-            decode = statistics.median(run[1] for run in runs)
-            prefill = statistics.median(run[0] for run in runs)
+            decode, prefill = min(run[1] for run in runs), min(run[0] for run in runs)
             middle = context + DECODE_STEPS // 2
             yield Measured("decode", batch, middle, decode)
             yield Measured("prefill", batch, context, max(prefill, 1e-6))
@@ -171,7 +217,7 @@ def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: 
     for index in range(batch):
         engine.abort(first + index)
     engine.step()
-    decode = statistics.median(times[len(times) // 4 :])
+    decode = statistics.quantiles(times[len(times) // 4 :], n=4)[0]
     return times[0] - decode, decode
 
 
@@ -187,6 +233,7 @@ def _trainer(recipe: Recipe) -> LocalTrainer:
 def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[Measured]:
     rollout = recipe.rollout
     count = rollout.batch_groups * rollout.group_size
+    alarms.logger.disabled = True  # made-up trajectories are as far from the policy as can be
     for share in LENGTH_SHARES:
         length = max(4, int(rollout.max_new_tokens * share))
         times = []
@@ -195,7 +242,7 @@ def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[M
             started = time.perf_counter()
             trainer.step(batch)
             times.append(time.perf_counter() - started)
-        seconds = statistics.median(times)
+        seconds = min(times)
         yield Measured("train", count, length, seconds)
         say(f"train, {count} trajectories of {length} tokens: {count * length / seconds:,.0f} tokens/s")
 
@@ -238,4 +285,4 @@ def _publish_s(recipe: Recipe, trainer: LocalTrainer) -> float:
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
             engine.load_weights(load_file(path), weights.version)
             times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return min(times)

@@ -91,6 +91,7 @@ def test_compared_with_other_ways_to_spend_the_money(files: Path) -> None:
     rows = {row["name"]: row for row in found["compare"]}
     # 4 · 3.86 + 8 · 1.35 = 26.24 an hour buys 6 H800 or 19 H20
     assert {"6 H800, same price", "19 H20, same price", "taking turns on all GPUs"} <= set(rows)
+    assert {more["gpu"] for more in found["one_more"]} == {"H800", "H20"}
     for name in ("the published method (equation 3)", "75 % rollout, 25 % training", "50 % rollout, 50 % training"):
         assert (
             rows[name]["tokens_per_s"] is None or rows[name]["tokens_per_s"] <= found["plan"]["tokens_per_s"] * 1.000001

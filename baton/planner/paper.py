@@ -7,12 +7,10 @@ share of FLOP/s need only be within half a step of γ, both sides keep a GPU, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 
-from baton.cluster import Cluster
 from baton.planner.exact import Solution
 from baton.planner.pools import Pool
 from baton.planner.problem import Floats, Ints, Problem
@@ -21,56 +19,56 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """Iterations without change after which the paper stops (K)."""
 MAX_DIVISIONS = 50_000
-"""Divisions by GPU that are looked at; beyond, nodes stay whole."""
+"""Divisions that are looked at; beyond, nodes stay whole, and then several of them."""
 
 
-def objective(problem: Problem, cluster: Cluster, train: Sequence[int]) -> float:
-    """Equation 3: share of link bandwidth within training plus share of memory bandwidth within rollout.
+def objectives(problem: Problem, rows: Ints) -> Floats:
+    """Equation 3 of each division: share of link bandwidth within training plus share of memory bandwidth in rollout.
 
-    All pairs of GPUs count; of each pool the first `train[k]` GPUs train, node by node.
+    All pairs of GPUs count; of each pool the first `rows[:, k]` GPUs train, node by node.
     """
-    pools = problem.pools
-    everything = [pool.num_gpus for pool in pools.pools]
-    links = _pair_sum(problem, train) / _pair_sum(problem, everything)
-    speeds = np.array([pool.place.gpu.hbm_bytes_per_s for pool in pools.pools])
-    rest = np.array(everything) - np.array(train)
-    return float(links + (rest @ speeds) / (np.array(everything) @ speeds))
+    everything = np.array([[pool.num_gpus for pool in problem.pools.pools]], dtype=np.int64)
+    links = _pair_sums(problem, rows) / _pair_sums(problem, everything)
+    speeds = np.array([pool.place.gpu.hbm_bytes_per_s for pool in problem.pools.pools])
+    scores: Floats = links + ((everything - rows) @ speeds) / (everything @ speeds)
+    return scores
 
 
-def _pair_sum(problem: Problem, counts: Sequence[int]) -> float:
+def _pair_sums(problem: Problem, rows: Ints) -> Floats:
     pools = problem.pools.pools
-    total = 0.0
+    total = np.zeros(len(rows))
     for k, pool in enumerate(pools):
-        within = _inner_pairs(pool, int(counts[k]))
-        pairs = counts[k] * (counts[k] - 1) / 2
+        within = _inner_pairs(pool)[rows[:, k]]
+        pairs = rows[:, k] * (rows[:, k] - 1) / 2
         total += within * pool.place.link_bytes_per_s + (pairs - within) * pool.place.inter_bytes_per_s
         for other in range(k + 1, len(pools)):
-            total += counts[k] * counts[other] * problem.pools.bytes_per_s[k][other]
+            total += rows[:, k] * rows[:, other] * problem.pools.bytes_per_s[k][other]
     return total
 
 
-def _inner_pairs(pool: Pool, count: int) -> float:
-    pairs, left = 0, count
-    for size in pool.sizes:
-        taken = min(size, left)
-        pairs += taken * (taken - 1) // 2
-        left -= taken
-    return float(pairs)
+def _inner_pairs(pool: Pool) -> Floats:
+    """[GPUs + 1] pairs within a node among the first so many GPUs of a pool."""
+    new = [float(place) for size in pool.sizes for place in range(size)]
+    pairs: Floats = np.cumsum([0.0, *new])
+    return pairs
 
 
 def divisions(problem: Problem) -> Ints:
-    """[divisions, pools] GPUs that may train: by GPU where these are few enough, else by node."""
+    """[divisions, pools] GPUs that may train: by GPU where these are few enough, else by node or several nodes."""
     pools = problem.pools.pools
-    by_gpu = [list(range(pool.num_gpus + 1)) for pool in pools]
-    by_node = [np.cumsum([0, *pool.sizes]).tolist() for pool in pools]
-    steps = by_gpu if np.prod([len(s) for s in by_gpu], dtype=float) <= MAX_DIVISIONS else by_node
+    steps = [list(range(pool.num_gpus + 1)) for pool in pools]
+    stride = 1
+    while np.prod([len(own) for own in steps], dtype=float) > MAX_DIVISIONS:
+        edges = [np.cumsum([0, *pool.sizes]).tolist() for pool in pools]
+        steps = [sorted({*own[::stride], own[-1]}) for own in edges]
+        stride += 1
     rows = np.array(list(product(*steps)), dtype=np.int64)
     total = sum(pool.num_gpus for pool in pools)
     mixed: Ints = rows[(rows.sum(axis=1) > 0) & (rows.sum(axis=1) < total)]
     return mixed
 
 
-def propose(problem: Problem, cluster: Cluster, gamma: float, rows: Ints, scores: Floats) -> Ints:
+def propose(problem: Problem, gamma: float, rows: Ints, scores: Floats) -> Ints:
     """Return the division that equation 3 likes best among those whose share of FLOP/s is nearest to γ."""
     flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
     share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
@@ -81,18 +79,18 @@ def propose(problem: Problem, cluster: Cluster, gamma: float, rows: Ints, scores
     return best
 
 
-def solve_paper(problem: Problem, cluster: Cluster) -> Solution | None:
+def solve_paper(problem: Problem) -> Solution | None:
     """Return the best division that equation 3 and bisection on γ meet."""
     rows = divisions(problem)
-    scores = np.array([objective(problem, cluster, row) for row in rows.tolist()])
+    scores = objectives(problem, rows)
     program = RolloutProgram(problem)
     low, high, best, stable = 0.0, 1.0, None, 0
     total = sum(pool.num_gpus for pool in problem.pools.pools)
     while stable < STABLE and high - low > 1 / (4 * total):
         gamma = (low + high) / 2
-        found = evaluate_division(problem, program, propose(problem, cluster, gamma, rows, scores))
+        found = evaluate_division(problem, program, propose(problem, gamma, rows, scores))
         if found is None:  # one side cannot do its part at all: which one says where to go
-            low = gamma if not _can_train(problem, propose(problem, cluster, gamma, rows, scores)) else low
+            low = gamma if not _can_train(problem, propose(problem, gamma, rows, scores)) else low
             high = high if low == gamma else gamma
             continue
         train_s = float(problem.table.time_s[found.row])

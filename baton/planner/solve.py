@@ -144,7 +144,7 @@ def solve(inputs: Inputs, problem: Problem, method: Method, time_limit_s: float)
         richer, best = improve(inputs, problem, best, time_limit_s=time_limit_s / 2)
     if method == "exact":
         return richer, best
-    found = solve_paper(problem, inputs.cluster)
+    found = solve_paper(problem)
     if found is None:
         refuse_division(problem, inputs.model)
     return problem, msgspec.structs.replace(found, bound_s=best.bound_s)

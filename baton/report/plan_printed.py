@@ -13,6 +13,7 @@ from baton.plan import Plan, Replica, Stage
 from baton.planner.compare import Rival
 from baton.planner.describe import seconds
 from baton.planner.market import Choice
+from baton.planner.more import Marginal
 from baton.planner.replan import Replanned
 
 
@@ -20,6 +21,7 @@ def print_answer(
     console: Console,
     plan: Plan,
     rivals: Sequence[Rival] = (),
+    marginals: Sequence[Marginal] = (),
     choice: Choice | None = None,
     replanned: Replanned | None = None,
 ) -> None:
@@ -58,6 +60,9 @@ def print_answer(
         for rival in rivals:
             if rival.plan is None:
                 say(f"{rival.name}: {rival.why_not}")
+    for marginal in marginals:
+        price = money(marginal.price_per_h, plan.currency)
+        say(f"one more {marginal.gpu} ({price} per hour) would bring {marginal.gain:+.2%} throughput")
 
 
 def _say_choice(console: Console, plan: Plan, choice: Choice) -> None:
