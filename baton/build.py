@@ -121,7 +121,7 @@ def build_loop(
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
-    trainer = _build_trainer(recipe, tokenizer)
+    trainer = build_trainer(recipe, tokenizer)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
     try:
@@ -180,7 +180,8 @@ def _rollout_side(
     return sweep, Runner(parts, recipe.rollout.rules())
 
 
-def _build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
+def build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
+    """Make the recipe's trainer with its own copy of the model, the reference and adapters where there are any."""
     device = torch_device(recipe.model.device)
     master = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
     return LocalTrainer(

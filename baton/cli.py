@@ -19,6 +19,7 @@ from rich.console import Console
 
 import baton
 from baton.errors import BatonError, UserError
+from baton.plan_command import plan, profile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -293,6 +294,10 @@ def rollout(
         _print_json(result)
     else:
         print_bench(out, result)
+
+
+app.command()(plan)
+app.command()(profile)
 
 
 @app.command(hidden=True)

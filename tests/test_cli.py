@@ -17,7 +17,7 @@ from baton import cli
 from baton.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("train", "sft", "eval", "show", "tasks", "keys")
+COMMANDS = ("train", "sft", "eval", "show", "tasks", "keys", "plan", "profile")
 
 
 def invoke(*arguments: object) -> tuple[str, str]:

@@ -1,0 +1,183 @@
+"""What a replica generates: a roofline for prefill and decode, its memory, and what it loses at each new version.
+
+Decode of one token for m trajectories on a stage of l layers takes
+
+    overhead + max( weights + m·KV(context) over bandwidth ,  m·FLOPs(context) over FLOP/s ) + tensor-parallel sums
+
+KV reads take the length-biased context (a long trajectory is seen running more often), all query heads share their KV
+head's cache (GQA), and of a layer's experts only those that the batch touches are read.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from baton.cluster import Gpu
+from baton.cost.efficiency import Efficiency
+from baton.model import ModelSpec
+from baton.workload import Workload
+
+DRAIN_POINTS = 48
+"""Positions at which the emptying of a batch is integrated."""
+
+
+class Place(msgspec.Struct, frozen=True, dict=True):
+    """GPUs of one type and how they are connected."""
+
+    gpu: Gpu
+    link_bytes_per_s: float
+    """Within a node."""
+    inter_bytes_per_s: float
+    """Between nodes; the node's own link where there is but one."""
+    latency_s: float
+    efficiency: Efficiency
+
+    @cached_property
+    def memory_limit_bytes(self) -> float:
+        """What may be planned of one GPU's memory."""
+        return self.gpu.hbm_bytes * self.efficiency.memory
+
+
+class ReplicaCost(msgspec.Struct, frozen=True):
+    """One engine of a shape."""
+
+    tp: int
+    pp: int
+    layers: tuple[int, ...]
+    """Of each pipeline stage."""
+    batch: int
+    tokens_per_s: float
+    pause_s: float
+    """Lost per train step: prefill of running trajectories under the new version, or the tail without overlap."""
+    memory_bytes: float
+    """On the fullest GPU."""
+
+    @property
+    def num_gpus(self) -> int:
+        """tp · pp."""
+        return self.tp * self.pp
+
+
+def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int, ...]:
+    """Share layers among equal stages, the head counting as `head_layers` more on the last one; least maximum."""
+    if stages == 1:
+        return (num_layers,)
+    best: tuple[float, int] | None = None
+    for last in range(num_layers + 1):
+        longest = max(last + head_layers, float(-(-(num_layers - last) // (stages - 1))))
+        if best is None or longest < best[0]:
+            best = (longest, last)
+    assert best is not None
+    rest, left = divmod(num_layers - best[1], stages - 1)
+    return (*(rest + (index < left) for index in range(stages - 1)), best[1])
+
+
+def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
+    """Layers of each stage of a replica."""
+    return split_layers(model.num_layers, pp, model.embedding_params / model.layer_params)
+
+
+def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
+    """Of the fullest GPU of a replica."""
+    full = []
+    for stage, count in enumerate(layers):
+        tables = (stage == 0) + (stage == len(layers) - 1)
+        if model.is_tied and len(layers) == 1:
+            tables = 1
+        full.append(count * model.layer_params + tables * model.embedding_params)
+    return (max(full) + model.other_params) / tp * work.weight_bytes
+
+
+def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
+    """KV cache of one trajectory of this many tokens on the fullest GPU; heads beyond the KV heads repeat them."""
+    per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
+    return max(layers) * per_layer / min(tp, model.num_kv_heads)
+
+
+def largest_batch(model: ModelSpec, work: Workload, place: Place, tp: int, pp: int) -> tuple[int, float, float]:
+    """Return the KV-limited batch (0 where it does not fit), and the bytes of weights and of the longest trajectory."""
+    layers = replica_layers(model, pp)
+    weights = weight_bytes(model, work, tp, layers)
+    longest = context_bytes(model, work, tp, layers, work.longest_tokens)
+    room = place.memory_limit_bytes - weights
+    if room < longest:
+        return 0, weights, longest
+    per_slot = work.engine_context_tokens or work.live_context_tokens
+    each = context_bytes(model, work, tp, layers, per_slot)
+    return max(1, min(int(room / each), work.max_batch, work.num_trajectories)), weights, longest
+
+
+def decode_s(
+    model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...], batch: float, context: float
+) -> float:
+    """Time in which each of `batch` trajectories grows by one token; pipeline stages work on `batch / pp` in turn."""
+    pp, eff, gpu = len(layers), place.efficiency, place.gpu
+    rows = batch / pp
+    seen = model.seen(context)
+    fixed = model.attention_params + model.ffn_params - model.expert_params
+    read = fixed + model.expert_params * model.experts_read(rows)
+    kv = rows * seen * model.kv_values_per_token * work.kv_bytes / min(tp, model.num_kv_heads)
+    slowest = 0.0
+    for stage, count in enumerate(layers):
+        head = stage == pp - 1
+        weights = (count * read + head * model.embedding_params) * work.weight_bytes / tp
+        memory = (weights + count * kv) / (gpu.hbm_bytes_per_s * eff.decode)
+        flops = count * (model.layer_flops_per_token + model.attention_flops_per_pair * seen)
+        compute = rows * (flops + head * model.head_flops_per_token) / tp / (gpu.flops * eff.decode_compute)
+        activations = rows * model.hidden * work.weight_bytes
+        comm = 0.0
+        if tp > 1:
+            sums = place.latency_s / 4 + 2 * (tp - 1) / tp * activations / (place.link_bytes_per_s * eff.link)
+            comm += 2 * count * sums
+        if pp > 1:
+            comm += place.latency_s + activations / (place.inter_bytes_per_s * eff.link)
+        slowest = max(slowest, eff.step_overhead_s + rows * eff.row_overhead_s + max(memory, compute) + comm)
+    return pp * slowest
+
+
+def prefill_s(model: ModelSpec, place: Place, tp: int, layers: tuple[int, ...], tokens: float, squared: float) -> float:
+    """Time a replica's slowest stage spends on one sequence; `squared` is the mean square of its tokens."""
+    window = model.seen(tokens) / tokens if tokens else 1.0
+    flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
+    return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)
+
+
+def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: int, batch: int) -> ReplicaCost:
+    """Return what a replica of a shape generates with `batch` trajectories at once."""
+    layers = replica_layers(model, pp)
+    weights = weight_bytes(model, work, tp, layers)
+    prompt = prefill_s(model, place, tp, layers, work.prompt.mean, work.prompt.moment(2))
+    prompt /= work.group_size if work.shared_prefill else 1
+    step = decode_s(model, work, place, tp, layers, batch, work.live_context_tokens)
+    per_token = step / batch + prompt / work.output.mean
+    if work.max_staleness == 0:
+        pause = max(0.0, drain_s(model, work, place, tp, layers, batch) - batch * work.output.mean * step / batch)
+    elif work.reprefills:
+        live = prefill_s(model, place, tp, layers, work.live_context_tokens, work.live_context_squared)
+        pause = batch * live
+    else:
+        pause = 0.0
+    per_slot = work.engine_context_tokens or work.live_context_tokens
+    used = weights + max(
+        batch * context_bytes(model, work, tp, layers, per_slot),
+        context_bytes(model, work, tp, layers, work.longest_tokens),
+    )
+    return ReplicaCost(tp, pp, layers, batch, 1 / per_token, pause, used)
+
+
+def drain_s(model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...], batch: int) -> float:
+    """Time until `batch` trajectories that start together have all ended: the batch empties as they do."""
+    edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
+    middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
+    alive = work.output.survival(list(middle))
+    # probability that any of them still runs: beyond, time counts only as often as it happens
+    longest = [1 - (1 - share) ** batch for share in alive]
+    total = 0.0
+    for position, share, any_alive in zip(middle, alive, longest, strict=True):
+        if any_alive > 1e-9:
+            rows = max(share * batch / any_alive, 1.0)
+            total += any_alive * decode_s(model, work, place, tp, layers, rows, work.prompt.mean + float(position))
+    return float(total * width)

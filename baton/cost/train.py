@@ -1,0 +1,147 @@
+"""What a train step costs on a pipeline of stages: FLOPs, pipeline bubble, communication, optimiser, memory.
+
+A stage s has its own GPU type, data-parallel width dp and tensor-parallel width tp. With M microbatches per update and
+S stages a step takes
+
+    max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
+
+the slowest stage setting the pace (1F1B). M is what the batch holds when a microbatch is one longest trajectory on each
+data-parallel rank. Memory per parameter is 2 (weights, bf16) + 4 (gradient, fp32) + 12 / dp (fp32 master weights and
+two moments, shared among data-parallel ranks): AReaL (2505.24298) table 3.
+
+Everything takes numpy arrays of equal length for tp, dp and layers, so that a search costs as much as its arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.cost.generate import Place
+from baton.model import ModelSpec
+from baton.workload import Workload
+
+Floats = NDArray[np.float64]
+Array = Any
+"""A number, or an array of numbers."""
+
+OPTIMIZER_BYTES, RESIDENT_BYTES = 12.0, 6.0
+UPDATE_TRAFFIC_BYTES = 32.0
+"""Read and written per parameter by AdamW: gradient 4, master weights and moments 12 in and 12 out, weights 2,
+rounding."""
+GRADIENT_BYTES = 6.0
+"""On the wire per parameter: gradient reduced in fp32, weights gathered in bf16."""
+KEPT_BYTES = 34.0
+"""Activations of a layer per token and hidden unit without recomputation (Korthikanti et al., 2205.05198)."""
+LOGIT_CHUNK_TOKENS = 1024
+"""Logits are computed in pieces of this many tokens."""
+
+
+class StageTerms(msgspec.Struct, frozen=True):
+    """Linear terms of a stage of some width; arrays over candidates."""
+
+    per_layer_s: Array
+    """Of the whole batch, per layer: compute and tensor-parallel sums."""
+    head_s: Array
+    boundary_tokens_bytes: Array
+    """Bytes that cross a stage boundary per step and node of the stage."""
+    gradients_per_layer_s: Array
+    optimizer_per_layer_s: Array
+    params_bytes_per_param: Array
+    """Of one GPU."""
+    act_bytes_per_layer: Array
+    """Of one GPU and one microbatch in flight."""
+    fixed_bytes: Array
+    """Of one GPU: a layer being computed."""
+    logits_bytes: Array
+
+
+def forward_passes(work: Workload) -> float:
+    """Forward passes that a train step is worth: a backward pass counts as two, recomputation as one."""
+    update = work.epochs * (1 + work.trained_share * (2 + work.recompute))
+    return update * (1 + work.has_critic) + work.has_proximal_forward + work.has_reference + work.has_critic
+
+
+def layer_flops(model: ModelSpec, work: Workload) -> float:
+    """Of one layer, one forward pass over the batch."""
+    tokens, squared = work.prompt.mean + work.output.mean, work.trajectory_squared
+    attention = model.attention_flops_per_pair * squared / 2 * (model.seen(tokens) / tokens)
+    return work.num_trajectories * (tokens * model.layer_flops_per_token + attention)
+
+
+def microbatches(work: Workload, dp: Array) -> Array:
+    """M: of one update, for the widest data-parallel stage."""
+    per_rank = work.trained_tokens / work.minibatches / np.asarray(dp)
+    return np.maximum(1.0, np.floor(per_rank / work.longest_tokens))
+
+
+def stage_terms(
+    model: ModelSpec, work: Workload, place: Place, node_gpus: int, tp: Array, dp: Array, sync_bytes_per_s: float
+) -> StageTerms:
+    """Return the terms of stages of width tp × dp on one GPU type.
+
+    `sync_bytes_per_s` is the slowest link between the nodes of the data-parallel group, for stages of several nodes.
+    """
+    tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
+    eff, gpu = place.efficiency, place.gpu
+    uneven = np.ceil(work.num_trajectories / dp) * dp / work.num_trajectories
+    rate = dp * tp * gpu.flops * eff.train / uneven
+    passes = forward_passes(work)
+    sums = work.epochs * (1 + work.has_critic) * (4 + 2 * work.recompute)
+    sums += 2 * (work.has_proximal_forward + work.has_reference + work.has_critic)
+    rank_bytes = work.trained_tokens * uneven / dp * model.hidden * 2
+    reduce_s = sums * rank_bytes * 2 * (tp - 1) / tp / (place.link_bytes_per_s * eff.link)
+    wide = tp * dp > node_gpus
+    models = 1 + work.has_critic
+    share = (dp - 1) / dp * GRADIENT_BYTES * work.updates * models * model.layer_params
+    gradients = np.where(wide, share / (sync_bytes_per_s * eff.link), share / tp / (place.link_bytes_per_s * eff.link))
+    update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * dp)
+    nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
+    crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic
+    token_bytes = work.longest_tokens * model.hidden / tp
+    kept = 2.0 if work.recompute else KEPT_BYTES
+    return StageTerms(
+        per_layer_s=passes * layer_flops(model, work) / rate + reduce_s,
+        head_s=passes * work.trained_tokens * model.head_flops_per_token / rate,
+        boundary_tokens_bytes=crossings * work.trained_tokens * model.hidden * 2 / nodes,
+        gradients_per_layer_s=gradients,
+        optimizer_per_layer_s=update / (gpu.hbm_bytes_per_s * eff.decode),
+        params_bytes_per_param=models * (RESIDENT_BYTES + OPTIMIZER_BYTES / dp) / tp + work.has_reference * 2.0 / tp,
+        act_bytes_per_layer=kept * token_bytes,
+        fixed_bytes=KEPT_BYTES * token_bytes,
+        logits_bytes=8.0 * min(work.longest_tokens, LOGIT_CHUNK_TOKENS) * model.vocab / tp,
+    )
+
+
+def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
+    """Vocabulary parameters of a stage: the input embedding on the first, the head on the last, once where tied."""
+    both = np.logical_and(is_first, is_last) & model.is_tied
+    return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
+
+
+def stage_bytes(
+    model: ModelSpec, terms: StageTerms, layers: Array, is_first: Array, is_last: Array, in_flight: Array
+) -> Array:
+    """Memory of one GPU of a stage. `in_flight`: microbatches whose activations it holds."""
+    params = np.asarray(layers) * model.layer_params + table_params(model, is_first, is_last) + model.other_params
+    logits = terms.logits_bytes * np.asarray(is_last, float)
+    activations = np.asarray(layers) * terms.act_bytes_per_layer * in_flight
+    return params * terms.params_bytes_per_param + activations + terms.fixed_bytes + logits
+
+
+def most_layers(
+    model: ModelSpec, terms: StageTerms, limit_bytes: float, is_first: Array, is_last: Array, in_flight: Array
+) -> Array:
+    """Layers that fit on a stage (below 0: not even its tables fit)."""
+    none = stage_bytes(model, terms, 0, is_first, is_last, in_flight)
+    each = model.layer_params * terms.params_bytes_per_param + terms.act_bytes_per_layer * in_flight
+    return np.floor((limit_bytes - none) / each)
+
+
+def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
+    """Time of gradients or optimiser of a stage, its vocabulary tables counted as so many layers."""
+    tables = table_params(model, is_first, is_last) / model.layer_params
+    return (np.asarray(layers) + tables) * per_layer_s

@@ -1,0 +1,282 @@
+"""A model in numbers: parameters, bytes and FLOPs, read from any Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.errors import UserError
+
+WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "gpt_bigcode", "persimmon"}
+"""Model types whose feed-forward layer has two matrices instead of three."""
+BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
+"""Model types with a bias in every linear layer and in the norms."""
+QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
+"""Model types with a bias in the projections of queries, keys and values, whatever the config says."""
+HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
+"""Model types that norm each head's queries and keys."""
+FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+SYNONYMS = {
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_kv_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "top_k_experts"),
+}
+NESTED = ("text_config", "llm_config", "language_config")
+"""Where models of several modalities keep the language model's config."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """What time and memory depend on."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    is_tied: bool
+    """Whether input embedding and output head share their weights."""
+    attention_params: float
+    """Of one layer, projections and biases; the mean where layers differ."""
+    ffn_params: float
+    """Of one layer, all experts, router and shared experts included; the mean where layers differ."""
+    active_ffn_params: float
+    """Of one layer, that one token uses."""
+    other_params: float
+    """Norms and learned positions, of the whole model."""
+    kv_values_per_token: float
+    """Numbers kept per token and layer in the KV cache."""
+    num_experts: int = 1
+    experts_per_token: int = 1
+    expert_params: float = 0.0
+    """Of one layer, in routed experts; the mean where layers differ."""
+    window: int = 0
+    """Tokens that a layer with sliding-window attention looks back on."""
+    window_layers: int = 0
+    """Layers with sliding-window attention."""
+    max_context_tokens: int = 0
+    """0 where the config does not say."""
+
+    @property
+    def embedding_params(self) -> int:
+        """V·H: one of the two vocabulary matrices."""
+        return self.vocab * self.hidden
+
+    @property
+    def layer_params(self) -> float:
+        """Of one layer, without norms."""
+        return self.attention_params + self.ffn_params
+
+    @property
+    def params(self) -> float:
+        """All parameters."""
+        tables = self.embedding_params * (1 if self.is_tied else 2)
+        return self.num_layers * self.layer_params + tables + self.other_params
+
+    @property
+    def active_params(self) -> float:
+        """Parameters that one token passes through, the input embedding left out: matrix products only."""
+        return self.num_layers * (self.attention_params + self.active_ffn_params) + self.embedding_params
+
+    @property
+    def layer_flops_per_token(self) -> float:
+        """Of one layer's matrix products, forward."""
+        return 2.0 * (self.attention_params + self.active_ffn_params)
+
+    @property
+    def head_flops_per_token(self) -> float:
+        """Of the output head, forward."""
+        return 2.0 * self.embedding_params
+
+    @property
+    def attention_flops_per_pair(self) -> float:
+        """Of one layer, forward, for one query and one key it looks at: 2 products of 2 FLOPs per head dimension."""
+        return 4.0 * self.num_heads * self.head_dim
+
+    def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
+        """Of the whole model's KV cache."""
+        return self.kv_values_per_token * self.num_layers * bytes_per_value
+
+    def seen(self, context_tokens: float) -> float:
+        """Mean over layers of the tokens that a query at this position looks at."""
+        if not self.window_layers:
+            return context_tokens
+        share = self.window_layers / self.num_layers
+        return (1 - share) * context_tokens + share * min(context_tokens, self.window)
+
+    def experts_read(self, num_tokens: float) -> float:
+        """Share of a layer's routed experts that a batch touches, each token choosing independently."""
+        if self.num_experts <= 1:
+            return 1.0
+        return float(1 - (1 - self.experts_per_token / self.num_experts) ** max(num_tokens, 0.0))
+
+
+def read_model(path: Path) -> ModelSpec:
+    """Read a config.json, or the one in a model's directory. Raises UserError for what is missing in it."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"there is no model config at {file}: give a Hugging Face model directory or its config.json")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: got a {type(config).__name__}, allowed is the object of a Hugging Face config.json")
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return model_spec(config, name, str(file))
+
+
+def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:
+    """Return a model's numbers from its Hugging Face config."""
+    for key in NESTED:
+        if isinstance(config.get(key), Mapping):
+            config = {**config, **config[key]}
+            break
+    reader = _Reader(config, where)
+    kind = str(config.get("model_type", ""))
+    layers, hidden = reader.whole("num_hidden_layers"), reader.whole("hidden_size")
+    heads = reader.whole("num_attention_heads")
+    vocab = reader.whole("vocab_size")
+    attention, kv_values, head_dim, kv_heads = _attention(reader, kind, hidden, heads)
+    ffn, active, num_experts, per_token, expert = _feed_forward(reader, kind, layers, hidden)
+    window, window_layers = _windows(reader, kind, layers)
+    norms = (4 if kind in FOUR_NORMS else 2) * layers + 1
+    per_norm = hidden * (2 if kind in BIASED else 1)
+    positions = 0
+    if kind in ("gpt2", "opt"):
+        positions = reader.whole("n_positions", reader.whole("max_position_embeddings", 1024)) * hidden
+    return ModelSpec(
+        name=name,
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        is_tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"))),
+        attention_params=attention,
+        ffn_params=ffn,
+        active_ffn_params=active,
+        other_params=norms * per_norm + positions,
+        kv_values_per_token=kv_values,
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        expert_params=expert,
+        window=window,
+        window_layers=window_layers,
+        max_context_tokens=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
+    )
+
+
+class _Reader:
+    """Values of a config under the names that different families give them."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        for name in (key, *SYNONYMS.get(key, ())):
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{self.where}: {name}: got {value!r}, allowed is a positive whole number")
+            return value
+        if default is None:
+            names = " or ".join((key, *SYNONYMS.get(key, ())))
+            raise UserError(f"{self.where}: {names} is missing")
+        return default
+
+    def has(self, key: str) -> bool:
+        return any(self.config.get(name) for name in (key, *SYNONYMS.get(key, ())))
+
+
+def _attention(reader: _Reader, kind: str, hidden: int, heads: int) -> tuple[float, float, int, int]:
+    """Return parameters of a layer, values kept per token, head dimension and number of KV heads."""
+    if reader.has("kv_lora_rank"):
+        return _latent_attention(reader, hidden, heads)
+    if not reader.has("head_dim") and hidden % heads:
+        raise UserError(
+            f"{reader.where}: hidden_size: got {hidden}, not a multiple of num_attention_heads {heads}, and no head_dim"
+        )
+    head_dim = reader.whole("head_dim", hidden // heads)
+    one_kv_head = 1 if reader.config.get("multi_query") else heads
+    kv_heads = reader.whole("num_key_value_heads", one_kv_head)
+    if heads % kv_heads:
+        raise UserError(f"{reader.where}: num_key_value_heads: got {kv_heads}, allowed are divisors of {heads}")
+    q, kv = heads * head_dim, kv_heads * head_dim
+    params = float(hidden * (q + 2 * kv) + q * hidden)
+    if kind in BIASED or reader.config.get("attention_bias"):
+        params += q + 2 * kv + hidden
+    elif kind in QKV_BIASED:
+        params += q + 2 * kv
+    if kind in HEAD_NORMED:
+        params += 2 * head_dim
+    return params, 2.0 * kv, head_dim, kv_heads
+
+
+def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, float, int, int]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one compressed vector per token is kept."""
+    rank, rope = reader.whole("kv_lora_rank"), reader.whole("qk_rope_head_dim")
+    nope, value = reader.whole("qk_nope_head_dim"), reader.whole("v_head_dim")
+    query = heads * (nope + rope)
+    if reader.has("q_lora_rank"):
+        q_rank = reader.whole("q_lora_rank")
+        params = hidden * q_rank + q_rank + q_rank * query
+    else:
+        params = hidden * query
+    params += hidden * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * hidden
+    return float(params), float(rank + rope), (nope + rope + value) // 2, 1
+
+
+def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
+    """Return parameters of a layer, those active, experts, experts per token, parameters in experts; means."""
+    matrices = 2 if kind in WITHOUT_GATE else 3
+    width = reader.whole("intermediate_size", 4 * hidden)
+    dense = float(matrices * hidden * width)
+    if kind in BIASED:
+        dense += width + hidden
+    if not reader.has("num_experts"):
+        return dense, dense, 1, 1, 0.0
+    experts, per_token = reader.whole("num_experts"), reader.whole("num_experts_per_tok", 1)
+    if per_token > experts:
+        raise UserError(f"{reader.where}: num_experts_per_tok: got {per_token}, allowed are 1 to num_experts {experts}")
+    expert_width = reader.whole("moe_intermediate_size", width)
+    expert = float(matrices * hidden * expert_width)
+    shared = int(reader.config.get("n_shared_experts") or 0) * expert
+    if reader.config.get("shared_expert_intermediate_size"):
+        shared = matrices * hidden * reader.whole("shared_expert_intermediate_size") + hidden
+    router = hidden * experts
+    first_dense = int(reader.config.get("first_k_dense_replace") or 0)
+    every = int(reader.config.get("decoder_sparse_step") or 1)
+    sparse = sum(1 for layer in range(first_dense, layers) if (layer + 1) % every == 0) / layers
+    always = (1 - sparse) * dense + sparse * (router + shared)
+    return (
+        always + sparse * experts * expert,
+        always + sparse * per_token * expert,
+        experts,
+        per_token,
+        sparse * experts * expert,
+    )
+
+
+def _windows(reader: _Reader, kind: str, layers: int) -> tuple[int, int]:
+    window = reader.config.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or reader.config.get("use_sliding_window") is False:
+        return 0, 0
+    types = reader.config.get("layer_types")
+    if isinstance(types, list):
+        return window, sum(1 for each in types if each == "sliding_attention")
+    pattern = int(
+        reader.config.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6, "gemma3": 6}.get(kind, 0)
+    )
+    return window, layers - layers // pattern if pattern else layers

@@ -1,0 +1,129 @@
+"""Trainer and engines on the same GPUs, in turns: nothing stands idle by design, nothing overlaps.
+
+All GPUs generate, then all train. What the trainer keeps (weights, gradients, optimiser) either stays, and leaves less
+for the KV cache, or goes to the machine's memory and comes back: two ways, of which the faster is taken.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from baton.cost.train import stage_terms
+from baton.errors import UserError
+from baton.plan import Bound, Breakdown, Idle, Plan
+from baton.planner.assign import seat
+from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.describe import describe_replicas, describe_training, limits, needed_s
+from baton.planner.exact import PROVEN
+from baton.planner.instance import Inputs, make_problem
+from baton.planner.integer import check_solver
+from baton.planner.pools import are_alike
+from baton.planner.problem import Floats, Problem
+from baton.planner.replicas import Rollout, RolloutProgram
+
+MOST_ROWS = 20
+"""Training shapes tried, fastest first: a slower one may leave more memory."""
+
+
+def make_colocated_plan(inputs: Inputs) -> Plan:
+    """Return the best plan in which trainer and engines take turns. Raises UserError where there is none."""
+    check_solver()
+    serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
+    problem = make_problem(serial, "alike" if are_alike(inputs.cluster) else "pessimistic")
+    best: tuple[float, int, Rollout, float, float] | None = None
+    for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
+        state = _state_bytes(serial, problem, row)
+        swap_s = 2 * max(
+            float(state[k]) / (pool.place.efficiency.host_gb_per_s * 1e9) for k, pool in enumerate(problem.pools.pools)
+        )
+        for kept, extra_s in ((state, 0.0), (np.zeros(len(state)), swap_s)):
+            found = _generate(problem, row, kept)
+            if found is None:
+                continue
+            rollout, sync_s = found
+            total = problem.step.step_s(sync_s + extra_s, rollout.time_s, float(problem.table.time_s[row]))
+            if best is None or total < best[0] * (1 - 1e-9):
+                best = (total, row, rollout, sync_s, extra_s)
+    if best is None:
+        raise UserError(
+            "infeasible: memory of a replica beside or after the trainer's state. More memory per GPU would help"
+        )
+    return _described(serial, problem, best)
+
+
+def _state_bytes(inputs: Inputs, problem: Problem, row: int) -> Floats:
+    """[pools] what the trainer keeps on a GPU between steps: everything but activations."""
+    table, model = problem.table, inputs.model
+    found = np.zeros(len(problem.pools.pools))
+    if inputs.rates is not None:
+        return found
+    for k, pool in enumerate(problem.pools.pools):
+        if table.stages[row, k]:
+            tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+            terms = stage_terms(model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s)
+            share = float(table.shares[row, k]) / int(table.stages[row, k])
+            found[k] = model.params * share * float(terms.params_bytes_per_param)
+    return found
+
+
+def _generate(problem: Problem, row: int, kept: Floats) -> tuple[Rollout, float] | None:
+    """Return the fastest replicas on all GPUs beside what the trainer keeps there, and the publication to them."""
+    pools = problem.pools.pools
+    columns = tuple(
+        column
+        for column in problem.columns
+        if column.cost.memory_bytes + kept[column.pool] <= pools[column.pool].place.memory_limit_bytes
+    )
+    if not columns:
+        return None
+    narrowed = msgspec.structs.replace(problem, columns=columns)
+    program = RolloutProgram(narrowed)
+    nothing = [0] * len(pools)
+    rollout = program.fastest(program.left(nothing, nothing), [True] * len(pools), problem.step.judge_s)
+    if rollout is None:
+        return None
+    place = {id(column): index for index, column in enumerate(problem.columns)}
+    counts = [0] * len(problem.columns)
+    for column, count in zip(columns, rollout.counts, strict=True):
+        counts[place[id(column)]] = count
+    sync_s = max(float(problem.sync_s[row, problem.columns[c].pool]) for c, count in enumerate(counts) if count)
+    return msgspec.structs.replace(rollout, counts=tuple(counts)), sync_s
+
+
+def _described(inputs: Inputs, problem: Problem, best: tuple[float, int, Rollout, float, float]) -> Plan:
+    _, row, rollout, sync_s, swap_s = best
+    training_seats = seat(problem, inputs.cluster, row, [0] * len(problem.columns))
+    engine_seats = seat(problem, inputs.cluster, None, rollout.counts)
+    training = describe_training(inputs, problem, row, training_seats)
+    rollout_s = needed_s(problem, rollout.counts)
+    reward_s = problem.step.reward_s(rollout_s)
+    total = problem.step.step_s(sync_s + swap_s, rollout_s, training.time_s)
+    used = {*training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
+    outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
+    gpus = [pool.num_gpus for pool in problem.pools.pools]
+    least_s = min(total, division_bound_s(problem, RolloutBound(problem), gpus))
+    plan = Plan(
+        cluster=inputs.cluster.name,
+        model=inputs.model.name,
+        workload=inputs.work.name,
+        method="exact",
+        training=training,
+        replicas=describe_replicas(inputs, problem, engine_seats, max(rollout_s, problem.step.judge_s)),
+        idle=(Idle(outside, "neither training nor generation gets faster with it"),) if outside else (),
+        breakdown=Breakdown(total, sync_s + swap_s, rollout_s, reward_s, training.time_s, overlaps=False),
+        tokens_per_step=problem.trained_tokens,
+        max_staleness=0,
+        mean_staleness=0.0,
+        price_per_h=inputs.cluster.price_per_h,
+        currency=inputs.cluster.currency,
+        bound=Bound(least_s, total / least_s - 1, total / least_s - 1 < PROVEN, _swap_note(swap_s)),
+        is_colocated=True,
+    )
+    return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
+
+
+def _swap_note(swap_s: float) -> str:
+    if swap_s:
+        return f"the trainer's state goes to the machine's memory and back: {swap_s:.3g} s of the sync time"
+    return "the trainer's state stays in GPU memory while engines generate"

@@ -1,0 +1,94 @@
+"""A plan beside others: GPUs of one type at the same price, fixed splits, taking turns, the published method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+
+from baton.cluster import Cluster, Node
+from baton.errors import UserError
+from baton.plan import Plan
+from baton.planner.colocated import make_colocated_plan
+from baton.planner.describe import describe
+from baton.planner.instance import Inputs, make_problem
+from baton.planner.paper import evaluate_division
+from baton.planner.pools import are_alike
+from baton.planner.replicas import RolloutProgram
+from baton.planner.solve import make_plan
+
+
+class Rival(msgspec.Struct, frozen=True):
+    """Another way to spend the money."""
+
+    name: str
+    plan: Plan | None
+    why_not: str = ""
+
+
+def rivals(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Rival]:
+    """Return what a plan of this cluster is to be compared with."""
+    ways: list[tuple[str, Callable[[], Plan]]] = [
+        (
+            "the published method (equation 3)",
+            lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s),
+        ),
+        ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),
+        ("50 % rollout, 50 % training", lambda: split_plan(inputs, 0.5)),
+        ("taking turns on all GPUs", lambda: make_colocated_plan(inputs)),
+    ]
+    if len(inputs.cluster.gpu_types) > 1:
+        for cluster in homogeneous(inputs.cluster):
+            asked = inputs.on(cluster)
+            ways.append((cluster.name, lambda asked=asked: make_plan(asked, time_limit_s=time_limit_s)))  # type: ignore[misc]
+    found = []
+    for name, way in ways:
+        try:
+            found.append(Rival(name, way()))
+        except UserError as error:
+            found.append(Rival(name, None, str(error)))
+    return found
+
+
+def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield clusters of one GPU type each for the price of this one, rounded down to whole GPUs."""
+    for name in cluster.gpu_types:
+        own = [node for node in cluster.nodes if node.gpu.name == name]
+        count = int(cluster.price_per_h / own[0].price_per_gpu_h + 1e-9)
+        if not count:
+            continue
+        first = cluster.nodes.index(own[0])
+        between = [cluster.bytes_per_s[first][other] for other in range(len(cluster.nodes)) if other != first]
+        same = [rate for rate, node in zip(between, _others(cluster, first), strict=True) if node.gpu.name == name]
+        rate = max(same or between or [own[0].link_bytes_per_s])
+        yield equal_nodes(cluster, f"{count} {name}, same price", own[0], count, rate)
+
+
+def _others(cluster: Cluster, place: int) -> list[Node]:
+    return [node for index, node in enumerate(cluster.nodes) if index != place]
+
+
+def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:
+    """Return a cluster of `count` GPUs in nodes like one, the last one smaller where it does not divide."""
+    sizes = [node.num_gpus] * (count // node.num_gpus) + ([count % node.num_gpus] if count % node.num_gpus else [])
+    nodes = tuple(
+        msgspec.structs.replace(node, name=f"{node.gpu.name.lower()}-{index}", num_gpus=size)
+        for index, size in enumerate(sizes)
+    )
+    rates = tuple(tuple(0.0 if a == b else bytes_per_s for b in range(len(nodes))) for a in range(len(nodes)))
+    return msgspec.structs.replace(like, name=name, nodes=nodes, bytes_per_s=rates)
+
+
+def split_plan(inputs: Inputs, train_share: float) -> Plan:
+    """Return the plan in which this share of every GPU type trains, each side planned as well as it can be.
+
+    Raises UserError where a side cannot do its part.
+    """
+    problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
+    train = np.array([round(pool.num_gpus * train_share) for pool in problem.pools.pools], dtype=np.int64)
+    found = evaluate_division(problem, RolloutProgram(problem), train)
+    if found is None:
+        raise UserError("one side of this split has no shape that fits")
+    found = msgspec.structs.replace(found, bound_s=found.step_s)
+    return describe(inputs, problem, found, f"split {1 - train_share:.0%}/{train_share:.0%}")

@@ -1,0 +1,368 @@
+"""Many GPUs of several types: pipelines that cross types are too many to enumerate, so they are decomposed.
+
+For a step time T everything but the layers is separable. Take a structure (stages and tp on each pool of a pipeline)
+and a split of the layers among its pools. Then each pool has a least number of GPUs with which its stages keep the pace
+that T leaves, and what remains must generate a step's tokens in T, for which there is a bound. If no structure and
+split passes, T is out of reach of every crossing pipeline: a true bound. Those that pass at a T just below the best
+plan are where to look for a better one. Each number of GPUs is taken too small, never too large, so a bound stays one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.cost.publish import publish_s
+from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms
+from baton.planner.bounds import RolloutBound
+from baton.planner.exact import Solution, solve_exact
+from baton.planner.instance import Inputs
+from baton.planner.pipelines import (
+    CROSSING_STAGES,
+    MAX_CROSSED,
+    Shapes,
+    evaluated,
+    merged_table,
+    pipeline_orders,
+)
+from baton.planner.pools import Pool
+from baton.planner.problem import Floats, Ints, Problem, sync_table, tensor_widths
+
+Bools = NDArray[np.bool_]
+
+ROUNDS = 12
+TARGET_GAP = 0.002
+"""The search ends when the bound is this near."""
+MOST_CANDIDATES = 40_000
+"""Structures and splits that a round turns into shapes."""
+MOST_SPLITS = 4000
+SPARE = (0, 1, 2)
+"""Groups that a pool gets beyond its least number when a split is turned into shapes."""
+PASSES = 4
+
+
+class _Family(msgspec.Struct, frozen=True):
+    """All structures and splits of one set of pools; arrays over them, one for each pool in the pipeline's order."""
+
+    order: tuple[int, ...]
+    stages: list[Ints]
+    tp: list[Ints]
+    layers: list[Floats]
+    """Of the fullest stage of each pool, the head counted as layers on the last."""
+    split: list[Ints]
+    """Layers of each pool, all stages together."""
+    most: list[Ints]
+    """Groups that each pool has room for."""
+    one: list[StageTerms]
+    """Terms at dp = 1."""
+    head_layers: Floats
+    """Layers that the output head counts as."""
+
+
+def improve(inputs: Inputs, problem: Problem, best: Solution, *, time_limit_s: float) -> tuple[Problem, Solution]:
+    """Return a better solution where crossing pipelines give one, with a bound that covers all of them.
+
+    The problem comes back with the table that the solution's row is of.
+    """
+    started = time.monotonic()
+    bound = RolloutBound(problem)
+    families = list(_families(inputs, problem))
+    solved_s = best.step_s
+    covered = _enumerated_bound_s(inputs, problem, bound)
+    low, high = min(best.bound_s, best.step_s), best.step_s
+    for _ in range(ROUNDS):
+        if high / low - 1 < TARGET_GAP or time.monotonic() - started > time_limit_s:
+            break
+        middle = low + (high - low) * 0.5
+        passing = [_passing(inputs, problem, bound, family, middle) for family in families]
+        if not any(len(rows) for rows, _ in passing):
+            low = middle
+            continue
+        found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
+        if found is None:
+            high = middle  # undecided below: the bound stays, the search goes on lower
+            continue
+        problem, best = found
+        solved_s = best.step_s
+        high = min(high, solved_s)
+    return problem, msgspec.structs.replace(best, bound_s=min(low, covered, best.step_s))
+
+
+def _enumerated_bound_s(inputs: Inputs, problem: Problem, bound: RolloutBound) -> float:
+    """Bound of the pipelines on one pool, which the table holds all of."""
+    alone = (problem.table.stages > 0).sum(axis=1) == 1
+    if not alone.any():
+        return np.inf
+    table = problem.table.take(alone)
+    capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
+    rollout_s = np.maximum(bound.times_s(capacity - table.gpus), problem.step.judge_s) + problem.step.latency_s
+    sync_s = problem.sync_s[alone].min(axis=1)
+    total = np.maximum(rollout_s, table.time_s) if problem.step.overlaps else rollout_s + table.time_s
+    return float((sync_s + total).min())
+
+
+def _families(inputs: Inputs, problem: Problem) -> Iterator[_Family]:
+    model, work, pools = inputs.model, inputs.work, problem.pools
+    for order in pipeline_orders(pools, MAX_CROSSED):
+        if len(order) == 1:
+            continue
+        splits = _splits(model.num_layers, len(order))
+        shapes = [
+            [
+                (stages, tp)
+                for stages in CROSSING_STAGES
+                for tp in tensor_widths(model, pools.pools[k])
+                if stages * tp <= pools.pools[k].capacity(tp)
+            ]
+            for k in order
+        ]
+        chosen = np.array(list(product(*(range(len(s)) for s in shapes))))
+        repeat, tile = len(splits), len(chosen)
+        stages, tps, layers, parts, most, ones = [], [], [], [], [], []
+        for place, k in enumerate(order):
+            table = np.array(shapes[place])[chosen[:, place]]
+            stage, tp = np.repeat(table[:, 0], repeat), np.repeat(table[:, 1], repeat)
+            pool = pools.pools[k]
+            one = stage_terms(model, work, pool.place, max(pool.sizes), tp, 1, pool.place.inter_bytes_per_s)
+            own = np.tile(splits[:, place], tile).astype(float)
+            is_last = place == len(order) - 1
+            full = (own + one.head_s / one.per_layer_s) / stage if is_last else np.ceil(own / stage)
+            stages.append(stage)
+            tps.append(tp)
+            parts.append(np.tile(splits[:, place], tile))
+            most.append(_room(pool, stage, tp))
+            layers.append(np.asarray(full, dtype=float))
+            ones.append(one)
+        head = np.asarray(ones[-1].head_s / ones[-1].per_layer_s, dtype=float)
+        yield _Family(tuple(order), stages, tps, layers, parts, most, ones, head)
+
+
+def _room(pool: Pool, stages: Ints, tp: Ints) -> Ints:
+    """Groups of tp GPUs that each stage can have at most."""
+    by_level = {level: pool.capacity(level) for level in pool.levels}
+    room: Ints = np.array([by_level[int(width)] for width in np.unique(tp)])[np.searchsorted(np.unique(tp), tp)]
+    return room // (stages * tp)
+
+
+def _splits(num_layers: int, parts: int) -> Ints:
+    """[splits, parts] all ways to give each part at least one layer; evenly thinned where they are too many to keep.
+
+    Thinned splits merge neighbours downwards (each part at its least within a cell), so that needs stay too small.
+    """
+    edges = combinations(range(1, num_layers), parts - 1)
+    rows = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
+    if len(rows) <= MOST_SPLITS:
+        return rows
+    cell = 2
+    while True:
+        merged: Ints = np.unique(np.maximum(1, rows // cell * cell), axis=0)
+        if len(merged) <= MOST_SPLITS:
+            return merged
+        cell += 1
+
+
+def _passing(
+    inputs: Inputs, problem: Problem, bound: RolloutBound, family: _Family, step_s: float
+) -> tuple[Ints, list[Ints]]:
+    """Return the structures and splits that a step time does not rule out, and the groups (dp) of each pool.
+
+    First with the publication to the pool that weights reach soonest; what passes, then, with engines on that pool and
+    those reached no later than each of the others.
+    """
+    sync_s = _sync_s(inputs, problem, family)
+    rows: Ints = np.arange(len(sync_s), dtype=np.int64)
+    groups = [np.ones(len(sync_s)) for _ in family.order]
+    rows, groups = _keeping_pace(inputs, problem, family, rows, groups, step_s - sync_s.min(axis=1))
+    rows, groups = _generating(problem, bound, family, rows, groups, step_s - sync_s.min(axis=1), None)
+    kept_rows, kept_groups = [], []
+    for pool in range(len(problem.pools.pools)):
+        if not len(rows):
+            break
+        some, own = _keeping_pace(inputs, problem, family, rows, groups, step_s - sync_s[:, pool])
+        reached = sync_s <= sync_s[:, [pool]] * (1 + 1e-9)
+        some, own = _generating(problem, bound, family, some, own, step_s - sync_s[:, pool], reached)
+        kept_rows.append(some)
+        kept_groups.append(own)
+    if not kept_rows:
+        return np.zeros(0, dtype=np.int64), []
+    return np.concatenate(kept_rows), [
+        np.concatenate([own[place] for own in kept_groups]).astype(np.int64) for place in range(len(family.order))
+    ]
+
+
+def _sync_s(inputs: Inputs, problem: Problem, family: _Family) -> Floats:
+    """[structures and splits, pools] publication; the layers of each pool are its share of the weights."""
+    pools = problem.pools
+    shares = np.zeros((len(family.split[0]), len(pools.pools)))
+    for place, k in enumerate(family.order):
+        shares[:, k] = family.split[place] / inputs.model.num_layers
+    latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
+    times: Floats = publish_s(inputs.model, inputs.work, shares, pools.publish_bytes_per_s, latency)
+    return times
+
+
+def _keeping_pace(
+    inputs: Inputs, problem: Problem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
+) -> tuple[Ints, list[Floats]]:
+    """Return the rows whose pools have enough GPUs to train within `left_s` [all rows], and the groups they need."""
+    work, pools = inputs.work, problem.pools.pools
+    overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
+    per_rank = work.trained_tokens / work.minibatches / work.longest_tokens
+    for _ in range(PASSES):
+        if not len(rows):
+            break
+        depth = np.sum([stage[rows] for stage in family.stages], axis=0)
+        count = np.maximum(1.0, np.floor(per_rank / np.max(groups, axis=0)))
+        tail = _tail_s(inputs, problem, family, rows, groups)
+        pace = (left_s[rows] - overhead - tail) * count / (count + depth - 1)
+        fits = pace > 0
+        needs = []
+        for place in range(len(family.order)):
+            need = _least_groups(inputs, problem, family, place, rows, pace, groups[place])
+            fits &= need <= family.most[place][rows]
+            needs.append(need)
+        rows, groups = rows[fits], [need[fits] for need in needs]
+    if len(rows):
+        holds = _holds(inputs, problem, family, rows)
+        rows, groups = rows[holds], [own[holds] for own in groups]
+    return rows, groups
+
+
+def _generating(
+    problem: Problem,
+    bound: RolloutBound,
+    family: _Family,
+    rows: Ints,
+    groups: list[Floats],
+    left_s: Floats,
+    reached: Bools | None,
+) -> tuple[Ints, list[Floats]]:
+    """Return the rows whose other GPUs may generate a step's tokens within `left_s` [all rows], where weights reach."""
+    if not len(rows):
+        return rows, groups
+    pools, step = problem.pools.pools, problem.step
+    left = np.tile(np.array([float(pool.num_gpus) for pool in pools]), (len(rows), 1))
+    for place, k in enumerate(family.order):
+        left[:, k] -= family.stages[place][rows] * family.tp[place][rows] * groups[place]
+    if reached is not None:
+        left *= reached[rows]
+    rollout_s = left_s[rows] - step.latency_s
+    enough = rollout_s >= step.judge_s
+    for price, table in zip(bound.prices, bound.tables, strict=True):
+        work = sum(left[:, k] * np.interp(rollout_s, bound.times, table[k]) for k in range(len(pools)))
+        enough &= work + (price * bound.gate if price else 0.0) >= bound.tokens
+    return rows[enough], [own[enough] for own in groups]
+
+
+def _least_groups(
+    inputs: Inputs, problem: Problem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
+) -> Floats:
+    """Least dp with which a pool's stages keep a pace; at least `groups`, which is known."""
+    k = family.order[place]
+    pool = problem.pools.pools[k]
+    slowest = np.where(family.stages[place][alive] > 1, pool.place.inter_bytes_per_s, np.inf)
+    for other in family.order[max(0, place - 1) : place + 2]:
+        if other != k:
+            slowest = np.minimum(slowest, problem.pools.bytes_per_s[k][other])
+    rate = slowest * pool.place.efficiency.link
+    node, tp = max(pool.sizes), family.tp[place][alive]
+    crossing = np.asarray(family.one[place].boundary_tokens_bytes)
+    crossing = (crossing if crossing.ndim == 0 else crossing[alive]) * 1.0
+    work_s = family.layers[place][alive] * np.asarray(family.one[place].per_layer_s)[alive]
+
+    def asked(nodes: Floats) -> Floats:
+        """Groups wanted where a stage spans so many nodes: the more, the faster its boundary is crossed."""
+        left = pace - crossing / nodes / rate
+        with np.errstate(divide="ignore"):
+            return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
+
+    need = np.maximum(groups, asked(np.full(len(alive), float(len(pool.sizes)))))
+    for _ in range(
+        PASSES
+    ):  # either the nodes these groups span are enough for some more groups, or it takes a node more
+        nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / node))
+        need = np.maximum(need, np.minimum(asked(nodes), nodes * node // tp + 1))
+    return need
+
+
+def _tail_s(inputs: Inputs, problem: Problem, family: _Family, alive: Ints, groups: Sequence[Floats]) -> Floats:
+    """Time of the gradients at least, of the stage where they take longest; the vocabulary left out."""
+    longest = np.zeros(len(alive))
+    for place, k in enumerate(family.order):
+        pool = problem.pools.pools[k]
+        dp = np.minimum(groups[place], 1e9)
+        terms = stage_terms(
+            inputs.model,
+            inputs.work,
+            pool.place,
+            max(pool.sizes),
+            family.tp[place][alive],
+            dp,
+            pool.place.inter_bytes_per_s,
+        )
+        last = place == len(family.order) - 1
+        own = (
+            np.floor(family.layers[place][alive])
+            if not last
+            else np.maximum(family.layers[place][alive] - family.head_layers[alive], 0)
+        )
+        longest = np.maximum(longest, own * terms.gradients_per_layer_s)
+    return longest
+
+
+def _holds(inputs: Inputs, problem: Problem, family: _Family, alive: Ints) -> Bools:
+    """Whether layers fit into memory at the widest dp there is room for; tables count where a pool has but one
+    stage."""
+    fits = np.ones(len(alive), dtype=bool)
+    depth = np.sum([stage[alive] for stage in family.stages], axis=0)
+    widest = np.max([most[alive] for most in family.most], axis=0)
+    in_flight = np.minimum(depth, microbatches(inputs.work, np.maximum(widest, 1)))
+    for place, k in enumerate(family.order):
+        pool = problem.pools.pools[k]
+        tp, alone = family.tp[place][alive], family.stages[place][alive] == 1
+        dp = np.maximum(family.most[place][alive], 1)
+        terms = stage_terms(
+            inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s
+        )
+        is_last = place == len(family.order) - 1
+        first, last = alone & (place == 0), alone & is_last
+        most = most_layers(inputs.model, terms, pool.place.memory_limit_bytes, first, last, in_flight)
+        own = family.layers[place][alive] - (
+            family.head_layers[alive] / family.stages[place][alive] if is_last else 0.0
+        )
+        fits &= own <= most + 1e-6
+    return fits
+
+
+def _realise(
+    inputs: Inputs,
+    problem: Problem,
+    families: Sequence[_Family],
+    passing: Sequence[tuple[Ints, list[Ints]]],
+    ceiling_s: float,
+    time_limit_s: float,
+) -> tuple[Problem, Solution] | None:
+    """Turn what passes into training shapes, each pool with a few groups more, and solve with those."""
+    share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
+    tables = []
+    for family, (rows, groups) in zip(families, passing, strict=True):
+        if not len(rows):
+            continue
+        every = max(1, len(rows) * len(SPARE) ** len(family.order) // share)
+        rows, groups = rows[::every], [own[::every] for own in groups]
+        for spare in product(SPARE, repeat=len(family.order)):
+            shapes = []
+            for place in range(len(family.order)):
+                stage, tp = family.stages[place][rows], family.tp[place][rows]
+                shapes.append(Shapes(stage, tp, np.minimum(groups[place] + spare[place], family.most[place][rows])))
+            tables.append(evaluated(inputs.model, inputs.work, problem.pools, list(family.order), shapes))
+    table = merged_table(problem.pools, tables, is_complete=True)
+    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table)
+    richer = msgspec.structs.replace(problem, table=table, sync_s=sync_s)
+    found = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
+    return None if found is None else (richer, found)

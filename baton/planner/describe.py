@@ -1,0 +1,248 @@
+"""A solution as a complete plan: every GPU's role, layers, memory, times, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from baton.cost.train import microbatches, stage_bytes, stage_terms
+from baton.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
+from baton.planner.assign import Seats, pipeline_order, seat
+from baton.planner.exact import PROVEN, Solution
+from baton.planner.instance import Inputs
+from baton.planner.pipelines import Balance, Shapes, balanced
+from baton.planner.problem import Problem
+from baton.planner.replicas import rounded_shares
+
+
+def describe(
+    inputs: Inputs, problem: Problem, solution: Solution, method: str, prefer: dict[str, str] | None = None
+) -> Plan:
+    """Return the plan of a solution."""
+    seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
+    training = describe_training(inputs, problem, solution.row, seats)
+    step = problem.step
+    floor = step.judge_s
+    rollout_s = needed_s(problem, solution.rollout.counts)
+    total = step.step_s(solution.sync_s, rollout_s, training.time_s)
+    breakdown = Breakdown(
+        step_s=total,
+        sync_s=solution.sync_s,
+        rollout_s=rollout_s,
+        reward_s=step.reward_s(rollout_s),
+        train_s=training.time_s,
+        overlaps=step.overlaps,
+    )
+    replicas = describe_replicas(inputs, problem, seats, max(rollout_s, floor))
+    gap = max(0.0, total / solution.bound_s - 1)
+    bound = Bound(solution.bound_s, gap, gap < PROVEN)
+    plan = Plan(
+        cluster=inputs.cluster.name,
+        model=inputs.model.name,
+        workload=inputs.work.name,
+        method=method,
+        training=training,
+        replicas=replicas,
+        idle=_idle(problem, seats, breakdown),
+        breakdown=breakdown,
+        tokens_per_step=problem.trained_tokens,
+        max_staleness=inputs.work.max_staleness,
+        mean_staleness=mean_staleness(inputs, replicas, breakdown),
+        price_per_h=inputs.cluster.price_per_h,
+        currency=inputs.cluster.currency,
+        bound=bound,
+    )
+    return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
+
+
+def needed_s(problem: Problem, chosen: Sequence[int]) -> float:
+    """The time these replicas need, which the solver may have left at a time below which it does not matter."""
+    counts = np.array(chosen)
+    speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
+    pause = np.array([column.cost.pause_s for column in problem.columns])
+    works = counts > 0
+    while True:
+        time_s = (problem.step.output_tokens + float((speed * pause)[works].sum())) / float(speed[works].sum())
+        late = works & (pause >= time_s)
+        if not late.any():
+            return time_s
+        works &= ~late
+
+
+def describe_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) -> Training:
+    """Return the trainer's side of a plan."""
+    table, pools = problem.table, problem.pools
+    order = pipeline_order(pools, table.stages[row])
+    if inputs.rates is not None:
+        return _rated_training(inputs, problem, row, seats)
+    parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
+    balance = balanced(inputs.model, inputs.work, pools, order, parts)
+    layers = stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
+    stages, first = [], 0
+    for place, ((k, groups), count) in enumerate(zip(seats.stages, layers, strict=True)):
+        tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+        stages.append(
+            Stage(
+                gpu=pools.pools[k].gpu,
+                gpu_ids=tuple(gpu for group in groups for gpu in group),
+                dp=dp,
+                tp=tp,
+                layers=(first, first + count),
+                memory_bytes=_stage_memory(inputs, problem, row, k, count, place, len(layers)),
+                memory_limit_bytes=pools.pools[k].place.memory_limit_bytes,
+            )
+        )
+        first += count
+    overhead = float(table.time_s[row]) - float(balance.time_s[0])
+    return Training(
+        stages=tuple(stages),
+        microbatches=int(balance.microbatches[0]),
+        time_s=float(table.time_s[row]),
+        compute_s=float(balance.compute_s[0]) + overhead,
+        bubble_s=float(balance.bubble_s[0]),
+        comm_s=float(balance.gradients_s[0]),
+        optimizer_s=float(balance.optimizer_s[0]),
+    )
+
+
+def stage_layers(inputs: Inputs, balance: Balance, stages: Sequence[int]) -> list[int]:
+    """Layers of each stage in order; where the balance has room for more than there are, the fullest give first."""
+    found: list[int] = []
+    for place, count in enumerate(stages):
+        first, between, last = (int(each[0]) for each in balance.stage_layers[place])
+        own = [between] * count
+        if place == 0 and not (len(stages) == 1 and count == 1):
+            own[0] = first
+        if place == len(stages) - 1:
+            own[-1] = last
+        found += own
+    for _ in range(sum(found) - inputs.model.num_layers):
+        fullest = max(range(len(found)), key=lambda k: (found[k], k))
+        found[fullest] -= 1
+    return found
+
+
+def _stage_memory(inputs: Inputs, problem: Problem, row: int, k: int, layers: int, place: int, depth: int) -> float:
+    pool, table = problem.pools.pools[k], problem.table
+    tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+    widest = int(table.dp[row].max())
+    terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s)
+    in_flight = min(depth, float(microbatches(inputs.work, widest)))
+    return float(
+        stage_bytes(inputs.model, terms, layers, np.array(place == 0), np.array(place == depth - 1), in_flight)
+    )
+
+
+def _rated_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) -> Training:
+    table, time_s = problem.table, float(problem.table.time_s[row])
+    counts = rounded_shares([float(table.shares[row, k]) for k, _ in seats.stages], inputs.model.num_layers)
+    stages, first = [], 0
+    for (k, groups), count in zip(seats.stages, counts, strict=True):
+        gpus = tuple(gpu for group in groups for gpu in group)
+        limit = problem.pools.pools[k].place.memory_limit_bytes
+        stages.append(Stage(problem.pools.pools[k].gpu, gpus, len(gpus), 1, (first, first + count), 0.0, limit))
+        first += count
+    return Training(tuple(stages), 1, time_s, time_s, 0.0, 0.0, 0.0)
+
+
+def describe_replicas(inputs: Inputs, problem: Problem, seats: Seats, time_s: float) -> tuple[Replica, ...]:
+    """Return the rollout side of a plan."""
+    works = [problem.columns[index].work(time_s) for index, _ in seats.replicas]
+    total = sum(works)
+    shares = [work / total for work in works]
+    trajectories = rounded_shares(shares, inputs.work.num_trajectories)
+    found = []
+    for (index, gpus), share, count in zip(seats.replicas, shares, trajectories, strict=True):
+        column = problem.columns[index]
+        edges = np.cumsum([0, *column.cost.layers]).tolist()
+        pool = problem.pools.pools[column.pool]
+        found.append(
+            Replica(
+                gpu=pool.gpu,
+                gpu_ids=gpus,
+                tp=column.cost.tp,
+                pp=column.cost.pp,
+                layers=tuple(pairwise(edges)),
+                batch=column.cost.batch,
+                tokens_per_s=column.cost.tokens_per_s,
+                pause_s=column.cost.pause_s,
+                share=share,
+                trajectories=count,
+                memory_bytes=column.cost.memory_bytes,
+                memory_limit_bytes=pool.place.memory_limit_bytes,
+            )
+        )
+    return tuple(found)
+
+
+def _idle(problem: Problem, seats: Seats, breakdown: Breakdown) -> tuple[Idle, ...]:
+    found: dict[str, list[str]] = {}
+    for k, gpu in seats.idle:
+        pool = problem.pools.pools[k]
+        own = [column for column in problem.columns if column.pool == k]
+        if not own:
+            why = f"no replica of the model fits on {pool.gpu}, and it would not make training faster"
+        elif breakdown.overlaps and breakdown.train_s >= breakdown.rollout_s + breakdown.reward_s:
+            why = "training sets the pace: more generation would not make a step faster"
+        else:
+            why = (
+                "it fits into no replica shape beside the others, the gate is full, or weights would reach it too late"
+            )
+        found.setdefault(why, []).append(gpu)
+    return tuple(Idle(tuple(gpus), why) for why, gpus in found.items())
+
+
+def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
+    """Versions between a trajectory's first token and its training, by Little's law; an estimate.
+
+    Where training sets the pace, the gate is full: max_staleness. Else running trajectories over a batch, and half a
+    step in the buffer.
+    """
+    work = inputs.work
+    if not breakdown.overlaps:
+        return 0.0
+    if breakdown.train_s >= breakdown.rollout_s + breakdown.reward_s:
+        return float(work.max_staleness)
+    running = sum(replica.batch for replica in replicas)
+    return min(float(work.max_staleness), running / work.num_trajectories + 0.5)
+
+
+def limits(inputs: Inputs, problem: Problem, plan: Plan) -> list[str]:
+    """What holds the plan back, in sentences."""
+    b = plan.breakdown
+    filled = b.rollout_s + b.reward_s
+    found = []
+    if not b.overlaps:
+        found.append(
+            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) take turns: no staleness is allowed"
+        )
+    elif b.train_s >= filled:
+        found.append(f"training sets the pace: {seconds(b.train_s)}, rollout and judging {seconds(filled)}")
+    else:
+        found.append(f"rollout sets the pace: {seconds(filled)} with judging, training {seconds(b.train_s)}")
+    if b.sync_s > 0.1 * b.step_s:
+        found.append(f"weight publication takes {b.sync_s / b.step_s:.0%} of a step: the slowest link it crosses")
+    if problem.step.judge_s > b.rollout_s:
+        found.append(f"judging a batch takes {seconds(problem.step.judge_s)}, longer than generating it")
+    running = sum(replica.batch for replica in plan.replicas)
+    if np.isfinite(problem.step.max_running) and running > 0.9 * problem.step.max_running:
+        found.append(
+            f"the staleness gate: {running} trajectories run at once, it allows {problem.step.max_running:.0f}"
+        )
+    paused = [replica.pause_s for replica in plan.replicas]
+    if paused and max(paused) > 0.1 * b.rollout_s:
+        what = "prefilling running trajectories again after each version" if b.overlaps else "the tail of each batch"
+        found.append(f"{what} takes up to {max(paused) / b.rollout_s:.0%} of the rollout time")
+    if plan.training.bubble_s > 0.1 * plan.training.time_s:
+        found.append(f"the pipeline waits {plan.training.bubble_s / plan.training.time_s:.0%} of the training time")
+    if plan.training.comm_s > 0.1 * plan.training.time_s:
+        found.append(f"gradients take {plan.training.comm_s / plan.training.time_s:.0%} of the training time")
+    return found
+
+
+def seconds(value: float) -> str:
+    """A time with three digits, never in powers of ten."""
+    return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"

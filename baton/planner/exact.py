@@ -1,0 +1,126 @@
+"""Phase 2, `exact`: best first over training shapes, each with its best rollout; a proven optimum or a reported gap.
+
+Every candidate training shape has a bound on the step time from the GPUs it leaves. In the order of that bound the
+integer program decides whether a candidate beats the best plan so far; when the next bound is no better, the rest
+cannot be. Where not all shapes were enumerated (many GPUs of many types), or where nodes of a type differ,
+`division_bound_s` covers the rest.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+
+from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.problem import Floats, Ints, Problem
+from baton.planner.replicas import CLOSE, Rollout, RolloutProgram
+
+PROVEN = 1e-6
+"""A gap below this is none."""
+
+
+class Solution(msgspec.Struct, frozen=True):
+    """The best division found: a row of the table and its replicas."""
+
+    row: int
+    rollout: Rollout
+    sync_s: float
+    step_s: float
+    bound_s: float
+    """No division is faster."""
+    num_evaluated: int = 0
+    """Integer programs solved."""
+
+    @property
+    def gap(self) -> float:
+        """step over bound, less 1."""
+        return max(0.0, self.step_s / self.bound_s - 1)
+
+
+class _Entries(msgspec.Struct, frozen=True):
+    """(candidate, publication no slower than this): engines stand only on pools that it reaches in time."""
+
+    rows: Ints
+    sync_s: Floats
+    bound_s: Floats
+
+
+def solve_exact(problem: Problem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf) -> Solution | None:
+    """Return the division with the least step time, or None where there is none faster than `ceiling_s`."""
+    started = time.monotonic()
+    bound = RolloutBound(problem)
+    entries = _entries(problem, bound)
+    program = RolloutProgram(problem)
+    best: Solution | None = None
+    step_s, least_s = ceiling_s, np.inf
+    for place in np.argsort(entries.bound_s, kind="stable"):
+        lower = float(entries.bound_s[place])
+        if lower >= step_s * (1 - CLOSE):
+            least_s = min(least_s, lower)
+            break
+        if best is not None and time.monotonic() - started > time_limit_s:
+            least_s = min(least_s, lower)
+            break
+        found, missed_s = _try(problem, program, entries, int(place), step_s)
+        least_s = min(least_s, missed_s)
+        if found is not None:
+            best, step_s = found, found.step_s
+    if best is None:
+        return None
+    covered = min(least_s, step_s)
+    if not problem.table.is_complete:
+        gpus = [pool.num_gpus for pool in problem.pools.pools]
+        covered = min(covered, division_bound_s(problem, bound, gpus))
+    return msgspec.structs.replace(best, bound_s=covered, num_evaluated=program.num_solved)
+
+
+def _entries(problem: Problem, bound: RolloutBound) -> _Entries:
+    table, step = problem.table, problem.step
+    capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
+    left = capacity - table.gpus
+    everywhere = np.unique(left, axis=0, return_inverse=True)
+    rows, syncs, bounds = [], [], []
+    for pool in range(len(capacity)):
+        sync = problem.sync_s[:, pool]
+        reached = problem.sync_s <= sync[:, None] * (1 + CLOSE)
+        repeated = np.any((problem.sync_s[:, :pool] == sync[:, None]), axis=1)
+        if np.all(reached):
+            rollout_s = bound.times_s(everywhere[0])[everywhere[1].ravel()]
+        else:
+            rollout_s = bound.times_s(left * reached)
+        filled = np.maximum(rollout_s, step.judge_s) + step.latency_s
+        total = sync + (np.maximum(filled, table.time_s) if step.overlaps else filled + table.time_s)
+        keep = ~repeated & np.isfinite(total)
+        rows.append(np.nonzero(keep)[0])
+        syncs.append(sync[keep])
+        bounds.append(total[keep])
+    return _Entries(np.concatenate(rows), np.concatenate(syncs), np.concatenate(bounds))
+
+
+def _try(
+    problem: Problem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
+) -> tuple[Solution | None, float]:
+    """Return the candidate's plan where it beats `step_s`, and a step time that it cannot undercut."""
+    table, step = problem.table, problem.step
+    row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
+    train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])
+    left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
+    allowed = (problem.sync_s[row] <= sync_s * (1 + CLOSE)).tolist()
+    if np.isfinite(step_s):
+        budget = step.rollout_budget_s(step_s * (1 - CLOSE), sync_s, train_s)
+        if budget < 0:
+            return None, step_s
+        answer = program.reaches(left, allowed, budget)
+        if answer.bound < step.output_tokens * (1 - CLOSE):
+            return None, step_s
+    floor = max(step.judge_s, train_s - step.latency_s if step.overlaps else 0.0)
+    rollout = program.fastest(left, allowed, floor)
+    if rollout is None:
+        return None, np.inf
+    missed = max(lower, step.step_s(sync_s, max(rollout.least_s, floor), train_s))
+    total = step.step_s(sync_s, max(rollout.time_s, floor), train_s)
+    if total >= step_s * (1 - CLOSE):
+        return None, min(missed, total)
+    return Solution(row, rollout, sync_s, total, lower), missed

@@ -1,0 +1,94 @@
+"""Why there is no plan: which family of constraints binds, with the bytes needed and available."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from baton.cost.generate import context_bytes, replica_layers, weight_bytes
+from baton.cost.train import microbatches, stage_bytes, stage_terms
+from baton.errors import UserError
+from baton.model import ModelSpec
+from baton.planner.pools import Pool, Pools
+from baton.planner.problem import REPLICA_STAGES, Problem, tensor_widths
+from baton.workload import Workload
+
+GB = 1e9
+
+
+def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
+    """Raise UserError: no replica shape fits into memory anywhere."""
+    lines = []
+    for pool in pools.pools:
+        needs = [
+            (
+                weight_bytes(model, work, tp, layers) + context_bytes(model, work, tp, layers, work.longest_tokens),
+                tp,
+                pp,
+            )
+            for tp in tensor_widths(model, pool)
+            for pp in REPLICA_STAGES
+            if tp * pp <= pool.capacity(tp) and pp <= model.num_layers
+            for layers in [replica_layers(model, pp)]
+        ]
+        least, tp, pp = min(needs)
+        limit = pool.place.memory_limit_bytes
+        lines.append(
+            f"{pool.name}: {least / GB:.3g} GB needed with tp = {tp}, pp = {pp}, {limit / GB:.3g} GB available"
+        )
+    raise UserError(
+        f"infeasible: rollout memory. {model.name} with one trajectory of {work.longest_tokens:,.0f} tokens fits on no "
+        f"GPU type in any replica shape ({'; '.join(lines)}). Shorter responses or GPUs with more memory would help"
+    )
+
+
+def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
+    """Raise UserError: no training shape fits into memory anywhere."""
+    lines = [_training_need(model, work, pool) for pool in pools.pools]
+    raise UserError(
+        f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
+        f"training shape ({'; '.join(lines)}). More GPUs per shape, shorter responses or a smaller model would help"
+    )
+
+
+def _training_need(model: ModelSpec, work: Workload, pool: Pool) -> str:
+    """The least a GPU of this pool would have to hold, with all of the pool's GPUs training."""
+    best: tuple[float, int, int, int] | None = None
+    for tp in tensor_widths(model, pool):
+        for stages in (1, 2, 4, 8):
+            dp = pool.capacity(tp) // (stages * tp)
+            if dp < 1 or stages > model.num_layers:
+                continue
+            terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s)
+            layers = -(-model.num_layers // stages)
+            flight = min(stages, float(microbatches(work, dp)))
+            need = float(stage_bytes(model, terms, layers, np.array(stages == 1), np.array(True), flight))
+            best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
+    assert best is not None, "a pool holds at least one GPU"
+    need, tp, stages, dp = best
+    return (
+        f"{pool.name}: {need / GB:.3g} GB per GPU needed with tp = {tp}, dp = {dp}, {stages} stages, "
+        f"{pool.place.memory_limit_bytes / GB:.3g} GB available"
+    )
+
+
+def refuse_division(problem: Problem, model: ModelSpec) -> NoReturn:
+    """Raise UserError: trainer and rollout fit one by one, but not side by side, or the gate admits too few."""
+    table, pools = problem.table, problem.pools.pools
+    smallest = min(column.cost.batch for column in problem.columns)
+    if smallest > problem.step.max_running:
+        raise UserError(
+            f"infeasible: staleness gate. It lets {problem.step.max_running:.1f} trajectories run at once, fewer than "
+            f"the smallest replica's {smallest}. A larger batch or a larger max_staleness would help"
+        )
+    gpus = table.gpus.sum(axis=1)
+    row = int(np.argmin(gpus))
+    shape = ", ".join(f"{count} {pool.name}" for count, pool in zip(table.gpus[row], pools, strict=True) if count)
+    replica = min(problem.columns, key=lambda column: column.num_gpus)
+    total = sum(pool.num_gpus for pool in pools)
+    raise UserError(
+        f"infeasible: number of GPUs. The smallest training shape of {model.name} takes {shape}, the smallest replica "
+        f"{replica.num_gpus} {pools[replica.pool].name}, and they do not fit side by side into {total} GPUs. "
+        "More GPUs would help; `--colocated` plans for taking turns on the same ones"
+    )

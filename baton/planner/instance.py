@@ -1,0 +1,149 @@
+"""From a user's inputs to a problem: with the cost model, or with a table of measured rates in its place."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import numpy as np
+
+from baton.cluster import Cluster
+from baton.cost.efficiency import Efficiencies, RatesSettings
+from baton.cost.generate import ReplicaCost
+from baton.cost.train import forward_passes, layer_flops
+from baton.errors import UserError
+from baton.model import ModelSpec
+from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
+from baton.planner.pipelines import MAX_SHAPES, train_table
+from baton.planner.pools import Pool, Pools, View, make_pools
+from baton.planner.problem import (
+    Column,
+    Floats,
+    Problem,
+    TrainTable,
+    make_step,
+    replica_columns,
+    sync_table,
+)
+from baton.workload import Workload
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """What is to be planned."""
+
+    cluster: Cluster
+    model: ModelSpec
+    work: Workload
+    efficiencies: Efficiencies = Efficiencies()
+    rates: RatesSettings | None = None
+    """Measured rates in place of the cost model."""
+    cross_types: bool = True
+    """Whether one training pipeline may cross GPU types (Megatron and FSDP cannot: then False)."""
+
+    def on(self, cluster: Cluster) -> Inputs:
+        """Return the same question about another cluster."""
+        return msgspec.structs.replace(self, cluster=cluster)
+
+
+def make_problem(inputs: Inputs, view: View = "alike") -> Problem:
+    """Return the problem of a view of the cluster. Raises UserError where no shape fits, with the bytes needed."""
+    pools = make_pools(inputs.cluster, inputs.efficiencies, view)
+    return make_rate_problem(inputs, pools) if inputs.rates is not None else make_cost_problem(inputs, pools)
+
+
+def make_cost_problem(inputs: Inputs, pools: Pools) -> Problem:
+    """Return the problem as the cost model sees it."""
+    model, work = inputs.model, inputs.work
+    columns = replica_columns(model, work, pools)
+    table = train_table(model, work, pools, cross_types=inputs.cross_types)
+    if not columns:
+        refuse_without_columns(model, work, pools)
+    if not len(table):
+        refuse_without_shapes(model, work, pools)
+    once = forward_passes(work) * (
+        model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
+    )
+    rates = [pool.place.gpu.flops * pool.place.efficiency.train / once for pool in pools.pools]
+    fastest = min(pool.place.efficiency.publish_latency_s for pool in pools.pools)
+    size = model.params * work.weight_bytes
+    return Problem(
+        pools=pools,
+        columns=columns,
+        table=table,
+        sync_s=sync_table(model, work, pools, table),
+        step=make_step(work),
+        trained_tokens=work.trained_tokens,
+        train_rate_bound=np.array(rates),
+        sync_bound_s=fastest + size / float(pools.publish_bytes_per_s.max()),
+    )
+
+
+# ---- measured rates --------------------------------------------------------------------------------------------------
+
+
+def make_rate_problem(inputs: Inputs, pools: Pools) -> Problem:
+    """Return the problem of a table of rates: a replica is one GPU, training adds up the rates of its GPUs.
+
+    Memory and shapes are the table's matter: it was measured with some that fit.
+    """
+    rates, work = inputs.rates, inputs.work
+    assert rates is not None, "there is a table of rates"
+    missing = sorted({pool.gpu for pool in pools.pools} - set(rates.rates))
+    if missing:
+        raise UserError(
+            f"rates: {', '.join(missing)} is in the cluster but not in the table, which has {', '.join(rates.rates)}"
+        )
+    train = np.array([rates.rates[pool.gpu].train for pool in pools.pools])
+    layers = (inputs.model.num_layers,)
+    columns = tuple(
+        Column(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
+        for index, pool in enumerate(pools.pools)
+    )
+    table = _rate_table(pools, train, work.trained_tokens, inputs.cross_types)
+    cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s
+    between = np.full((len(pools.pools), len(pools.pools)), cross)
+    np.fill_diagonal(between, rates.sync_s)
+    sync = np.max(np.where(table.gpus[:, :, None] > 0, between[None], 0.0), axis=1)
+    step = msgspec.structs.replace(make_step(work), max_running=np.inf)
+    return Problem(
+        pools=pools,
+        columns=columns,
+        table=table,
+        sync_s=sync,
+        step=step,
+        trained_tokens=work.trained_tokens,
+        train_rate_bound=train / work.trained_tokens,
+        sync_bound_s=float(between.min()),
+    )
+
+
+def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -> TrainTable:
+    counts = [pool.num_gpus for pool in pools.pools]
+    total = float(np.prod([count + 1.0 for count in counts]))
+    if not cross_types:
+        rows = [_only(k, n, len(counts)) for k, count in enumerate(counts) for n in range(1, count + 1)]
+    elif total <= MAX_SHAPES:
+        rows = list(product(*(range(count + 1) for count in counts)))[1:]
+    else:
+        rows = _one_split(pools.pools)
+    gpus = np.array(rows, dtype=np.int64)
+    gpus = gpus[gpus.sum(axis=1) > 0]
+    rate = gpus @ train
+    shares = gpus * train / rate[:, None]
+    ones = (gpus > 0).astype(np.int64)
+    return TrainTable(ones, ones, gpus, tokens / rate, shares, is_complete=not cross_types or total <= MAX_SHAPES)
+
+
+def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
+    return tuple(count if k == pool else 0 for k in range(num_pools))
+
+
+def _one_split(pools: tuple[Pool, ...]) -> list[tuple[int, ...]]:
+    """Every pool trains as a whole or not at all, but one, of which any number does: the basic solutions of the LP."""
+    rows = set()
+    for split in range(len(pools)):
+        others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]
+        for base in product(*others):
+            for count in range(pools[split].num_gpus + 1):
+                rows.add(tuple(count if k == split else n for k, n in enumerate(base)))
+    return sorted(rows)

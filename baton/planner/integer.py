@@ -1,0 +1,70 @@
+"""Integer programs on HiGHS: maximise c·y, A·y ≤ b, y whole and not negative."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import UserError
+
+Floats = NDArray[np.float64]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The best found, and what cannot be exceeded."""
+
+    counts: tuple[int, ...]
+    value: float
+    bound: float
+
+
+def check_solver() -> None:
+    """Raise UserError where HiGHS is not installed."""
+    if find_spec("highspy") is None:
+        raise UserError("planning needs highspy, which is not installed: run `pip install 'baton-rl[plan]'`")
+
+
+def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float = 20.0) -> Answer:
+    """Solve one integer program; `rows` is [constraints, columns], not negative as `gains` and `limits` are.
+
+    Within the time limit the answer is an optimum (relative gap 10⁻⁹), else `bound` says what is left.
+    """
+    check_solver()
+    import highspy
+
+    num_rows, num_columns = rows.shape
+    most = np.min(np.where(rows > 0, limits[:, None] / np.where(rows > 0, rows, 1.0), np.inf), axis=0, initial=np.inf)
+    lp: Any = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = num_columns, num_rows
+    lp.sense_ = highspy.ObjSense.kMaximize
+    lp.col_cost_ = gains
+    lp.col_lower_, lp.col_upper_ = np.zeros(num_columns), np.floor(most + 1e-9)
+    lp.row_lower_, lp.row_upper_ = np.full(num_rows, -highspy.kHighsInf), limits.astype(float)
+    places = [np.nonzero(rows[:, column])[0] for column in range(num_columns)]
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(place) for place in places)])
+    lp.a_matrix_.index_ = np.concatenate(places) if places else np.zeros(0, dtype=int)
+    lp.a_matrix_.value_ = np.concatenate([rows[place, column] for column, place in enumerate(places)])
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * num_columns
+    make: Any = highspy.Highs
+    solver = make()
+    for key, value in (
+        ("output_flag", False),
+        ("threads", 1),
+        ("mip_rel_gap", 1e-9),
+        ("mip_abs_gap", 0.0),
+        ("time_limit", time_limit_s),
+    ):
+        solver.setOptionValue(key, value)
+    solver.passModel(lp)
+    solver.run()
+    solution = np.round(np.array(solver.getSolution().col_value)) if solver.getInfo().primal_solution_status else None
+    counts = np.zeros(num_columns) if solution is None or len(solution) != num_columns else solution
+    assert np.all(rows @ counts <= limits + 1e-6), "HiGHS returned what is not allowed"
+    value = float(gains @ counts)
+    bound = max(value, float(solver.getInfo().mip_dual_bound))
+    return Answer(tuple(int(count) for count in counts), value, bound)

@@ -1,0 +1,260 @@
+"""What to rent: most throughput for a budget, or the cheapest cluster that reaches a throughput.
+
+Offers are machines with a price. Every choice of numbers of machines is a cluster; a bound on its throughput (a
+division of fractions of GPUs, all choices at once) decides the order, and which choices need no plan at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import product
+
+import msgspec
+import numpy as np
+from pydantic import Field
+
+from baton.cluster import ClusterSettings, GpuSettings, LinkSettings, NodeSettings
+from baton.errors import UserError
+from baton.plan import Plan
+from baton.planner.bounds import RolloutBound
+from baton.planner.instance import Inputs, make_problem
+from baton.planner.more import Spot, marked
+from baton.planner.problem import Floats, Ints, Problem
+from baton.planner.solve import make_plan
+from baton.settings import Settings
+
+MOST_CHOICES = 200_000
+BOUND_STEPS = 24
+BOUND_WEIGHTS = 41
+
+
+class OfferSettings(Settings):
+    """[[offers]] machines that can be rented."""
+
+    gpu: str
+    """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
+    gpus: int = Field(default=8, ge=1)
+    """GPUs in each machine."""
+    price_per_gpu_hour: float | None = Field(default=None, gt=0)
+    """The default is the GPU type's."""
+    max_nodes: int | None = Field(default=None, ge=1)
+    """Machines on offer; the default is what the budget buys."""
+    link_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between two GPUs of a machine; the default is the GPU type's."""
+
+
+class OffersSettings(Settings):
+    """A file of offers: what `baton plan --budget` and `--target-throughput` may rent."""
+
+    name: str = "rented"
+    links: LinkSettings
+    """What connects rented machines."""
+    offers: tuple[OfferSettings, ...] = Field(min_length=1)
+    gpu: dict[str, GpuSettings] = Field(default_factory=dict)
+
+    def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
+        """Return the cluster of so many machines of each offer."""
+        nodes = tuple(
+            NodeSettings(
+                gpu=offer.gpu,
+                gpus=offer.gpus,
+                count=count,
+                name=f"{offer.gpu.lower()}x{offer.gpus}-{index}",
+                link_gb_per_s=offer.link_gb_per_s,
+                price_per_gpu_hour=offer.price_per_gpu_hour,
+            )
+            for index, (offer, count) in enumerate(zip(self.offers, counts, strict=True))
+            if count
+        )
+        return ClusterSettings(name=self.name, links=self.links, nodes=nodes, gpu=self.gpu)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What to rent, and its plan."""
+
+    counts: tuple[int, ...]
+    """Machines of each offer."""
+    plan: Plan
+    inputs: Inputs
+    spots: list[Spot]
+    """All clusters that were planned on the way."""
+    num_choices: int
+    num_planned: int
+    bound: float
+    """Budget: tokens per second that no choice within it exceeds. Target: the lowest price that may still reach it."""
+
+
+class _Market(msgspec.Struct, frozen=True):
+    offers: OffersSettings
+    inputs: Inputs
+    problem: Problem
+    """Of everything on offer at once: for bounds."""
+    prices: Floats
+    """Of one machine of each offer, per hour."""
+    pool_of: list[int]
+    gpus: Floats
+
+    def inputs_of(self, counts: Sequence[int]) -> Inputs:
+        return self.inputs.on(self.offers.cluster_settings(counts).build())
+
+
+def rent_for_budget(inputs: Inputs, offers: OffersSettings, budget: float, *, time_limit_s: float = 120.0) -> Choice:
+    """Return the cluster with most throughput for a price per hour. `inputs.cluster` is not looked at."""
+    prices = _prices(offers)
+    if budget < prices.min():
+        raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")
+    most = [_most(offer.max_nodes, budget, price) for offer, price in zip(offers.offers, prices, strict=True)]
+    choices = _choices(most, prices, budget, only_full=True)
+    market = _market(inputs, offers, most, prices)
+    bounds = _bounds_s(market, choices)
+    started, best, spots, planned = time.monotonic(), None, list[Spot](), 0
+    least_s = np.inf
+    for place in np.argsort(bounds, kind="stable"):
+        if best is not None and bounds[place] >= best[1].breakdown.step_s * (1 - 1e-9):
+            break
+        if best is not None and time.monotonic() - started > time_limit_s:
+            least_s = float(bounds[place])
+            break
+        found = _planned(market, choices[place].tolist())
+        planned += 1
+        if found is not None:
+            least_s = min(least_s, found[1].bound.step_s)
+            spots.append(_spot(found[0], found[1]))
+            if best is None or found[1].breakdown.step_s < best[1].breakdown.step_s * (1 - 1e-9):
+                best = (found[0], found[1], tuple(choices[place].tolist()))
+    if best is None:
+        raise UserError(f"--budget {budget:g}: {inputs.model.name} can be planned on no cluster at this price")
+    top = best[1].tokens_per_step / min(least_s, best[1].breakdown.step_s)
+    return Choice(best[2], best[1], best[0], marked(spots), len(choices), planned, top)
+
+
+def rent_for_target(inputs: Inputs, offers: OffersSettings, target: float, *, time_limit_s: float = 120.0) -> Choice:
+    """Return the cheapest cluster whose throughput, in trained tokens per second, reaches a target."""
+    prices = _prices(offers)
+    without = [offer.gpu for offer in offers.offers if offer.max_nodes is None]
+    if without:
+        raise UserError(f"offers: max_nodes is missing for {without[0]}, and --target-throughput needs it")
+    most = [offer.max_nodes or 1 for offer in offers.offers]
+    choices = _choices(most, prices, np.inf, only_full=False)
+    costs = choices @ prices
+    market = _market(inputs, offers, most, prices)
+    step_s = inputs.work.trained_tokens / target
+    can = _reaches(market, choices, step_s)
+    started, spots, planned, open_price = time.monotonic(), list[Spot](), 0, np.inf
+    for place in np.argsort(costs, kind="stable"):
+        if not can[place]:
+            continue
+        if time.monotonic() - started > time_limit_s:
+            open_price = min(open_price, float(costs[place]))
+            break
+        found = _planned(market, choices[place].tolist())
+        planned += 1
+        if found is None:
+            continue
+        spots.append(_spot(found[0], found[1]))
+        if found[1].tokens_per_s >= target * (1 - 1e-9):
+            price = min(float(costs[place]), open_price)
+            counts = tuple(choices[place].tolist())
+            return Choice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
+        if found[1].tokens_per_step / found[1].bound.step_s >= target:
+            open_price = min(open_price, float(costs[place]))  # its gap leaves it open
+    best = max((spot.tokens_per_s for spot in spots), default=0.0)
+    late = ", and time ran out: allow more with --time-limit" if np.isfinite(open_price) else ""
+    raise UserError(
+        f"--target-throughput {target:g}: no choice of the offers reaches it; the best one planned gives "
+        f"{best:,.0f} tokens/s{late}"
+    )
+
+
+def _prices(offers: OffersSettings) -> Floats:
+    whole = offers.cluster_settings([1] * len(offers.offers)).build()
+    return np.array([node.num_gpus * node.price_per_gpu_h for node in whole.nodes])
+
+
+def _most(limit: int | None, budget: float, price: float) -> int:
+    affordable = int(budget / price + 1e-9)
+    return affordable if limit is None else min(limit, affordable)
+
+
+def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
+    """[choices, offers] numbers of machines within a budget; `only_full`: those to which no machine can be added."""
+    total = float(np.prod([count + 1.0 for count in most]))
+    if total > MOST_CHOICES:
+        raise UserError(
+            f"offers: {total:,.0f} choices of machines are too many; allowed are {MOST_CHOICES:,}: give max_nodes"
+        )
+    rows = np.array(list(product(*(range(count + 1) for count in most))), dtype=np.int64)[1:]
+    cost = rows @ prices
+    keep = cost <= budget * (1 + 1e-9)
+    if only_full:
+        for offer, price in enumerate(prices):
+            keep &= (rows[:, offer] >= most[offer]) | (cost + price > budget * (1 + 1e-9))
+    return rows[keep]
+
+
+def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices: Floats) -> _Market:
+    whole = inputs.on(offers.cluster_settings(most).build())
+    problem = make_problem(whole, "optimistic")
+    links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
+    if inputs.rates is None:  # a single machine publishes within itself
+        size = inputs.model.params * inputs.work.weight_bytes
+        latency = min(pool.place.efficiency.publish_latency_s for pool in problem.pools.pools)
+        problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))
+    names = [pool.gpu for pool in problem.pools.pools]
+    pool_of = [names.index(offer.gpu) if offer.gpu in names else -1 for offer in offers.offers]
+    gpus = np.array([float(offer.gpus) for offer in offers.offers])
+    return _Market(offers, inputs, problem, prices, pool_of, gpus)
+
+
+def _pool_counts(market: _Market, choices: Ints) -> Floats:
+    counts = np.zeros((len(choices), len(market.problem.pools.pools)))
+    for offer, pool in enumerate(market.pool_of):
+        if pool >= 0:
+            counts[:, pool] += choices[:, offer] * market.gpus[offer]
+    return counts
+
+
+def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Whether a choice may reach a step time; see `division_bound_s`, of which this is the same for many at once."""
+    problem, counts = market.problem, _pool_counts(market, choices)
+    bound, step = RolloutBound(problem), problem.step
+    left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s
+    rollout_s = left - step.latency_s
+    can = (rollout_s >= step.judge_s) & (left > 0)
+    clipped = np.maximum(rollout_s, 0.0)
+    for price, table in zip(bound.prices, bound.tables, strict=True):
+        work = np.stack([np.interp(clipped, bound.times, row) for row in table], axis=1) / bound.tokens
+        spare = price * bound.gate / bound.tokens if price else 0.0
+        if not step.overlaps:
+            can &= (counts * work).sum(axis=1) + spare >= 1
+            can &= counts @ problem.train_rate_bound * left >= 1
+            continue
+        for weight in np.linspace(0, 1, BOUND_WEIGHTS):
+            train = weight * problem.train_rate_bound * left[:, None]
+            can &= (counts * np.maximum(train, (1 - weight) * work)).sum(axis=1) + (1 - weight) * spare >= 1
+    return can
+
+
+def _bounds_s(market: _Market, choices: Ints) -> Floats:
+    """[choices] step times that none undercuts."""
+    low = np.full(len(choices), market.problem.sync_bound_s)
+    slowest_s = max(float(RolloutBound(market.problem).times[-1]), 1 / float(market.problem.train_rate_bound.min()))
+    high = np.full(len(choices), slowest_s * 4 + market.problem.sync_bound_s)
+    for _ in range(BOUND_STEPS):
+        middle = np.sqrt(np.maximum(low, 1e-9) * high)
+        can = _reaches(market, choices, middle)
+        low, high = np.where(can, low, middle), np.where(can, middle, high)
+    return low
+
+
+def _planned(market: _Market, counts: Sequence[int]) -> tuple[Inputs, Plan] | None:
+    asked = market.inputs_of(counts)
+    try:
+        return asked, make_plan(asked, time_limit_s=10.0)
+    except UserError:
+        return None
+
+
+def _spot(inputs: Inputs, plan: Plan) -> Spot:
+    return Spot(inputs.cluster.count(), plan.price_per_h, plan.tokens_per_s)

@@ -1,0 +1,99 @@
+"""What if: one more GPU of each type, fewer machines; what these would bring and cost."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import msgspec
+
+from baton.cluster import Cluster
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.solve import make_plan, restricted
+
+
+class Marginal(msgspec.Struct, frozen=True):
+    """What one more GPU would bring."""
+
+    gpu: str
+    tokens_per_s: float
+    """Of the cluster with it."""
+    gain: float
+    """Over the throughput without it, less 1."""
+    price_per_h: float
+    """Of that GPU."""
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """One cluster on the curve of price against throughput."""
+
+    counts: dict[str, int]
+    """GPUs by type."""
+    price_per_h: float
+    tokens_per_s: float
+    is_efficient: bool = False
+    """Whether no cheaper or equally priced one is faster."""
+
+
+def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0) -> list[Marginal]:
+    """Return what one more GPU of each type would bring, on a machine of its own that is linked like others of its
+    type."""
+    found = []
+    for name in inputs.cluster.gpu_types:
+        place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
+        plan = make_plan(inputs.on(with_one_more(inputs.cluster, place)), time_limit_s=time_limit_s)
+        price = inputs.cluster.nodes[place].price_per_gpu_h
+        found.append(Marginal(name, plan.tokens_per_s, max(0.0, plan.tokens_per_s / tokens_per_s - 1), price))
+    return found
+
+
+def with_one_more(cluster: Cluster, place: int) -> Cluster:
+    """Return the cluster with one more machine of one GPU, linked as the machine at `place` is."""
+    like = cluster.nodes[place]
+    same = [k for k, node in enumerate(cluster.nodes) if node.gpu.name == like.gpu.name and k != place]
+    others = [rate for k, rate in enumerate(cluster.bytes_per_s[place]) if k != place]
+    to_like = cluster.bytes_per_s[place][same[0]] if same else min(others, default=like.link_bytes_per_s)
+    rates = [list(row) for row in cluster.bytes_per_s]
+    new = [to_like if k == place else rate for k, rate in enumerate(rates[place])]
+    for row, rate in zip(rates, new, strict=True):
+        row.append(rate)
+    rates.append([*new, 0.0])
+    node = msgspec.structs.replace(like, name=f"{like.name}-more", num_gpus=1)
+    return msgspec.structs.replace(
+        cluster, nodes=(*cluster.nodes, node), bytes_per_s=tuple(tuple(row) for row in rates)
+    )
+
+
+def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -> list[Spot]:
+    """Return throughput and price of this cluster with fewer of its machines; the efficient ones are marked."""
+    started = time.monotonic()
+    cluster = inputs.cluster
+    by_type = [
+        [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
+    ]
+    steps = [range(len(nodes) + 1) for nodes in by_type]
+    choices = list(product(*steps))[1:]
+    stride = max(1, -(-len(choices) // most))
+    found = []
+    for counts in choices[::-1][::stride]:
+        if time.monotonic() - started > time_limit_s:
+            break
+        places = sorted(place for nodes, count in zip(by_type, counts, strict=True) for place in nodes[:count])
+        part = restricted(cluster, places)
+        try:
+            plan = make_plan(inputs.on(part), time_limit_s=5.0)
+        except UserError:
+            continue
+        found.append(Spot(part.count(), part.price_per_h, plan.tokens_per_s))
+    return marked(found)
+
+
+def marked(spots: list[Spot]) -> list[Spot]:
+    """Return spots in order of price, with the efficient ones marked."""
+    best, result = 0.0, []
+    for spot in sorted(spots, key=lambda s: (s.price_per_h, -s.tokens_per_s)):
+        is_efficient = spot.tokens_per_s > best * (1 + 1e-9)
+        best = max(best, spot.tokens_per_s)
+        result.append(msgspec.structs.replace(spot, is_efficient=is_efficient))
+    return result

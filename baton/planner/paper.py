@@ -1,0 +1,152 @@
+"""Phase 2, `paper`: equation 3 and bisection on γ, as AReaL-Hex (2511.00796) sections 4.3 and algorithm 1 publish it.
+
+A baseline, never the default: equation 3 prefers many GPUs with fast links to those that train well (on the paper's own
+56 GPUs it would train on 40 H20 rather than on 8 H800). What the paper leaves open is settled thus: the training's
+share of FLOP/s need only be within half a step of γ, both sides keep a GPU, the best plan met on the way is returned.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from baton.planner.exact import Solution
+from baton.planner.pools import Pool
+from baton.planner.problem import Floats, Ints, Problem
+from baton.planner.replicas import CLOSE, RolloutProgram
+
+STABLE = 20
+"""Iterations without change after which the paper stops (K)."""
+MAX_DIVISIONS = 50_000
+"""Divisions that are looked at; beyond, nodes stay whole, and then several of them."""
+
+
+def objectives(problem: Problem, rows: Ints) -> Floats:
+    """Equation 3 of each division: share of link bandwidth within training plus share of memory bandwidth in rollout.
+
+    All pairs of GPUs count; of each pool the first `rows[:, k]` GPUs train, node by node.
+    """
+    everything = np.array([[pool.num_gpus for pool in problem.pools.pools]], dtype=np.int64)
+    links = _pair_sums(problem, rows) / _pair_sums(problem, everything)
+    speeds = np.array([pool.place.gpu.hbm_bytes_per_s for pool in problem.pools.pools])
+    scores: Floats = links + ((everything - rows) @ speeds) / (everything @ speeds)
+    return scores
+
+
+def _pair_sums(problem: Problem, rows: Ints) -> Floats:
+    pools = problem.pools.pools
+    total = np.zeros(len(rows))
+    for k, pool in enumerate(pools):
+        within = _inner_pairs(pool)[rows[:, k]]
+        pairs = rows[:, k] * (rows[:, k] - 1) / 2
+        total += within * pool.place.link_bytes_per_s + (pairs - within) * pool.place.inter_bytes_per_s
+        for other in range(k + 1, len(pools)):
+            total += rows[:, k] * rows[:, other] * problem.pools.bytes_per_s[k][other]
+    return total
+
+
+def _inner_pairs(pool: Pool) -> Floats:
+    """[GPUs + 1] pairs within a node among the first so many GPUs of a pool."""
+    new = [float(place) for size in pool.sizes for place in range(size)]
+    pairs: Floats = np.cumsum([0.0, *new])
+    return pairs
+
+
+def divisions(problem: Problem) -> Ints:
+    """[divisions, pools] GPUs that may train: by GPU where these are few enough, else by node or several nodes."""
+    pools = problem.pools.pools
+    steps = [list(range(pool.num_gpus + 1)) for pool in pools]
+    stride = 1
+    while np.prod([len(own) for own in steps], dtype=float) > MAX_DIVISIONS:
+        edges = [np.cumsum([0, *pool.sizes]).tolist() for pool in pools]
+        steps = [sorted({*own[::stride], own[-1]}) for own in edges]
+        stride += 1
+    rows = np.array(list(product(*steps)), dtype=np.int64)
+    total = sum(pool.num_gpus for pool in pools)
+    mixed: Ints = rows[(rows.sum(axis=1) > 0) & (rows.sum(axis=1) < total)]
+    return mixed
+
+
+def propose(problem: Problem, gamma: float, rows: Ints, scores: Floats) -> Ints:
+    """Return the division that equation 3 likes best among those whose share of FLOP/s is nearest to γ."""
+    flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
+    share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
+    reach = np.sort(np.unique(np.round(share, 9)))
+    tolerance = float(np.diff(reach).max(initial=0.0)) / 2
+    near = np.abs(share - gamma) <= max(tolerance, float(np.abs(share - gamma).min())) + 1e-9
+    best: Ints = rows[near][int(np.argmax(scores[near]))]
+    return best
+
+
+def solve_paper(problem: Problem) -> Solution | None:
+    """Return the best division that equation 3 and bisection on γ meet."""
+    rows = divisions(problem)
+    scores = objectives(problem, rows)
+    program = RolloutProgram(problem)
+    low, high, best, stable = 0.0, 1.0, None, 0
+    total = sum(pool.num_gpus for pool in problem.pools.pools)
+    while stable < STABLE and high - low > 1 / (4 * total):
+        gamma = (low + high) / 2
+        found = evaluate_division(problem, program, propose(problem, gamma, rows, scores))
+        if found is None:  # one side cannot do its part at all: which one says where to go
+            low = gamma if not _can_train(problem, propose(problem, gamma, rows, scores)) else low
+            high = high if low == gamma else gamma
+            continue
+        train_s = float(problem.table.time_s[found.row])
+        if train_s < found.rollout.time_s + problem.step.reward_s(found.rollout.time_s):
+            high = gamma
+        else:
+            low = gamma
+        if best is None or found.step_s < best.step_s * (1 - CLOSE):
+            best, stable = found, 0
+        else:
+            stable += 1
+    return best
+
+
+def _can_train(problem: Problem, train: Ints) -> bool:
+    return bool(np.any(_rows_within(problem, train)))
+
+
+def _rows_within(problem: Problem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Training shapes that fit into the first `train[k]` GPUs of each pool."""
+    table = problem.table
+    fits = np.ones(len(table), dtype=bool)
+    for k, pool in enumerate(problem.pools.pools):
+        sizes = taken_sizes(pool, int(train[k]))
+        room = {level: level * sum(size // level for size in sizes) for level in pool.levels}
+        for level in np.unique(table.tp[:, k]):
+            if level:
+                fits &= (table.tp[:, k] != level) | (table.gpus[:, k] <= room[int(level)])
+    return fits
+
+
+def taken_sizes(pool: Pool, count: int) -> list[int]:
+    """GPUs of each node among the pool's first `count`."""
+    found, left = [], count
+    for size in pool.sizes:
+        found.append(min(size, left))
+        left -= found[-1]
+    return found
+
+
+def evaluate_division(problem: Problem, program: RolloutProgram, train: Ints) -> Solution | None:
+    """Phase 1 on a fixed division: the best training shape on one side, the best replicas on the other."""
+    fits = np.nonzero(_rows_within(problem, train))[0]
+    if not len(fits):
+        return None
+    left = []
+    for k, pool in enumerate(problem.pools.pools):
+        rest = [size - taken for size, taken in zip(pool.sizes, taken_sizes(pool, int(train[k])), strict=True)]
+        left += [level * sum(size // level for size in rest) for level in pool.levels]
+    row = int(fits[np.argmin(problem.table.time_s[fits])])
+    train_s = float(problem.table.time_s[row])
+    everywhere = [True] * len(problem.pools.pools)
+    rollout = program.fastest(tuple(left), everywhere, problem.step.judge_s)
+    if rollout is None:
+        return None
+    used = {problem.columns[c].pool for c, count in enumerate(rollout.counts) if count}
+    sync_s = max(float(problem.sync_s[row, k]) for k in used)
+    step_s = problem.step.step_s(sync_s, rollout.time_s, train_s)
+    return Solution(row, rollout, sync_s, step_s, 0.0, program.num_solved)

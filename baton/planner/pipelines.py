@@ -1,0 +1,286 @@
+"""Phase 1, trainer's side: every training shape on given pools, and its time.
+
+A pipeline has `stages` equal stages on each pool that takes part, each of `dp` tensor-parallel groups of `tp` GPUs: TP
+and DP stay within a GPU type, only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Types stand in order of their
+speed, the fastest last, where the output head is. Layers go where they make the slowest stage fastest, as far as memory
+allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms, tail_s
+from baton.model import ModelSpec
+from baton.planner.pools import Pools
+from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
+from baton.workload import Workload
+
+STAGES = (1, 2, 4, 8)
+"""Pipeline stages where one pool trains."""
+CROSSING_STAGES = (1, 2)
+"""Pipeline stages on each pool where several train."""
+MAX_CROSSED = 3
+"""Pools that one pipeline crosses, at most."""
+MAX_SHAPES = 400_000
+"""Combinations of one set of pools that are all looked at; beyond, a part of them is."""
+SATURATED_SHAPES = 3
+"""In that part: shapes of each pool that trains with all its GPUs."""
+
+
+Rows = tuple[Ints, Ints, Ints, Floats, Floats]
+"""Stages, tp, dp [candidates, pools], times [candidates], shares of the layers [candidates, pools]."""
+
+
+class Shapes(msgspec.Struct, frozen=True):
+    """Shapes of one pool's part of a pipeline; arrays of equal length."""
+
+    stages: Ints
+    tp: Ints
+    dp: Ints
+
+    def take(self, rows: Ints | NDArray[np.bool_]) -> Shapes:
+        """Return some of them."""
+        return Shapes(self.stages[rows], self.tp[rows], self.dp[rows])
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+
+class Balance(msgspec.Struct, frozen=True):
+    """Layers of pipelines and what follows from them; arrays over candidates."""
+
+    pace_s: Floats
+    """Of the slowest stage, whole batch; infinite where memory does not hold the model."""
+    stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
+    """Of each pool: layers of its first stage in the pipeline, of those between, of the last (0 where there is
+    none)."""
+    compute_s: Floats
+    bubble_s: Floats
+    gradients_s: Floats
+    optimizer_s: Floats
+    microbatches: Floats
+
+    @property
+    def time_s(self) -> Floats:
+        """Of a train step."""
+        return self.compute_s + self.bubble_s + self.gradients_s + self.optimizer_s
+
+
+def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
+    """Return every training shape that fits into memory; is_complete says whether all were looked at."""
+    alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
+    tables = []
+    is_complete = True
+    for order in pipeline_orders(pools, MAX_CROSSED if cross_types else 1):
+        parts = [alone[k] for k in order]
+        if len(order) > 1:
+            parts = [part.take(np.isin(part.stages, CROSSING_STAGES)) for part in parts]
+        count = float(np.prod([float(len(part)) for part in parts]))
+        is_complete &= count <= MAX_SHAPES
+        tables += [evaluated(model, work, pools, order, each) for each in _combined(parts, count, pools, order)]
+    return merged_table(pools, tables, is_complete=is_complete)
+
+
+def pipeline_orders(pools: Pools, most: int) -> list[list[int]]:
+    """Return the sets of pools that a pipeline may cross, each in the order of the pipeline."""
+    count = len(pools.pools)
+    return [
+        sorted(subset, key=lambda k: (pools.pools[k].place.gpu.flops, pools.pools[k].name))
+        for size in range(1, min(most, count) + 1)
+        for subset in combinations(range(count), size)
+    ]
+
+
+def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> TrainTable:
+    """Put what `evaluated` returned into one table."""
+    merged = [np.concatenate(arrays) for arrays in zip(*tables, strict=True)]
+    train_overhead = max(pool.place.efficiency.train_overhead_s for pool in pools.pools)
+    return TrainTable(merged[0], merged[1], merged[2], merged[3] + train_overhead, merged[4], is_complete)
+
+
+def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
+    """Return all (stages, tp, dp) that a pool's nodes can hold."""
+    pool = pools.pools[index]
+    rows = [
+        (stages, tp, dp)
+        for stages in STAGES
+        if stages <= model.num_layers
+        for tp in tensor_widths(model, pool)
+        for dp in range(1, min(pool.capacity(tp) // (stages * tp), work.num_trajectories) + 1)
+    ]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return Shapes(columns[:, 0], columns[:, 1], columns[:, 2])
+
+
+def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
+    """Yield combinations of the pools' shapes: all of them, or those in which all pools but one train as a whole."""
+    if count <= MAX_SHAPES:
+        yield _product(alone)
+        return
+    whole = []
+    for shapes, index in zip(alone, order, strict=True):
+        gpus = shapes.stages * shapes.tp * shapes.dp
+        fullest = np.lexsort((shapes.tp, shapes.stages, -gpus))[:SATURATED_SHAPES]
+        assert len(fullest), f"{pools.pools[index].name} has no shapes"
+        whole.append(shapes.take(fullest))
+    for split in range(len(alone)):
+        yield _product([alone[k] if k == split else whole[k] for k in range(len(alone))])
+
+
+def _product(parts: Sequence[Shapes]) -> list[Shapes]:
+    grids = np.meshgrid(*(np.arange(len(part)) for part in parts), indexing="ij")
+    return [part.take(grid.ravel()) for part, grid in zip(parts, grids, strict=True)]
+
+
+def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]) -> Rows:
+    """Return stages, tp, dp, times and shares of layers of those pipelines that fit into memory."""
+    total = sum(part.stages for part in shapes)
+    shapes = [part.take(np.asarray(total <= model.num_layers)) for part in shapes]
+    balance = balanced(model, work, pools, order, shapes)
+    fits = np.isfinite(balance.pace_s)
+    rows = int(fits.sum())
+    stages, tp, dp = (np.zeros((rows, len(pools.pools)), dtype=np.int64) for _ in range(3))
+    layers = np.zeros((rows, len(pools.pools)))
+    for place, (index, part) in enumerate(zip(order, shapes, strict=True)):
+        stages[:, index], tp[:, index], dp[:, index] = part.stages[fits], part.tp[fits], part.dp[fits]
+        first, between, last = (each[fits] for each in balance.stage_layers[place])
+        layers[:, index] = (
+            first + last + between * (part.stages[fits] - (place == 0) - (place == len(order) - 1)).clip(0)
+        )
+    return stages, tp, dp, balance.time_s[fits], layers / layers.sum(axis=1, keepdims=True)
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """Equal stages: `count` of them, each taking `base_s + layers · per_layer_s`."""
+
+    count: Ints
+    base_s: Floats
+    per_layer_s: Floats
+    most: Floats
+
+
+def balanced(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]) -> Balance:
+    """Give layers to stages so that the slowest one is fastest, and return the times that follow.
+
+    The pace only takes values at which some stage finishes a whole number of layers: start at the pace at which
+    fractions would do, and go to the next value until all layers have a place.
+    """
+    widest = np.max([part.dp for part in shapes], axis=0)
+    depth = np.sum([part.stages for part in shapes], axis=0)
+    count = microbatches(work, widest)
+    terms = [_terms(model, work, pools, index, part) for index, part in zip(order, shapes, strict=True)]
+    kinds = _kinds(model, pools, order, shapes, terms, np.minimum(depth, count))
+    flat = [kind for group in kinds for kind in group]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        speed = np.sum([kind.count / kind.per_layer_s for kind in flat], axis=0)
+        delay = np.sum([kind.count * kind.base_s / kind.per_layer_s for kind in flat], axis=0)
+        least = np.max([(kind.count > 0) * (kind.base_s + kind.per_layer_s) for kind in flat], axis=0)
+        pace = np.maximum((model.num_layers + delay) / speed, least)
+    for kind in flat:
+        pace[(kind.count > 0) & (kind.most < 1)] = np.inf
+    while True:
+        layers = [_held(kind, pace) for kind in flat]
+        held = np.sum([kind.count * own for kind, own in zip(flat, layers, strict=True)], axis=0)
+        short = (held < model.num_layers) & np.isfinite(pace)
+        if not short.any():
+            break
+        following = np.full(len(pace), np.inf)
+        for kind, own in zip(flat, layers, strict=True):
+            can = (kind.count > 0) & (own < kind.most)
+            following = np.where(can, np.minimum(following, kind.base_s + (own + 1) * kind.per_layer_s), following)
+        pace = np.where(short, following, pace)
+    return _finish(model, terms, kinds, layers, pace, depth, count)
+
+
+def _held(kind: _Kind, pace: Floats) -> Floats:
+    with np.errstate(invalid="ignore"):
+        own = np.floor((pace - kind.base_s) / kind.per_layer_s * (1 + 1e-12) + 1e-9)
+    held: Floats = np.where(kind.count > 0, np.minimum(np.nan_to_num(own, posinf=0), kind.most), 0)
+    return held
+
+
+def _terms(model: ModelSpec, work: Workload, pools: Pools, index: int, part: Shapes) -> StageTerms:
+    pool = pools.pools[index]
+    return stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp, pool.place.inter_bytes_per_s)
+
+
+def _kinds(
+    model: ModelSpec,
+    pools: Pools,
+    order: Sequence[int],
+    shapes: Sequence[Shapes],
+    terms: Sequence[StageTerms],
+    in_flight: Floats,
+) -> list[list[_Kind]]:
+    """Of each pool: its stages that are first in the pipeline, between, last; one that is both counts as last."""
+    found = []
+    depth = np.sum([part.stages for part in shapes], axis=0)
+    for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):
+        pool = pools.pools[index]
+        is_first, is_last = place == 0, place == len(order) - 1
+        slowest = np.where(part.stages > 1, pool.place.inter_bytes_per_s, np.inf)
+        for other in order[max(0, place - 1) : place + 2]:
+            if other != index:
+                slowest = np.minimum(slowest, pools.bytes_per_s[index][other])
+        boundary = np.where(depth > 1, term.boundary_tokens_bytes / (slowest * pool.place.efficiency.link), 0.0)
+        both = is_first & is_last & (part.stages == 1)
+        counts = (
+            np.where(both, 0, int(is_first)),
+            part.stages - np.where(both, 1, int(is_first) + int(is_last)),
+            np.full(len(part), int(is_last)),
+        )
+        limit = pool.place.memory_limit_bytes
+        found.append(
+            [
+                _Kind(
+                    counts[which],
+                    boundary + (term.head_s if which == 2 else 0.0),
+                    np.asarray(term.per_layer_s, dtype=float),
+                    most_layers(model, term, limit, (which == 0) | both, which == 2, in_flight),
+                )
+                for which in range(3)
+            ]
+        )
+    return found
+
+
+def _finish(
+    model: ModelSpec,
+    terms: Sequence[StageTerms],
+    kinds: Sequence[Sequence[_Kind]],
+    layers: Sequence[Floats],
+    pace: Floats,
+    depth: Ints,
+    count: Floats,
+) -> Balance:
+    gradients = np.zeros(len(pace))
+    optimizer = np.zeros(len(pace))
+    for place, group in enumerate(kinds):
+        for which, kind in enumerate(group):
+            own = layers[3 * place + which]
+            both = (which == 2) & (kind.count > 0) & (depth == 1)
+            first, last = np.logical_or(which == 0, both), np.full(len(pace), which == 2)
+            for total, per_layer in (
+                (gradients, terms[place].gradients_per_layer_s),
+                (optimizer, terms[place].optimizer_per_layer_s),
+            ):
+                np.maximum(total, (kind.count > 0) * tail_s(model, per_layer, own, first, last), out=total)
+    stage_layers = tuple(
+        tuple(np.nan_to_num(layers[3 * place + which]).astype(np.int64) for which in range(3))
+        for place in range(len(kinds))
+    )
+    return Balance(
+        pace_s=pace,
+        stage_layers=stage_layers,  # type: ignore[arg-type]  # three of each
+        compute_s=pace,
+        bubble_s=np.where(depth > 1, pace, 0.0) * (depth - 1) / count,
+        gradients_s=gradients,
+        optimizer_s=optimizer,
+        microbatches=count,
+    )

@@ -1,0 +1,131 @@
+"""Pools: GPUs of one type that nothing tells apart, so that a search counts them instead of naming them.
+
+Nodes are alike when they have the same GPU type and link, and the same bandwidth to every other node. Where nodes of a
+type are not alike, a pool of the whole type is either pessimistic (its slowest links: what it plans can be had) or
+optimistic (its fastest links: what it cannot reach, no plan can).
+
+Tensor-parallel groups have 2^i GPUs of one node. Groups of such sizes fit into nodes if and only if, for every size g,
+the GPUs in groups of at least g are at most g · Σ_nodes ⌊GPUs / g⌋ (place the large ones first: what they leave in a
+node is that node's GPUs less a multiple of g). So packing needs no node names either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.cluster import Cluster, Node
+from baton.cost.efficiency import Efficiencies
+from baton.cost.generate import Place
+
+View = Literal["alike", "pessimistic", "optimistic"]
+MAX_POOLS = 6
+"""Beyond, pools of whole types are planned with: a search over subsets of pools would not end."""
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Interchangeable GPUs."""
+
+    name: str
+    nodes: tuple[int, ...]
+    """Places in the cluster's nodes."""
+    sizes: tuple[int, ...]
+    """GPUs of each node."""
+    place: Place
+
+    @property
+    def gpu(self) -> str:
+        """Name of the GPU type."""
+        return self.place.gpu.name
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all nodes."""
+        return sum(self.sizes)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Sizes of groups that a node can hold: 1, 2, 4, …"""
+        return tuple(2**i for i in range(max(self.sizes).bit_length()))
+
+    def capacity(self, level: int) -> int:
+        """GPUs that can stand in groups of `level`."""
+        return level * sum(size // level for size in self.sizes)
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """All pools of a cluster, and the links between them."""
+
+    pools: tuple[Pool, ...]
+    bytes_per_s: tuple[tuple[float, ...], ...]
+    """[pools, pools] between nodes; the diagonal is within the pool."""
+    view: View
+
+    @property
+    def publish_bytes_per_s(self) -> NDArray[np.float64]:
+        """[from, to] what a publication of weights reaches."""
+        rates = np.array(self.bytes_per_s)
+        reached: NDArray[np.float64] = rates * np.array([[pool.place.efficiency.publish] for pool in self.pools])
+        return reached
+
+
+def are_alike(cluster: Cluster) -> bool:
+    """Whether nothing but their number tells nodes of one type apart."""
+    return len(_alike(cluster)) == len(cluster.gpu_types)
+
+
+def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
+    """Group a cluster's nodes: those that are alike, or by type as seen pessimistically or optimistically."""
+    if view == "alike":
+        groups = _alike(cluster)
+    else:
+        groups = [
+            [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
+        ]
+    worst: Callable[..., float] = max if view == "optimistic" else min
+    rows = []
+    for mine in groups:
+        row = []
+        for theirs in groups:
+            between = [cluster.bytes_per_s[a][b] for a in mine for b in theirs if a != b]
+            own = [cluster.nodes[a].link_bytes_per_s for a in mine]
+            row.append(worst(between) if between else worst(own))
+        rows.append(tuple(row))
+    pools = []
+    for index, group in enumerate(groups):
+        nodes = [cluster.nodes[place] for place in group]
+        place = Place(
+            gpu=nodes[0].gpu,
+            link_bytes_per_s=worst(node.link_bytes_per_s for node in nodes),
+            inter_bytes_per_s=rows[index][index],
+            latency_s=cluster.latency_s,
+            efficiency=efficiencies.of(nodes[0].gpu.name),
+        )
+        name = place.gpu.name if len(groups) == len(cluster.gpu_types) else f"{place.gpu.name}/{nodes[0].name}"
+        pools.append(Pool(name, tuple(group), tuple(node.num_gpus for node in nodes), place))
+    return Pools(tuple(pools), tuple(rows), view)
+
+
+def _alike(cluster: Cluster) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for place in range(len(cluster.nodes)):
+        for group in groups:
+            if _is_twin(cluster, group[0], place):
+                group.append(place)
+                break
+        else:
+            groups.append([place])
+    return groups
+
+
+def _is_twin(cluster: Cluster, a: int, b: int) -> bool:
+    def kind(node: Node) -> tuple[str, float]:
+        return node.gpu.name, node.link_bytes_per_s
+
+    first, second = cluster.bytes_per_s[a], cluster.bytes_per_s[b]
+    others = (place for place in range(len(cluster.nodes)) if place not in (a, b))
+    return kind(cluster.nodes[a]) == kind(cluster.nodes[b]) and all(first[k] == second[k] for k in others)

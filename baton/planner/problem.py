@@ -1,0 +1,150 @@
+"""What phase 1 and phase 2 search over: candidate training shapes in a table, replica shapes in columns."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
+from baton.cost.publish import publish_s
+from baton.model import ModelSpec
+from baton.planner.pools import Pool, Pools
+from baton.workload import Workload
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+REPLICA_STAGES = (1, 2, 4)
+"""Pipeline depths of a replica."""
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A replica shape on a pool: a column of the integer program."""
+
+    pool: int
+    cost: ReplicaCost
+
+    @property
+    def num_gpus(self) -> int:
+        """Of one replica."""
+        return self.cost.num_gpus
+
+    def work(self, time_s: float) -> float:
+        """Tokens generated in this time, its pause taken off."""
+        return self.cost.tokens_per_s * max(0.0, time_s - self.cost.pause_s)
+
+
+class TrainTable(msgspec.Struct, frozen=True):
+    """Candidate training shapes. A pool that takes no part has 0 stages."""
+
+    stages: Ints
+    """[candidates, pools]"""
+    tp: Ints
+    """[candidates, pools]"""
+    dp: Ints
+    """[candidates, pools]"""
+    time_s: Floats
+    """[candidates]"""
+    shares: Floats
+    """[candidates, pools] of the layers."""
+    is_complete: bool
+    """Whether these are all shapes of the search space."""
+
+    @property
+    def gpus(self) -> Ints:
+        """[candidates, pools]"""
+        return self.stages * self.tp * self.dp
+
+    def __len__(self) -> int:
+        return len(self.time_s)
+
+    def take(self, rows: Ints | NDArray[np.bool_]) -> TrainTable:
+        """Return some of the candidates."""
+        return TrainTable(
+            self.stages[rows], self.tp[rows], self.dp[rows], self.time_s[rows], self.shares[rows], self.is_complete
+        )
+
+
+class Step(msgspec.Struct, frozen=True):
+    """How a step's time is put together."""
+
+    output_tokens: float
+    """To generate per step."""
+    max_running: float
+    """Trajectories at once over all replicas; infinite where batches are not modelled."""
+    judge_s: float
+    """Judging all trajectories of a batch."""
+    latency_s: float
+    """Judging the last one."""
+    overlaps: bool
+    """Whether generation goes on while the trainer works."""
+
+    def step_s(self, sync_s: float, rollout_s: float, train_s: float) -> float:
+        """sync + max(rollout + reward, train), or their sum without overlap."""
+        filled = rollout_s + self.reward_s(rollout_s)
+        return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
+
+    def reward_s(self, rollout_s: float) -> float:
+        """What judging adds behind rollout: it goes on beside it, the last one comes behind."""
+        return max(0.0, self.judge_s - rollout_s) + self.latency_s
+
+    def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
+        """The longest rollout with which a step takes `step_s`; negative where there is none."""
+        left = step_s - sync_s - self.latency_s - (0.0 if self.overlaps else train_s)
+        is_possible = left >= self.judge_s and (not self.overlaps or sync_s + train_s <= step_s)
+        return left if is_possible else -1.0
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One instance, ready to be solved."""
+
+    pools: Pools
+    columns: tuple[Column, ...]
+    table: TrainTable
+    sync_s: Floats
+    """[candidates, pools] publication from a candidate's trainer to engines of a pool."""
+    step: Step
+    trained_tokens: float
+    train_rate_bound: Floats
+    """[pools] batches per second and GPU that no training shape exceeds: for bounds where the table is not complete."""
+    sync_bound_s: float
+    """No publication is faster."""
+
+
+def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Column, ...]:
+    """Return every replica shape that fits, at its largest batch and at halves of it."""
+    found = []
+    for index, pool in enumerate(pools.pools):
+        for tp in tensor_widths(model, pool):
+            for pp in REPLICA_STAGES:
+                if pp > model.num_layers or tp * pp > pool.capacity(tp):
+                    continue
+                batch = largest_batch(model, work, pool.place, tp, pp)[0]
+                while batch >= pp:
+                    found.append(Column(index, replica_cost(model, work, pool.place, tp, pp, batch)))
+                    batch //= 2
+    return tuple(found)
+
+
+def tensor_widths(model: ModelSpec, pool: Pool) -> list[int]:
+    """Tensor-parallel widths: powers of two within a node that divide the attention heads."""
+    return [level for level in pool.levels if model.num_heads % level == 0]
+
+
+def make_step(work: Workload) -> Step:
+    """Return how the steps of a workload are put together."""
+    at_once = min(work.reward_concurrency, work.num_trajectories)
+    return Step(
+        output_tokens=work.output_tokens,
+        max_running=work.max_running,
+        judge_s=work.num_trajectories * work.reward_latency_s / at_once,
+        latency_s=work.reward_latency_s,
+        overlaps=work.max_staleness > 0,
+    )
+
+
+def sync_table(model: ModelSpec, work: Workload, pools: Pools, table: TrainTable) -> Floats:
+    """Publication times of all candidates, [candidates, pools]."""
+    latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
+    times: Floats = publish_s(model, work, table.shares, pools.publish_bytes_per_s, latency)
+    return times

@@ -1,0 +1,214 @@
+"""Machines came or went: the best new plan that moves least.
+
+Four ways are planned: everything anew; the training shape kept; that and the surviving replicas kept, free GPUs filled;
+the surviving replicas kept, training anew on the rest. Of those within `slack` of the fastest, the one with fewest
+moves wins. A GPU moves when it was there before and has another job now: another role, another training shape, another
+replica shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from baton.cluster import Cluster
+from baton.errors import UserError
+from baton.plan import Bound, Plan
+from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.describe import describe
+from baton.planner.exact import PROVEN, Solution, solve_exact
+from baton.planner.infeasible import refuse_division
+from baton.planner.instance import Inputs, make_problem
+from baton.planner.integer import check_solver
+from baton.planner.pools import are_alike
+from baton.planner.problem import Ints, Problem
+from baton.planner.replicas import Rollout, RolloutProgram
+from baton.planner.solve import restricted, solve
+
+SECTIONS = 50
+"""Halvings of the interval of step times."""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One way to go on."""
+
+    name: str
+    plan: Plan
+    moved: tuple[str, ...]
+
+
+class Replanned(msgspec.Struct, frozen=True):
+    """The way chosen, and those it was chosen from."""
+
+    chosen: Option
+    options: tuple[Option, ...]
+    lost: tuple[str, ...]
+    """GPUs of the running plan that are gone."""
+    added: tuple[str, ...]
+
+
+def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """Return the cluster less some machines. Raises UserError for a name it does not have."""
+    known = [node.name for node in cluster.nodes]
+    for name in names:
+        if name not in known:
+            raise UserError(f"--lost: got {name!r}; the cluster's machines are {', '.join(known)}")
+    if len(set(names)) == len(known):
+        raise UserError("--lost: no machine is left")
+    return restricted(cluster, [place for place, name in enumerate(known) if name not in names])
+
+
+def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
+    """Return the best plan of the cluster as it is now that moves least from the running one."""
+    check_solver()
+    problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
+    there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
+    before = jobs(running)
+    prefer = {gpu: job.split()[0] for gpu, job in before.items()}
+    program = RolloutProgram(problem)
+    kept = _surviving(problem, running, there)
+    row = _same_shape(problem, running, there)
+    ways: list[tuple[str, Problem, Solution | None]] = []
+    richer, anew = solve(inputs, problem, "exact", time_limit_s)
+    ways.append(("everything anew", richer, anew))
+    if row is not None:
+        narrowed = _only(problem, row)
+        ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)))
+        ways.append(("training and replicas kept", problem, _filled(problem, program, row, kept)))
+    else:
+        ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
+    gpus = [pool.num_gpus for pool in problem.pools.pools]
+    least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem, RolloutBound(problem), gpus)
+    options = []
+    for name, of, found in ways:
+        if found is None:
+            continue
+        plan = describe(inputs, of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
+        gap = max(0.0, plan.breakdown.step_s / least_s - 1)
+        plan = msgspec.structs.replace(plan, bound=Bound(least_s, gap, gap < PROVEN, "over all plans of this cluster"))
+        options.append(Option(name, plan, moved(before, jobs(plan), there)))
+    if not options:
+        refuse_division(problem, inputs.model)
+    fastest = min(option.plan.breakdown.step_s for option in options)
+    near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + slack)]
+    chosen = min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
+    return Replanned(chosen, tuple(options), tuple(sorted(set(before) - there)), tuple(sorted(there - set(before))))
+
+
+def jobs(plan: Plan) -> dict[str, str]:
+    """What each GPU does, in words that are equal where nothing changes for it."""
+    found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
+    shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
+    for replica in plan.replicas:
+        found |= dict.fromkeys(replica.gpu_ids, f"rollout tp{replica.tp} pp{replica.pp}")
+    for stage in plan.training.stages:
+        found |= dict.fromkeys(stage.gpu_ids, f"train layers {stage.layers[0]}-{stage.layers[1]} of {shape}")
+    return found
+
+
+def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
+    """GPUs that were there, are there, and do something else."""
+    return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
+
+
+def _pool_of(problem: Problem, gpu: str) -> int | None:
+    found = [k for k, pool in enumerate(problem.pools.pools) if pool.gpu == gpu]
+    return found[0] if len(found) == 1 else None
+
+
+def _surviving(problem: Problem, running: Plan, there: set[str]) -> list[int]:
+    """Of each column: how many of the running plan's replicas are of this shape and whole."""
+    counts = [0] * len(problem.columns)
+    for replica in running.replicas:
+        pool = _pool_of(problem, replica.gpu)
+        for index, column in enumerate(problem.columns):
+            shape = (column.pool, column.cost.tp, column.cost.pp, column.cost.batch)
+            if shape == (pool, replica.tp, replica.pp, replica.batch) and set(replica.gpu_ids) <= there:
+                counts[index] += 1
+    return counts
+
+
+def _same_shape(problem: Problem, running: Plan, there: set[str]) -> int | None:
+    """The row of the running plan's training shape, where all of its GPUs are still there."""
+    if not set(running.training.gpu_ids) <= there:
+        return None
+    wanted = np.zeros((3, len(problem.pools.pools)), dtype=np.int64)
+    for stage in running.training.stages:
+        pool = _pool_of(problem, stage.gpu)
+        if pool is None:
+            return None
+        wanted[:, pool] = (wanted[0, pool] + 1, stage.tp, stage.dp)
+    table = problem.table
+    same = np.all((table.stages == wanted[0]) & (table.tp == wanted[1]) & (table.dp == wanted[2]), axis=1)
+    return int(np.argmax(same)) if same.any() else None
+
+
+def _only(problem: Problem, row: int) -> Problem:
+    rows: Ints = np.array([row], dtype=np.int64)
+    table = msgspec.structs.replace(problem.table.take(rows), is_complete=True)
+    return msgspec.structs.replace(problem, table=table, sync_s=problem.sync_s[rows])
+
+
+def _filled(problem: Problem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
+    """Keep replicas and a training shape, and put more replicas on what is free."""
+    table = problem.table
+    left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
+    rollout = _beside(problem, program, left, kept)
+    if rollout is None:
+        return None
+    used = [problem.columns[c].pool for c, count in enumerate(rollout.counts) if count]
+    sync_s = max(float(problem.sync_s[row, pool]) for pool in used)
+    step_s = problem.step.step_s(sync_s, rollout.time_s, float(table.time_s[row]))
+    return Solution(row, rollout, sync_s, step_s, step_s)
+
+
+def _beside(problem: Problem, program: RolloutProgram, left: tuple[int, ...], kept: list[int]) -> Rollout | None:
+    """The fastest rollout that has at least the kept replicas: by bisection on its time."""
+    rest = program.less(left, kept)
+    running = sum(count * column.cost.batch for count, column in zip(kept, problem.columns, strict=True))
+    if min(rest, default=0) < 0 or running > problem.step.max_running:
+        return None
+    narrowed = msgspec.structs.replace(problem.step, max_running=problem.step.max_running - running)
+    filler = RolloutProgram(msgspec.structs.replace(problem, step=narrowed))
+    everywhere = [True] * len(problem.pools.pools)
+    tokens = problem.step.output_tokens
+
+    def reached(time_s: float) -> tuple[bool, list[int]]:
+        answer = filler.reaches(rest, everywhere, time_s)
+        counts = [a + b for a, b in zip(answer.counts, kept, strict=True)]
+        work = sum(count * column.work(time_s) for count, column in zip(counts, problem.columns, strict=True))
+        return work >= tokens, counts
+
+    low, high = 0.0, float(RolloutBound(problem).times[-1])
+    can, counts = reached(high)
+    if not can:
+        return None
+    for _ in range(SECTIONS):
+        middle = (low + high) / 2
+        can, tried = reached(middle)
+        low, high, counts = (low, middle, tried) if can else (middle, high, counts)
+        if high <= low * (1 + 1e-7):
+            break
+    return Rollout(tuple(counts), high, high)
+
+
+def _trained_beside(problem: Problem, program: RolloutProgram, kept: list[int]) -> Solution | None:
+    """Keep replicas; of the training shapes that fit beside them take the one with the fastest step."""
+    table = problem.table
+    nothing = [0] * len(problem.pools.pools)
+    free = program.less(program.left(nothing, nothing), kept)
+    fits = np.array(
+        [
+            min(program.less_training(free, gpus, tp)) >= 0
+            for gpus, tp in zip(table.gpus.tolist(), table.tp.tolist(), strict=True)
+        ]
+    )
+    rows = np.nonzero(fits)[0]
+    best: Solution | None = None
+    for row in rows[np.argsort(table.time_s[rows], kind="stable")][:8].tolist():
+        found = _filled(problem, program, row, kept)
+        if found is not None and (best is None or found.step_s < best.step_s):
+            best = found
+    return best

@@ -1,0 +1,168 @@
+"""Phase 1, rollout side: how many replicas of which shape, as an integer program.
+
+AReaL-Hex's equation 2 is bilinear as printed (work times count of each shape), but its optimum is closed: with work in
+proportion to speed all replicas end together, so Θ = tokens / Σ y·h, and what is left is max Σ y·h under the GPUs there
+are — a knapsack in as many dimensions as there are pools. A replica that pauses r seconds per step does h·(Θ − r); then
+the least Θ with max Σ y·h·(Θ − r) ≥ tokens is found by Newton's iteration, each step of which is such a knapsack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from baton.planner.integer import Answer, maximise
+from baton.planner.problem import Column, Floats, Ints, Problem
+
+CLOSE = 1e-9
+"""Relative difference below which two times are the same."""
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """Replicas and what they need for a step's tokens."""
+
+    counts: tuple[int, ...]
+    """Of each column of the problem."""
+    time_s: float
+    least_s: float
+    """No choice of replicas is faster (it equals time_s unless the solver ran out of time)."""
+
+
+class RolloutProgram:
+    """The integer programs of one problem, each solved once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._step, self._columns, self._pools = problem.step, problem.columns, problem.pools.pools
+        self._rows = [(pool, level) for pool in range(len(self._pools)) for level in self._pools[pool].levels]
+        self._speed = np.array([column.cost.tokens_per_s for column in problem.columns])
+        self._pause = np.array([column.cost.pause_s for column in problem.columns])
+        self._batch = np.array([float(column.cost.batch) for column in problem.columns])
+        self._gpus = np.array([column.num_gpus for column in problem.columns], dtype=float)
+        self._pool = np.array([column.pool for column in problem.columns], dtype=int)
+        self._matrix = np.array([[_used(c, pool, level) for c in problem.columns] for pool, level in self._rows])
+        self._best: dict[tuple[object, ...], Rollout] = {}
+        self._most: dict[tuple[object, ...], Answer] = {}
+        self.num_solved = 0
+
+    def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
+        """GPUs that training leaves, at each level of each pool, where it takes `gpus` in groups of `tp`."""
+        return tuple(
+            self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
+            for pool, level in self._rows
+        )
+
+    def less_training(self, free: tuple[int, ...], gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
+        """What training leaves of GPUs that are free, at each level of each pool; negative where it does not fit."""
+        return tuple(
+            room - (int(gpus[pool]) if tp[pool] >= level else 0)
+            for room, (pool, level) in zip(free, self._rows, strict=True)
+        )
+
+    def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
+        """What replicas leave of GPUs that are free; negative where they do not fit."""
+        used = self._matrix @ np.array(counts)
+        return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
+
+    def reaches(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> Answer:
+        """Return the replicas that generate most within a time."""
+        key = (left, tuple(allowed), time_s)
+        if key not in self._most:
+            self._most[key] = self._solve(left, allowed, time_s)
+        return self._most[key]
+
+    def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> Rollout | None:
+        """Return the replicas that generate a step's tokens soonest, or None where there can be none.
+
+        `least_s` is a time below which it is known not to be, or not to matter.
+        """
+        key = (left, tuple(allowed), least_s)
+        if key not in self._best:
+            found = self._newton(left, allowed, least_s)
+            if found is None:
+                return None
+            self._best[key] = found
+        return self._best[key]
+
+    def _newton(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> Rollout | None:
+        tokens = self._step.output_tokens
+        usable = self._usable(left, allowed)
+        if not usable.any():
+            return None
+        time_s = max(least_s, float(self._pause[usable].min()) * (1 + 1e-6) + 1e-9)
+        answer = self.reaches(left, allowed, time_s)
+        if time_s == least_s and answer.value >= tokens * (1 - CLOSE):
+            return Rollout(answer.counts, least_s, least_s)
+        for _ in range(60):
+            counts = np.array(answer.counts)
+            works = (counts > 0) & (self._pause < time_s)
+            speed = float((counts * self._speed)[works].sum())
+            if speed <= 0:
+                return None
+            following = (tokens + float((counts * self._speed * self._pause)[works].sum())) / speed
+            if following >= time_s * (1 - CLOSE) and answer.value >= tokens * (1 - CLOSE):
+                break
+            time_s = following
+            answer = self.reaches(left, allowed, time_s)
+        below = time_s * min(1.0, tokens / answer.bound) if answer.bound > answer.value * (1 + 1e-6) else time_s
+        return Rollout(answer.counts, time_s, below)
+
+    def _usable(self, left: tuple[int, ...], allowed: Sequence[bool]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        room = np.array(left, dtype=float)
+        fits = np.all(self._matrix <= room[:, None], axis=0)
+        usable: np.ndarray[tuple[int], np.dtype[np.bool_]] = fits & np.array(allowed, dtype=bool)[self._pool]
+        return usable & (self._batch <= self._step.max_running)
+
+    def _solve(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> Answer:
+        gains = self._speed * np.maximum(0.0, time_s - self._pause)
+        usable: Ints = np.nonzero(self._usable(left, allowed) & (gains > 0))[0].astype(np.int64)
+        kept = self._undominated(usable, gains, left)
+        counts = np.zeros(len(self._columns), dtype=int)
+        if not len(kept):
+            return Answer(tuple(counts.tolist()), 0.0, 0.0)
+        rows, limits = self._matrix[:, kept], np.array(left, dtype=float)
+        if np.isfinite(self._step.max_running):
+            rows, limits = np.vstack([rows, self._batch[kept]]), np.append(limits, self._step.max_running)
+        matters = np.any(rows > 0, axis=1)
+        self.num_solved += 1
+        answer = maximise(gains[kept], rows[matters], limits[matters])
+        counts[kept] = answer.counts
+        return Answer(tuple(counts.tolist()), answer.value, answer.bound)
+
+    def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
+        """Leave out a column where another of its pool takes no more GPUs, in no larger groups, and does no less.
+
+        While the gate binds, another must not run more trajectories either.
+        """
+        room = dict(zip(self._rows, left, strict=True))
+        slots = sum(
+            room[pool, 1] * max((self._batch[c] / self._gpus[c] for c in usable if self._pool[c] == pool), default=0.0)
+            for pool in range(len(self._pools))
+        )
+        gate = slots > self._step.max_running
+        by_gain = sorted(usable, key=lambda c: (-gains[c], self._gpus[c], self._batch[c]))
+        kept: list[int] = []
+        for c in by_gain:
+            if not any(
+                self._pool[k] == self._pool[c]
+                and np.all(self._matrix[:, k] <= self._matrix[:, c])
+                and (not gate or self._batch[k] <= self._batch[c])
+                for k in kept
+            ):
+                kept.append(c)
+        return np.array(kept, dtype=int)
+
+
+def _used(column: Column, pool: int, level: int) -> float:
+    return float(column.num_gpus) if column.pool == pool and column.cost.tp >= level else 0.0
+
+
+def rounded_shares(shares: Sequence[float], total: int) -> list[int]:
+    """Share whole trajectories in proportion, by largest remainder."""
+    exact = [share * total for share in shares]
+    counts = [int(value) for value in exact]
+    order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for index in order[: total - sum(counts)]:
+        counts[index] += 1
+    return counts

@@ -1,0 +1,273 @@
+"""What `baton plan` does: reads what a user gives, asks the planner, prints the answer."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel
+from rich.console import Console
+
+from baton.cluster import Cluster, ClusterSettings
+from baton.config import Recipe, load_recipe
+from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
+from baton.errors import UserError
+from baton.metrics import read_metrics
+from baton.model import read_model
+from baton.plan import Method, Plan, read_plan, write_plan
+from baton.planner.colocated import make_colocated_plan
+from baton.planner.compare import Rival, rivals
+from baton.planner.instance import Inputs
+from baton.planner.market import Choice, OffersSettings, rent_for_budget, rent_for_target
+from baton.planner.more import Marginal, Spot, marginals, marked, price_curve
+from baton.planner.replan import Replanned, replan, without_nodes
+from baton.planner.solve import make_plan
+from baton.report.plan_page import write_plan_page
+from baton.report.plan_printed import print_answer
+from baton.runs import RunDirectory
+from baton.workload import LengthSettings, Workload, WorkloadSettings, measured
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What was asked on the command line; each field is the option of its name."""
+
+    model: Path
+    workload: Path
+    cluster: Path | None = None
+    offers: Path | None = None
+    budget: float | None = None
+    target_throughput: float | None = None
+    compare: bool = False
+    colocated: bool = False
+    method: Method = "exact"
+    symmetric_only: bool = False
+    rates: Path | None = None
+    calibration: Path | None = None
+    running: Path | None = None
+    """--from"""
+    lost: str | None = None
+    slack: float = 0.02
+    time_limit: float = 60.0
+    write_to: Path | None = None
+    """--out"""
+    html: Path | None = None
+    as_json: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """All that one call found out."""
+
+    plan: Plan
+    inputs: Inputs
+    rivals: Sequence[Rival] = ()
+    marginals: Sequence[Marginal] = ()
+    spots: Sequence[Spot] = ()
+    choice: Choice | None = None
+    replanned: Replanned | None = None
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster file."""
+    return _read(ClusterSettings, path).build()
+
+
+def read_workload(path: Path) -> Workload:
+    """Read a workload file, or measure one from a run's directory: its lengths, its batch and its algorithm."""
+    if path.is_dir():
+        return workload_of_run(path)
+    settings = _read(WorkloadSettings, path)
+    try:
+        return settings.build()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def recipe_workload(recipe: Recipe) -> Workload:
+    """Return what a train step of a recipe computes, with lengths of one token: they are not known from a recipe.
+
+    Only `async` runs generate while the trainer works; the others count as without overlap.
+    """
+    rules, algorithm = recipe.rollout.rules(), recipe.algorithm
+    base = WorkloadSettings(
+        name=recipe.run.name,
+        groups=rules.batch_groups,
+        group_size=rules.group_size,
+        max_staleness=rules.max_staleness if rules.mode == "async" else 0,
+        prompt_tokens=LengthSettings(mean=1),
+        output_tokens=LengthSettings(mean=1),
+    ).build()
+    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
+    return msgspec.structs.replace(
+        base,
+        epochs=algorithm.num_epochs,
+        minibatches=algorithm.num_minibatches,
+        has_proximal_forward=algorithm.num_epochs * algorithm.num_minibatches > 1,
+        has_reference=algorithm.has_loss_kl or algorithm.has_reward_kl,
+        has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
+        recompute=recipe.trainer.activation_checkpointing,
+        reprefills=rules.on_new_version == "resume",
+        weight_bytes=width,
+        kv_bytes=width,
+        max_batch=recipe.engine.slots,
+        engine_context_tokens=recipe.engine.max_context_tokens,
+    )
+
+
+def workload_of_run(path: Path) -> Workload:
+    """Measure a workload from a run: lengths of all recorded trajectories, judging, groups that teach; the rest is its
+    recipe's."""
+    run = RunDirectory.open(path)
+    steps = run.recorded_steps()
+    if not steps:
+        raise UserError(f"{path} has no recorded trajectories to measure lengths from")
+    trajectories = [m.trajectory for step in steps for group in run.groups(step) for m in group.members]
+    rows = read_metrics(path)
+    unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
+    judged = [row["time/judge"] for row in rows if "time/judge" in row]
+    return msgspec.structs.replace(
+        recipe_workload(Recipe.model_validate(run.recipe())),
+        prompt=measured([len(t.prompt_ids) for t in trajectories]),
+        output=measured([max(1, t.num_tokens) for t in trajectories]),
+        trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,
+        reward_latency_s=statistics.median(judged) if judged else 0.0,
+        reward_concurrency=1_000_000,
+    )
+
+
+def _read(kind: type[Kind], path: Path) -> Kind:
+    if not path.is_file():
+        raise UserError(f"there is no file {path} (seen from {Path.cwd()})")
+    try:
+        return load_recipe(kind, path)
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
+
+
+def run(question: Question, out: Console) -> None:
+    """Answer a question and print or write the answer. Raises UserError."""
+    answer = ask(question)
+    if question.write_to is not None:
+        write_plan(answer.plan, question.write_to)
+    if question.html is not None:
+        curve = marked([*answer.spots, *price_curve(answer.inputs)])
+        write_plan_page(question.html, answer.plan, answer.inputs.cluster, answer.rivals, answer.marginals, curve)
+    if question.as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(_public(answer))).decode() + "\n")
+        return
+    print_answer(out, answer.plan, answer.rivals, answer.marginals, answer.choice, answer.replanned)
+    for path in (question.write_to, question.html):
+        if path is not None:
+            out.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def ask(question: Question) -> Answer:
+    """Decide which question was asked, and answer it."""
+    _check(question)
+    inputs = _inputs(question)
+    answer = _answer(question, inputs)
+    if question.compare or question.html is not None:
+        more = marginals(answer.inputs, answer.plan.tokens_per_s, time_limit_s=question.time_limit / 4)
+        others = rivals(answer.inputs, time_limit_s=question.time_limit)
+        answer = msgspec.structs.replace(answer, rivals=others, marginals=more)
+    return answer
+
+
+def _check(question: Question) -> None:
+    budget, target = question.budget, question.target_throughput
+    for key, value in (("--budget", budget), ("--target-throughput", target)):
+        if value is not None and not value > 0:
+            raise UserError(f"{key}: got {value:g}, allowed are positive numbers")
+    if budget is not None and target is not None:
+        raise UserError("--budget and --target-throughput exclude each other: fix the price or the throughput")
+    renting = budget is not None or target is not None
+    if renting != (question.offers is not None):
+        raise UserError("--offers goes with --budget or --target-throughput: what can be rented, and what is wanted")
+    if renting == (question.cluster is not None):
+        raise UserError("give --cluster (the GPUs there are), or --offers with --budget or --target-throughput")
+    if question.running is not None and (renting or question.colocated):
+        raise UserError("--from plans anew for a cluster: give --cluster alone with it")
+    if renting and (question.colocated or question.method != "exact"):
+        raise UserError("--colocated and --method are about a --cluster: plan what was rented with them afterwards")
+    if question.rates is not None and question.calibration is not None:
+        raise UserError("--rates and --calibration exclude each other: measured rates replace the cost model")
+    if question.lost is not None and question.cluster is None:
+        raise UserError("--lost names machines of a cluster: give --cluster")
+
+
+def _inputs(question: Question) -> Inputs:
+    of = read_cluster(question.cluster) if question.cluster is not None else Cluster("none", (), ())
+    if question.lost is not None:
+        of = without_nodes(of, [name.strip() for name in question.lost.split(",") if name.strip()])
+    calibration, rates = question.calibration, question.rates
+    return Inputs(
+        cluster=of,
+        model=read_model(question.model),
+        work=read_workload(question.workload),
+        efficiencies=_read(CalibrationSettings, calibration).build() if calibration is not None else Efficiencies(),
+        rates=_read(RatesSettings, rates) if rates is not None else None,
+        cross_types=not question.symmetric_only,
+    )
+
+
+def _answer(question: Question, inputs: Inputs) -> Answer:
+    limit_s = question.time_limit
+    if question.running is not None:
+        found = replan(inputs, read_plan(question.running), slack=question.slack, time_limit_s=limit_s)
+        return Answer(found.chosen.plan, inputs, replanned=found)
+    if question.offers is not None:
+        offers = _read(OffersSettings, question.offers)
+        choice = (
+            rent_for_budget(inputs, offers, question.budget, time_limit_s=limit_s)
+            if question.budget is not None
+            else rent_for_target(inputs, offers, question.target_throughput or 0.0, time_limit_s=limit_s)
+        )
+        return Answer(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
+    if question.colocated:
+        return Answer(make_colocated_plan(inputs), inputs)
+    return Answer(make_plan(inputs, question.method, time_limit_s=limit_s), inputs)
+
+
+def _public(answer: Answer) -> dict[str, Any]:
+    """What --json prints; docs/planner.md lists the keys."""
+    found: dict[str, Any] = {"plan": msgspec.to_builtins(answer.plan)}
+    found["plan"]["tokens_per_s"] = answer.plan.tokens_per_s
+    found["plan"]["price_per_million_tokens"] = answer.plan.price_per_million_tokens
+    if answer.rivals:
+        found["compare"] = [
+            {
+                "name": rival.name,
+                "tokens_per_s": rival.plan.tokens_per_s if rival.plan else None,
+                "step_s": rival.plan.breakdown.step_s if rival.plan else None,
+                "price_per_h": rival.plan.price_per_h if rival.plan else None,
+                "why_not": rival.why_not,
+            }
+            for rival in answer.rivals
+        ]
+        found["one_more"] = [msgspec.to_builtins(marginal) for marginal in answer.marginals]
+    if answer.choice is not None:
+        choice = answer.choice
+        found["rent"] = {
+            "gpus": answer.inputs.cluster.count(),
+            "machines": list(choice.counts),
+            "choices": choice.num_choices,
+            "planned": choice.num_planned,
+            "bound": choice.bound,
+        }
+    if answer.replanned is not None:
+        found["replan"] = {
+            "chosen": answer.replanned.chosen.name,
+            "moved": list(answer.replanned.chosen.moved),
+            "lost": list(answer.replanned.lost),
+            "added": list(answer.replanned.added),
+            "options": [
+                {"name": o.name, "moved": len(o.moved), "step_s": o.plan.breakdown.step_s}
+                for o in answer.replanned.options
+            ],
+        }
+    return found

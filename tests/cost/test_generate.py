@@ -1,0 +1,125 @@
+"""Generation, worked by hand on a model and a GPU of round numbers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.cost.generate import (
+    context_bytes,
+    decode_s,
+    drain_s,
+    largest_batch,
+    prefill_s,
+    replica_cost,
+    split_layers,
+    weight_bytes,
+)
+from baton.workload import constant, measured
+from tests.cost.round_numbers import GPU, IDEAL, MODEL, PLACE, WORK
+
+
+def test_decode_reads_weights_and_the_cache_of_every_trajectory() -> None:
+    """Weights without the input embedding: 10.1 · 10⁶ · 2 bytes. Cache: 8 · 200 tokens · 40 · 10 layers · 2 bytes =
+    1.28 MB.
+
+    At 10¹⁰ bytes/s: 2.02 ms + 0.128 ms. Arithmetic is 8 · (2 · 10.1 · 10⁶ + 10 · 4 · 80 · 200) = 0.21 GFLOP: 0.21 ms,
+    hidden.
+    """
+    assert decode_s(MODEL, WORK, PLACE, 1, (10,), 8, 200) == pytest.approx(2.02e-3 + 0.128e-3)
+
+
+def test_decode_is_bound_by_arithmetic_once_the_batch_is_large() -> None:
+    slow = msgspec.structs.replace(GPU, flops=1e10)
+    place = msgspec.structs.replace(PLACE, gpu=slow)
+    flops = 100 * (2 * 10.1e6 + 10 * 4 * 8 * 10 * 200)
+    assert decode_s(MODEL, WORK, place, 1, (10,), 100, 200) == pytest.approx(flops / 1e10)
+
+
+def test_tensor_parallel_halves_reading_and_adds_sums() -> None:
+    """Two sums a layer over 8 · 100 · 2 bytes, each GPU sending 2 · (2 − 1)/2 of them: 20 · 1600 / 10⁹ = 32 µs."""
+    alone = decode_s(MODEL, WORK, PLACE, 1, (10,), 8, 200)
+    assert decode_s(MODEL, WORK, PLACE, 2, (10,), 8, 200) == pytest.approx(alone / 2 + 32e-6)
+
+
+def test_more_gpus_than_kv_heads_repeat_the_cache() -> None:
+    assert context_bytes(MODEL, WORK, 2, (10,), 300) == 300 * 40 * 10 * 2 / 2
+    assert context_bytes(MODEL, WORK, 8, (10,), 300) == context_bytes(MODEL, WORK, 2, (10,), 300)
+
+
+def test_pipeline_stages_take_turns_on_parts_of_the_batch() -> None:
+    """Two stages; the head's 10⁵ parameters on the last. Each reads ~10 MB for 4 of 8 trajectories, then sends 800
+    bytes."""
+    one_stage = (5 * 1e6 + 1e5) * 2 / 1e10 + 4 * 200 * 40 * 5 * 2 / 1e10 + 4 * 100 * 2 / 1e8
+    assert decode_s(MODEL, WORK, PLACE, 1, (5, 5), 8, 200) == pytest.approx(2 * one_stage)
+
+
+def test_only_the_experts_of_a_batch_are_read() -> None:
+    experts = msgspec.structs.replace(
+        MODEL, ffn_params=4.6e6, active_ffn_params=1.1e6, expert_params=4e6, num_experts=8, experts_per_token=1
+    )
+    fixed = 10 * (4e5 + 6e5) + 1e5
+    for batch, share in ((1, 1 / 8), (2, 1 - (7 / 8) ** 2)):
+        cache = batch * 200 * 40 * 10 * 2
+        expected = ((fixed + 10 * 4e6 * share) * 2 + cache) / 1e10
+        assert decode_s(experts, WORK, PLACE, 1, (10,), batch, 200) == pytest.approx(expected)
+
+
+def test_the_batch_is_what_memory_holds() -> None:
+    """10⁸ bytes less 20.4 MB of weights hold 79.6 MB / (200 · 800 bytes) = 497 of mean length; the batch has 100."""
+    batch, weights, longest = largest_batch(MODEL, WORK, PLACE, 1, 1)
+    assert (weights, longest) == (2 * 10.2e6, 300 * 800)
+    assert batch == 100
+    many = msgspec.structs.replace(WORK, groups=1000)
+    assert largest_batch(MODEL, many, PLACE, 1, 1)[0] == 497
+    fixed = msgspec.structs.replace(many, engine_context_tokens=400)
+    assert largest_batch(MODEL, fixed, PLACE, 1, 1)[0] == int(79.6e6 / (400 * 800))
+    tiny = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(GPU, hbm_bytes=20.5e6))
+    assert largest_batch(MODEL, WORK, tiny, 1, 1)[0] == 0
+
+
+def test_tied_tables_are_held_once_unless_stages_divide_them() -> None:
+    tied = msgspec.structs.replace(MODEL, is_tied=True)
+    assert weight_bytes(tied, WORK, 1, (10,)) == 2 * 10.1e6
+    assert weight_bytes(tied, WORK, 1, (5, 5)) == 2 * 5.1e6
+    assert weight_bytes(MODEL, WORK, 2, (10,)) == 10.2e6
+
+
+def test_prefill_is_arithmetic_over_a_triangle() -> None:
+    """2 · 10⁶ FLOPs per token and layer, and 4 · 80 per pair of which a prompt has half its square."""
+    assert prefill_s(MODEL, PLACE, 1, (10,), 100, 100**2) == pytest.approx(10 * (2e6 * 100 + 320 * 100**2 / 2) / 1e12)
+
+
+def test_a_replica_decodes_prefills_and_pauses() -> None:
+    """Context at a random time: 100 + 200/2 = 200. A group's prompt is prefilled once for 10. A new version costs each
+    of the running trajectories its 200 tokens once more; E[context²] = 100² + 2·100·100 + 200²/3."""
+    cost = replica_cost(MODEL, WORK, PLACE, 1, 1, 8)
+    step = decode_s(MODEL, WORK, PLACE, 1, (10,), 8, 200)
+    prompt = prefill_s(MODEL, PLACE, 1, (10,), 100, 100**2) / 10
+    assert cost.tokens_per_s == pytest.approx(1 / (step / 8 + prompt / 200))
+    squared = 100**2 + 2 * 100 * 100 + 200**2 / 3
+    assert cost.pause_s == pytest.approx(8 * 10 * (2e6 * 200 + 320 * squared / 2) / 1e12)
+    kept = replica_cost(MODEL, msgspec.structs.replace(WORK, reprefills=False), PLACE, 1, 1, 8)
+    assert kept.pause_s == 0
+    assert cost.memory_bytes == 2 * 10.2e6 + 8 * 200 * 800
+
+
+def test_without_overlap_a_batch_empties_to_its_longest() -> None:
+    """Half of two trajectories have 100 tokens, half 300. With time per token t(m) = m·a the same work takes the same
+    time in any order, so nothing is lost; with t constant the batch waits for its longest: E[max of 2] = 250 tokens."""
+    work = msgspec.structs.replace(WORK, max_staleness=0, output=measured([100, 300]), prompt=constant(1))
+    overhead = msgspec.structs.replace(PLACE, efficiency=msgspec.structs.replace(IDEAL, step_overhead_s=1.0))
+    assert drain_s(MODEL, work, overhead, 1, (10,), 2) == pytest.approx(250, rel=0.02)
+    assert replica_cost(MODEL, work, overhead, 1, 1, 2).pause_s == pytest.approx(250 - 200, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "head", "expected"),
+    [(1, 2.0, (10,)), (2, 0.0, (5, 5)), (2, 2.0, (6, 4)), (3, 1.0, (4, 4, 2)), (4, 0.5, (3, 3, 2, 2))],
+)
+def test_layers_are_split_so_that_the_slowest_stage_is_fastest(
+    stages: int, head: float, expected: tuple[int, ...]
+) -> None:
+    layers = split_layers(10, stages, head)
+    assert sum(layers) == 10
+    assert max([*layers[:-1], layers[-1] + head]) == max([*expected[:-1], expected[-1] + head])

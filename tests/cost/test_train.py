@@ -1,0 +1,123 @@
+"""Training and publication, worked by hand on a model and a GPU of round numbers."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.cost.publish import publish_s
+from baton.cost.train import (
+    forward_passes,
+    microbatches,
+    most_layers,
+    stage_bytes,
+    stage_terms,
+    tail_s,
+)
+from tests.cost.round_numbers import MODEL, PLACE, WORK
+
+
+def test_a_step_is_worth_so_many_forward_passes() -> None:
+    """One epoch: forward, backward twice that, recomputation; proximal log-probabilities; and what is switched on."""
+    assert forward_passes(WORK) == 3 + 1 + 1
+    assert forward_passes(msgspec.structs.replace(WORK, recompute=False, has_proximal_forward=False)) == 3
+    assert forward_passes(msgspec.structs.replace(WORK, epochs=2, has_reference=True)) == 8 + 2
+    assert forward_passes(msgspec.structs.replace(WORK, has_critic=True)) == 2 * 4 + 2
+
+
+def test_compute_of_a_layer() -> None:
+    """100 trajectories of 300 tokens; 2 · 10⁶ FLOPs a token, 320 a pair, half the square; 5 passes over 4 GPUs'
+    10¹²/s."""
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4, 1e8)
+    flops = 100 * (300 * 2e6 + 320 * 300**2 / 2)
+    assert terms.per_layer_s == pytest.approx(5 * flops / 4e12)
+    assert terms.head_s == pytest.approx(5 * 100 * 300 * 2 * 1e5 / 4e12)
+
+
+def test_trajectories_that_do_not_divide_wait_for_the_fullest_rank() -> None:
+    """100 trajectories on 8 ranks: 13 on the fullest, as if there were 104."""
+    even, uneven = (stage_terms(MODEL, WORK, PLACE, 8, 1, dp, 1e8).per_layer_s for dp in (4, 8))
+    assert uneven / even == pytest.approx(4 / 8 * 104 / 100)
+
+
+def test_tensor_parallel_sums() -> None:
+    """6 sums in the update (2 forward, 2 backward, 2 again) and 2 for proximal log-probabilities, per token and layer:
+    30 000 tokens · 100 · 2 bytes, each GPU sending 2 · ½ of it at 10⁹/s."""
+    one, two = (stage_terms(MODEL, WORK, PLACE, 8, tp, 1, 1e8).per_layer_s for tp in (1, 2))
+    assert two == pytest.approx(one / 2 + 8 * 30_000 * 100 * 2 / 1e9)
+
+
+def test_gradients_take_the_link_of_their_group() -> None:
+    """6 bytes a parameter, (dp − 1)/dp of them: 10⁶ · 6 · 3/4 within a node at 10⁹/s, across nodes at 10⁸/s."""
+    within, across = (stage_terms(MODEL, WORK, PLACE, node, 1, 4, 1e8).gradients_per_layer_s for node in (8, 2))
+    assert within == pytest.approx(4.5e6 / 1e9)
+    assert across == pytest.approx(4.5e6 / 1e8)
+    assert stage_terms(MODEL, WORK, PLACE, 8, 1, 1, 1e8).gradients_per_layer_s == 0
+
+
+def test_memory_of_a_stage() -> None:
+    """6 + 12/dp bytes a parameter; 2 bytes of each microbatch token's activation per layer, 34 in the layer at work;
+    logits of a microbatch (300 tokens, fewer than a chunk) in fp32, twice."""
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4, 1e8)
+    params, per_param = 3 * 1e6 + 1e5, 6 + 12 / 4
+    activations = 3 * 2 * 300 * 100 * 2 + 34 * 300 * 100
+    last = stage_bytes(MODEL, terms, 3, np.array(False), np.array(True), 2)
+    assert last == pytest.approx(params * per_param + activations + 8 * 300 * 1000)
+    first = stage_bytes(MODEL, terms, 3, np.array(True), np.array(False), 2)
+    assert first == pytest.approx(params * per_param + activations)
+    between = stage_bytes(MODEL, terms, 3, np.array(False), np.array(False), 2)
+    assert first - between == pytest.approx(1e5 * per_param)
+
+
+def test_a_tied_table_is_held_once_on_a_stage_that_is_first_and_last() -> None:
+    tied = msgspec.structs.replace(MODEL, is_tied=True)
+    terms = stage_terms(tied, WORK, PLACE, 8, 1, 1, 1e8)
+    both = stage_bytes(tied, terms, 10, np.array(True), np.array(True), 1)
+    last = stage_bytes(tied, terms, 10, np.array(False), np.array(True), 1)
+    assert both == last
+
+
+def test_layers_that_fit_are_those_whose_memory_does() -> None:
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4, 1e8)
+    flags = np.array(True), np.array(False)
+    most = float(most_layers(MODEL, terms, 5e7, *flags, 2))
+    assert stage_bytes(MODEL, terms, most, *flags, 2) <= 5e7 < stage_bytes(MODEL, terms, most + 1, *flags, 2)
+
+
+def test_a_critic_doubles_state_and_a_reference_adds_weights() -> None:
+    plain, critic, reference = (
+        stage_terms(MODEL, msgspec.structs.replace(WORK, **flags), PLACE, 8, 2, 4, 1e8).params_bytes_per_param
+        for flags in ({}, {"has_critic": True}, {"has_reference": True})
+    )
+    assert plain == (6 + 3) / 2
+    assert critic == 2 * plain
+    assert reference == plain + 1
+
+
+def test_microbatches_are_longest_trajectories() -> None:
+    """100 trajectories of 300 tokens, longest 300: 25 on each of 4 ranks, 12 in each of two updates."""
+    assert microbatches(WORK, 4) == 25
+    assert microbatches(msgspec.structs.replace(WORK, minibatches=2), 4) == 12
+    assert microbatches(msgspec.structs.replace(WORK, groups=1, group_size=1), 4) == 1
+
+
+def test_the_table_of_a_stage_counts_as_layers_of_its_tail() -> None:
+    assert tail_s(MODEL, 2.0, 3, np.array(True), np.array(False)) == pytest.approx(2.0 * 3.1)
+
+
+def test_publication_adds_up_what_crosses_each_link() -> None:
+    """20.4 MB: a quarter from place 0 and three quarters from place 1 reach place 1 at 10⁶ and 10⁷ bytes/s."""
+    size = 2 * 10.2e6
+    rates = np.array([[1e7, 1e6], [1e6, 1e7]])
+    times = publish_s(MODEL, WORK, np.array([0.25, 0.75]), rates, np.array([1.0, 2.0]))
+    assert times == pytest.approx([2 + size * (0.25 / 1e7 + 0.75 / 1e6), 2 + size * (0.25 / 1e6 + 0.75 / 1e7)])
+    assert publish_s(MODEL, WORK, np.array([1.0, 0.0]), rates, np.array([1.0, 2.0]))[0] == pytest.approx(1 + size / 1e7)
+
+
+def test_the_papers_publications_are_met_after_calibration() -> None:
+    """AReaL-Hex table 2 across types, fitted there to 0.253 GB/s of a 1.5 GB/s link: a share of 0.17, within 10 %."""
+    for params, seconds in ((7.615e9, 58.34), (14.77e9, 112.93)):
+        model = msgspec.structs.replace(MODEL, num_layers=1, ffn_params=params - 4e5 - 2e5)
+        times = publish_s(model, WORK, np.array([1.0, 0.0]), np.full((2, 2), 1.5e9 * 0.17), np.array([0.0, 0.0]))
+        assert times[1] == pytest.approx(seconds, rel=0.1)

@@ -1,0 +1,267 @@
+"""Small clusters, models and workloads for the planner's tests, and searches that share nothing with it but the
+costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from baton.cluster import Cluster, ClusterSettings
+from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
+from baton.cost.generate import Place, largest_batch, replica_cost
+from baton.cost.publish import publish_s
+from baton.cost.train import microbatches, stage_bytes, stage_terms, table_params
+from baton.model import ModelSpec, model_spec
+from baton.planner.instance import Inputs
+from baton.workload import Workload, WorkloadSettings
+
+Chosen = Sequence[tuple[int, int, int] | None]
+"""(stages, tp, dp) on each type, or no part in training."""
+FAST = {"bf16_tflops": 100, "hbm_gb_per_s": 2e5, "hbm_gb": 1.0, "link_gb_per_s": 1e6, "price_per_hour": 4}
+SLOW = {"bf16_tflops": 37, "hbm_gb_per_s": 1e5, "hbm_gb": 1.5, "link_gb_per_s": 1e6, "price_per_hour": 1}
+"""Own GPU types: memory and links so fast that gradients and the optimiser take no time worth mention."""
+
+
+def cluster(
+    *nodes: tuple[str, int], fast_gb: float = 1.0, slow_gb: float = 1.5, fast_tflops: float = 100.0, cross: float = 5e5
+) -> Cluster:
+    """Nodes as (type, GPUs)."""
+    return ClusterSettings.model_validate(
+        {
+            "name": "small",
+            "links": {"inter_node_gb_per_s": 1e6, "cross_type_gb_per_s": cross, "latency_us": 0},
+            "nodes": [{"gpu": kind, "gpus": count, "name": f"n{i}"} for i, (kind, count) in enumerate(nodes)],
+            "gpu": {
+                "Fast": {**FAST, "hbm_gb": fast_gb, "bf16_tflops": fast_tflops},
+                "Slow": {**SLOW, "hbm_gb": slow_gb},
+            },
+        }
+    ).build()
+
+
+@cache
+def model(layers: int = 4) -> ModelSpec:
+    """A model of about 17 M parameters."""
+    return model_spec(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "hidden_size": 512,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 2048,
+            "vocab_size": 512,
+            "tie_word_embeddings": True,
+        },
+        "small",
+    )
+
+
+def work(**changes: object) -> Workload:
+    """24 trajectories; batches of one and two."""
+    base = {
+        "groups": 12,
+        "group_size": 2,
+        "max_staleness": 4,
+        "prompt_tokens": {"mean": 64},
+        "output_tokens": {"kind": "measured", "values": [64, 128, 512]},
+        "engine": {"max_batch": 2},
+    }
+    return WorkloadSettings.model_validate({**base, **changes}).build()
+
+
+QUICK = Efficiencies(Efficiency(step_overhead_s=2e-5, publish_latency_s=1e-3))
+"""Overheads in proportion to so small a model."""
+
+
+def inputs(of: Cluster, **changes: object) -> Inputs:
+    """Defaults for the rest."""
+    return Inputs(of, model(), work(**changes), QUICK)
+
+
+# ---- a search by hand ------------------------------------------------------------------------------------------------
+
+
+def brute_step_s(question: Inputs) -> float:
+    """Least step time over every packing of training groups and replicas into the nodes, one by one."""
+    nodes, spec, load = question.cluster.nodes, question.model, question.work
+    types = sorted({n.gpu.name: n.gpu for n in nodes}.values(), key=lambda gpu: (gpu.flops, gpu.name))
+    best = np.inf
+    shapes = [[None, *((p, tp, dp) for p in (1, 2, 4, 8) for tp in (1, 2, 4) for dp in range(1, 9))] for _ in types]
+    for chosen in product(*shapes):
+        used = [shape for shape in chosen if shape]
+        if not used or (len(used) > 1 and any(p > 2 for p, _, _ in used)):
+            continue
+        if not _fits_types(nodes, types, chosen):
+            continue
+        train_s = _brute_training(question, types, chosen)
+        if train_s >= best:
+            continue
+        for replicas in _replica_sets(question, types, chosen):
+            if sum(cost.batch for _, cost in replicas) > load.max_running:
+                continue
+            groups = [(t, tp) for t, shape in enumerate(chosen) if shape for tp in [shape[1]] * (shape[0] * shape[2])]
+            groups += [(t, cost.tp) for t, cost in replicas for _ in range(cost.pp)]
+            if not _packs(nodes, types, groups):
+                continue
+            sync_s = _brute_sync(question, types, chosen, {t for t, _ in replicas})
+            rollout_s = _finish_s([cost for _, cost in replicas], load.output_tokens)
+            best = min(best, sync_s + max(rollout_s, train_s))
+    assert spec.num_layers
+    return float(best)
+
+
+def _place(question: Inputs, kind: str) -> tuple[Place, int]:
+    nodes = [n for n in question.cluster.nodes if n.gpu.name == kind]
+    between = 1e15 if len(nodes) > 1 else nodes[0].link_bytes_per_s
+    return Place(nodes[0].gpu, nodes[0].link_bytes_per_s, between, 0.0, question.efficiencies.of(kind)), max(
+        n.num_gpus for n in nodes
+    )
+
+
+def _fits_types(nodes: Sequence[object], types: Sequence[object], chosen: Chosen) -> bool:
+    return all(
+        shape is None or shape[0] * shape[1] * shape[2] <= sum(n.num_gpus for n in nodes if n.gpu.name == kind.name)  # type: ignore[attr-defined]
+        for shape, kind in zip(chosen, types, strict=True)
+    )
+
+
+def _layer_splits(num_layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    if stages == 1:
+        yield (num_layers,)
+        return
+    for first in range(1, num_layers - stages + 2):
+        for rest in _layer_splits(num_layers - first, stages - 1):
+            yield (first, *rest)
+
+
+def _brute_training(question: Inputs, types: Sequence[object], chosen: Chosen) -> float:
+    """Least time over every way to give layers to stages."""
+    spec, load = question.model, question.work
+    stages = [
+        (kind.name, tp, dp)
+        for kind, shape in zip(types, chosen, strict=True)
+        if shape
+        for p, tp, dp in [shape]
+        for _ in range(p)
+    ]  # type: ignore[attr-defined]
+    if len(stages) > spec.num_layers:
+        return np.inf
+    count = float(microbatches(load, max(dp for _, _, dp in stages)))
+    best = np.inf
+    for split in _layer_splits(spec.num_layers, len(stages)):
+        slowest, tail, fits = 0.0, 0.0, True
+        for index, ((kind, tp, dp), layers) in enumerate(zip(stages, split, strict=True)):
+            place, node_gpus = _place(question, kind)
+            terms = stage_terms(spec, load, place, node_gpus, tp, dp, place.inter_bytes_per_s)
+            first, last = index == 0, index == len(stages) - 1
+            need = stage_bytes(spec, terms, layers, np.array(first), np.array(last), min(len(stages), count))
+            fits &= bool(need <= place.memory_limit_bytes)
+            slowest = max(slowest, float(terms.per_layer_s) * layers + last * float(terms.head_s))
+            tables = float(table_params(spec, np.array(first), np.array(last))) / spec.layer_params
+            tail = max(tail, (layers + tables) * float(terms.gradients_per_layer_s + terms.optimizer_per_layer_s))
+        if fits:
+            best = min(best, slowest * (count + len(stages) - 1) / count + tail)
+    return best
+
+
+def _replica_sets(question: Inputs, types: Sequence[object], chosen: Chosen) -> Iterator[list]:  # type: ignore[type-arg]
+    """Every multiset of replicas on the GPUs that training leaves."""
+    per_type = []
+    for t, (kind, shape) in enumerate(zip(types, chosen, strict=True)):
+        name = kind.name  # type: ignore[attr-defined]
+        total = sum(n.num_gpus for n in question.cluster.nodes if n.gpu.name == name)
+        left = total - (shape[0] * shape[1] * shape[2] if shape else 0)
+        place, _ = _place(question, name)
+        costs = []
+        for tp, pp in product((1, 2, 4), (1, 2, 4)):
+            batch = largest_batch(question.model, question.work, place, tp, pp)[0] if tp * pp <= left else 0
+            while batch >= pp:
+                costs.append(replica_cost(question.model, question.work, place, tp, pp, batch))
+                batch //= 2
+        per_type.append([[(t, cost) for cost in some] for some in _multisets(costs, left)])
+    for parts in product(*per_type):
+        together = [each for part in parts for each in part]
+        if together:
+            yield together
+
+
+def _multisets(costs: Sequence, left: int) -> Iterator[list]:  # type: ignore[type-arg]
+    if not costs:
+        yield []
+        return
+    first, rest = costs[0], costs[1:]
+    for count in range(left // first.num_gpus + 1):
+        for others in _multisets(rest, left - count * first.num_gpus):
+            yield [first] * count + others
+
+
+def _packs(nodes: Sequence[object], types: Sequence[object], groups: Sequence[tuple[int, int]]) -> bool:
+    """Whether groups fit into nodes, each within one: by trying all."""
+    ordered = sorted(groups, key=lambda g: -g[1])
+    room = [n.num_gpus for n in nodes]  # type: ignore[attr-defined]
+
+    def place(index: int) -> bool:
+        if index == len(ordered):
+            return True
+        t, size = ordered[index]
+        for k, node in enumerate(nodes):
+            if node.gpu.name == types[t].name and room[k] >= size:  # type: ignore[attr-defined]
+                room[k] -= size
+                if place(index + 1):
+                    return True
+                room[k] += size
+        return False
+
+    return place(0)
+
+
+def _finish_s(costs: Sequence, tokens: float) -> float:  # type: ignore[type-arg]
+    """When replicas that pause have generated so many tokens: grow the set by least pause."""
+    best = np.inf
+    ordered = sorted(costs, key=lambda c: c.pause_s)
+    for count in range(1, len(ordered) + 1):
+        speed = sum(c.tokens_per_s for c in ordered[:count])
+        time_s = (tokens + sum(c.tokens_per_s * c.pause_s for c in ordered[:count])) / speed
+        if time_s >= ordered[count - 1].pause_s:
+            best = min(best, time_s)
+    return float(best)
+
+
+def _brute_sync(question: Inputs, types: Sequence[object], chosen: Chosen, engines: set[int]) -> float:
+    """Publication takes the latency of the trainer's types here: links are too fast to matter."""
+    latency = max(
+        question.efficiencies.of(kind.name).publish_latency_s  # type: ignore[attr-defined]
+        for kind, shape in zip(types, chosen, strict=True)
+        if shape
+    )
+    quick = publish_s(question.model, question.work, np.array([1.0]), np.array([[1e14]]), np.array([latency]))
+    assert engines
+    return float(quick[0])
+
+
+# ---- measured rates --------------------------------------------------------------------------------------------------
+
+
+def rates(**by_gpu: tuple[float, float]) -> RatesSettings:
+    """Rates as (train, rollout)."""
+    return RatesSettings.model_validate(
+        {"rates": {name.replace("_", "-"): {"train": t, "rollout": r} for name, (t, r) in by_gpu.items()}}
+    )
+
+
+def enumerated_step_s(question: Inputs) -> float:
+    """Least step time over every number of training GPUs of each type, with rates."""
+    assert question.rates is not None
+    load, table = question.work, question.rates.rates
+    counts = question.cluster.count()
+    best = np.inf
+    for train in product(*(range(count + 1) for count in counts.values())):
+        rate = sum(n * table[kind].train for n, kind in zip(train, counts, strict=True))
+        speed = sum((counts[kind] - n) * table[kind].rollout for n, kind in zip(train, counts, strict=True))
+        if rate and speed:
+            best = min(best, max(load.trained_tokens / rate, load.output_tokens / speed) + question.rates.sync_s)
+    return float(best)
