@@ -1,0 +1,82 @@
+"""[rollout]: what cannot go together is refused with what to change; defaults follow the mode."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from baton.config import Recipe, load_recipe
+from baton.errors import UserError
+from baton.rollout.overprovision import Measured, next_overprovision
+from baton.rollout.settings import RolloutSettings
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+
+REFUSED = [
+    (
+        ["rollout.overprovision=0.5", "rollout.mode=partial"],
+        "rollout.overprovision: got 0.5, allowed is a number",
+    ),
+    (["rollout.overprovision=2.0"], 'it is of mode = "partial"; use mode = "partial"'),
+    (["rollout.mode=async", "rollout.overprovision=2.0"], "max_staleness bounds how far it runs ahead"),
+    (["rollout.mode=async", "rollout.on_new_version=drain"], "got 'drain', but mode = \"async\" allows resume or keep"),
+    (["rollout.mode=partial", "rollout.on_new_version=keep"], 'mode = "partial" allows resume'),
+    (["rollout.max_staleness=2"], 'max_staleness: got 2, but mode = "sync" has 0'),
+    (["rollout.mode=async", "rollout.max_staleness=-1"], "rollout.max_staleness: got -1"),
+    (["rollout.consume=stalest"], 'mode = "sync" consumes in the order of submission'),
+    (["rollout.mode=partial", "rollout.stale=wait"], 'needs consume = "submission" or "stalest": set one of them'),
+    (
+        ["rollout.mode=partial", "rollout.overprovision=4.0", "rollout.max_staleness=2", "rollout.stale=drop"],
+        "allowed at most max_staleness + 1 = 3",
+    ),
+    (["rollout.mode=async"], "engine.processes: got 0"),
+    (["rollout.group_size=1"], "needs at least 2"),
+    (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
+    (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_impossible_combinations_are_refused_with_one_sentence(overrides, sentence):
+    if "engine.processes: got 0" in sentence:
+        overrides = [*overrides, "engine.processes=0"]
+    with pytest.raises(UserError) as refused:
+        load_recipe(Recipe, RECIPE, overrides)
+    assert sentence in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_defaults_follow_the_mode():
+    sync, partial, free = (
+        RolloutSettings().rules(),
+        RolloutSettings(mode="partial").rules(),
+        RolloutSettings(mode="async").rules(),
+    )
+    assert (sync.max_staleness, sync.consume, sync.on_new_version) == (0, "submission", "drain")
+    assert (partial.max_staleness, partial.consume, partial.overprovision) == (4, "completion", 2.0)
+    assert (free.max_staleness, free.consume, free.on_new_version) == (4, "stalest", "resume")
+    assert RolloutSettings(mode="partial", max_concurrency=64).rules().overprovision == math.inf
+    assert RolloutSettings(mode="partial", overprovision=1.5, batch_groups=5).rules().max_outstanding(1.5) == 7
+    auto = RolloutSettings(mode="partial", overprovision="auto", stale="drop", max_staleness=0).rules()
+    assert (auto.overprovision, auto.most_overprovision) == (1.0, 1.0), "what is carried must not get too old"
+
+
+@pytest.mark.parametrize(
+    ("now", "measured", "then"),
+    [
+        (2.0, Measured(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 2.25),  # slots stand empty
+        (2.0, Measured(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.05), 2.0),  # full, and cheap
+        (2.0, Measured(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.75),  # too much is too old
+        (
+            2.0,
+            Measured(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.4),
+            1.75,
+        ),  # 0.1 for 0.03 of slots
+        (1.0, Measured(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.0),
+        (4.0, Measured(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 4.0),
+    ],
+)
+def test_over_provision_follows_what_is_measured(now, measured, then):
+    assert next_overprovision(now, measured, 4.0) == then
