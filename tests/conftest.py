@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)  # no test asserts a time, however busy the machine is
+settings.load_profile("unhurried")
 
 RECIPE = """
 [run]
