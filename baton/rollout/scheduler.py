@@ -79,6 +79,8 @@ class RolloutScheduler:
         """Heap of (has no tokens, group id, sample index): what was put down goes first, the oldest first."""
         self._dropped: deque[tuple[int, int]] = deque()
         """(group id, times tried) of dropped groups whose prompts are to be tried again."""
+        self._places: list[tuple[float, int]] = []
+        """Heap of (leases ÷ slots, worker) for every worker with a place; notes that are out of date are passed over."""
         self._num_leased = 0
         self._is_wanted = False
         self._is_paused = False
@@ -158,6 +160,7 @@ class RolloutScheduler:
     def _joined(self, event: Joined, commands: list[Command]) -> None:
         assert event.worker not in self._workers, f"worker {event.worker} joined twice"
         self._workers[event.worker] = Worker(event.slots, event.queue)
+        self._offer(event.worker)
 
     def _left(self, event: Left, commands: list[Command]) -> None:
         """What was leased there goes on elsewhere: from its last report, or in sync from its prompt (law 5)."""
@@ -246,18 +249,17 @@ class RolloutScheduler:
             return
         most = self.rules.max_concurrency or math.inf
         is_exact = self.rules.on_new_version != "keep"
-        while self._num_leased < most:
-            found = min(self._workers.items(), key=_fullness, default=None)
-            if found is None or len(found[1].leased) >= found[1].slots + found[1].queue:
+        while self._num_leased < most and (self._pending or self._may_open()):
+            number = self._emptiest()
+            if number is None:
                 return
             if not self._pending:
-                if not self._may_open():
-                    return
                 self._open(commands)
             _, group_id, sample_index = heapq.heappop(self._pending)
             trajectory = self._trajectory(group_id, sample_index)
-            number, worker = found
+            worker = self._workers[number]
             worker.leased.add((group_id, sample_index))
+            self._offer(number)
             trajectory.state, trajectory.worker = State.LEASED, number
             self._num_leased += 1
             if trajectory.num_tokens:
@@ -354,17 +356,30 @@ class RolloutScheduler:
     def _release(self, trajectory: TrackedTrajectory, state: State) -> TrackedTrajectory:
         assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} is {trajectory.state.name}, not leased"
         self._workers[trajectory.worker].leased.remove((trajectory.group_id, trajectory.sample_index))
+        self._offer(trajectory.worker)
         self._num_leased -= 1
         trajectory.state = state
         return trajectory
+
+    def _offer(self, number: int) -> None:
+        """Note how full a worker is, after that has changed, while it has a place."""
+        if self._workers[number].has_place:
+            heapq.heappush(self._places, (self._workers[number].fullness, number))
+        if len(self._places) > 8 * len(self._workers) + 64:  # mostly out of date
+            self._places = [(worker.fullness, n) for n, worker in self._workers.items() if worker.has_place]
+            heapq.heapify(self._places)
+
+    def _emptiest(self) -> int | None:
+        """Return the worker that is least full, and take its note away; None where there is no place."""
+        while self._places:
+            fullness, number = heapq.heappop(self._places)
+            worker = self._workers.get(number)
+            if worker is not None and worker.fullness == fullness:
+                return number  # else the note is out of date, and a newer one is there or the worker is full or gone
+        return None
 
     def _put_back(self, trajectory: TrackedTrajectory) -> None:
         if trajectory.state is State.LEASED:  # its worker has left
             self._num_leased -= 1
         trajectory.state = State.PENDING
         heapq.heappush(self._pending, (not trajectory.num_tokens, trajectory.group_id, trajectory.sample_index))
-
-
-def _fullness(item: tuple[int, Worker]) -> tuple[float, int]:
-    number, worker = item
-    return len(worker.leased) / max(1, worker.slots), number

@@ -25,6 +25,16 @@ class Worker:
     queue: int
     leased: set[tuple[int, int]] = field(default_factory=set)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether it takes another lease."""
+        return len(self.leased) < self.slots + self.queue
+
+    @property
+    def fullness(self) -> float:
+        """Leases per slot."""
+        return len(self.leased) / max(1, self.slots)
+
 
 @dataclass(slots=True)
 class TrackedTrajectory:
