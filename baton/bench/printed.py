@@ -36,6 +36,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
             _ratio(mode.over_control),
             f"{mode.of_bound:.0%}",
             f"{mode.occupancy:.0%}",
+            "" if mode.full_step_ms is None or result.clock == "steps" else f"{mode.full_step_ms:.2f}",
             f"{mode.reprefilled_frac:.1%}",
         )
     console.print(table)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -51,6 +52,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Decode rows that carried a trajectory."""
     of_bound: float
     """Time that the bound takes ÷ time taken."""
+    full_step_ms: float | None
+    """A decode step with every slot taken, as far as this mode had any: rows of mixed ages scan as far as the oldest."""
     reprefilled_frac: float
     """Tokens prefilled again after they were put down, per token."""
     mean_staleness: float
@@ -157,11 +160,13 @@ class Side:
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.reprefilled = self.prompt_tokens = 0
         self.staleness: list[int] = []
+        self.full_steps_s: list[float] = []
 
     def turn(self, steps: int, *, is_counted: bool = True) -> None:
         """So many steps, on the engine that the other modes use as well; ends with nothing running."""
         self._take_engine()
-        before, begin_s, tokens = self._port.stats(), self._port.clock(), 0
+        before, first_step = self._port.stats(), len(self._port.steps)
+        begin_s, tokens = self._port.clock(), 0
         for _ in range(steps):
             groups = self._runner.next_batch()
             self._version += 1
@@ -175,6 +180,8 @@ class Side:
         if is_counted:
             self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + steps
             self.rounds.append(tokens / seconds)
+            own = self._port.steps[first_step:]
+            self.full_steps_s += [s for width, prefilled, s in own if width >= self._port.slots and not prefilled]
             self.decode_rows += after.decode_rows - before.decode_rows
             self.decoded += after.decoded_tokens - before.decoded_tokens
             self.reprefilled += counts.reprefilled_tokens
@@ -203,6 +210,7 @@ class Side:
             over_control=rate / control if control else None,
             occupancy=self.decoded / max(1, self.decode_rows),
             of_bound=bound_s / self.seconds,
+            full_step_ms=1000 * statistics.fmean(self.full_steps_s) if self.full_steps_s else None,
             reprefilled_frac=self.reprefilled / max(1, self.tokens),
             mean_staleness=sum(self.staleness) / max(1, len(self.staleness)),
             rounds_tokens_per_s=tuple(self.rounds),

@@ -80,7 +80,7 @@ class RolloutScheduler:
         self._dropped: deque[tuple[int, int]] = deque()
         """(group id, times tried) of dropped groups whose prompts are to be tried again."""
         self._places: list[tuple[float, int]] = []
-        """Heap of (leases ÷ slots, worker) for every worker with a place; notes that are out of date are passed over."""
+        """Heap of (leases ÷ slots, worker) for every worker with a place; notes out of date are passed over."""
         self._num_leased = 0
         self._is_wanted = False
         self._is_paused = False
