@@ -53,7 +53,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     of_bound: float
     """Time that the bound takes ÷ time taken."""
     full_step_ms: float | None
-    """A decode step with every slot taken, as far as this mode had any: rows of mixed ages scan as far as the oldest."""
+    """A decode step with every slot taken, as far as this mode had any: all rows scan as far as the longest."""
     reprefilled_frac: float
     """Tokens prefilled again after they were put down, per token."""
     mean_staleness: float
