@@ -122,11 +122,16 @@ class Journal:
         """A group will not be trained."""
         self._write("INSERT OR REPLACE INTO discarded VALUES (?, ?)", group_id, cause)
 
-    def consumed(self, step: int, group_ids: Sequence[int], metrics: dict[str, float]) -> None:
-        """The batch of a step is made, and recorded elsewhere. `metrics`: what the rollout side counted."""
+    def counted(self, step: int, metrics: dict[str, float]) -> None:
+        """What the rollout side counted for the batch of a step, which is about to be recorded."""
+        self._write("INSERT OR REPLACE INTO batches VALUES (?, ?)", step, _pack(metrics))
+        self.commit()
+
+    def consumed(self, step: int, group_ids: Sequence[int]) -> None:
+        """The batch of a step has been recorded elsewhere."""
         for group_id in group_ids:
             self._write("UPDATE groups SET step = ? WHERE group_id = ?", step, group_id)
-        self._write("INSERT OR REPLACE INTO batches VALUES (?, ?)", step, _pack(metrics))
+        self.commit()
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint contains all batches up to a step: what belongs to them is forgotten."""

@@ -220,8 +220,7 @@ class Loop:
             return None
         groups = self.run.groups(step)
         counted = self.journal.metrics(step)
-        self.journal.consumed(step, [group.group_id for group in groups], counted)
-        self.journal.commit()
+        self.journal.consumed(step, [group.group_id for group in groups])
         self.observer.said(f"step {step}: the recorded batch is used again")
         return groups, counted
 
@@ -239,9 +238,9 @@ class Loop:
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
         if self.runner.rules.is_adaptive:
             counted["rollout/overprovision"] = self.runner.scheduler.overprovision
+        self.journal.counted(step, counted)  # before the batch can be found, so that it is never without
         self.run.write_groups(step, groups)
-        self.journal.consumed(step, [group.group_id for group in groups], counted)
-        self.journal.commit()
+        self.journal.consumed(step, [group.group_id for group in groups])
         return groups, counted
 
     def _begin(self) -> None:
@@ -251,7 +250,7 @@ class Loop:
             place = StreamPlace(self.state.next_group_id, self.state.position)
         self.stream.position.update(place.position)
         carried = self.journal.open_groups()
-        newest = max((group_id for group_id in self.run.newest_group_ids()), default=-1)
+        newest = max(self.run.newest_group_ids(), default=-1)
         if newest >= place.next_group_id:  # after a power cut the recorded batches may know more than the journal
             self.stream.take(newest + 1 - place.next_group_id)
             place = StreamPlace(newest + 1, dict(self.stream.position))

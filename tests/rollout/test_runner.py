@@ -123,8 +123,7 @@ class Bench:
         """One train step, during which the worker has so many rounds where the mode lets it."""
         groups = self.runner.next_batch()
         if self.journal is not None:
-            self.journal.consumed(self.version + 1, [g.group_id for g in groups], {})
-            self.journal.commit()
+            self.journal.consumed(self.version + 1, [g.group_id for g in groups])
         self.batches.append(groups)
         left = iter(range(ticks))
         self.runner.run_until(lambda timeout_s: next(left, None) is None)
