@@ -12,6 +12,9 @@ from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan, restricted
 
+NOTHING = 1e-6
+"""A gain below this is none."""
+
 
 class Marginal(msgspec.Struct, frozen=True):
     """What one more GPU would bring."""
@@ -44,7 +47,8 @@ def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0
         place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
         plan = make_plan(inputs.on(with_one_more(inputs.cluster, place)), time_limit_s=time_limit_s)
         price = inputs.cluster.nodes[place].price_per_gpu_h
-        found.append(Marginal(name, plan.tokens_per_s, max(0.0, plan.tokens_per_s / tokens_per_s - 1), price))
+        gain = plan.tokens_per_s / tokens_per_s - 1
+        found.append(Marginal(name, plan.tokens_per_s, gain if gain > NOTHING else 0.0, price))
     return found
 
 
@@ -72,11 +76,16 @@ def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -
     by_type = [
         [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
     ]
-    steps = [range(len(nodes) + 1) for nodes in by_type]
-    choices = list(product(*steps))[1:]
-    stride = max(1, -(-len(choices) // most))
+    levels = max(2, int(most ** (1 / len(by_type)) + 1e-9))
+    steps = [
+        range(len(nodes) + 1)
+        if len(nodes) < levels
+        else sorted({round(part * len(nodes) / (levels - 1)) for part in range(levels)})
+        for nodes in by_type
+    ]
+    choices = sorted(list(product(*steps))[1:], key=sum)
     found = []
-    for counts in choices[::-1][::stride]:
+    for counts in choices:
         if time.monotonic() - started > time_limit_s:
             break
         places = sorted(place for nodes, count in zip(by_type, counts, strict=True) for place in nodes[:count])

@@ -150,4 +150,6 @@ def gpu_names(gpu_ids: Sequence[str]) -> str:
 
 def money(value: float, currency: str) -> str:
     """A price with its unit."""
+    if value >= 1000:
+        return f"{value:,.0f} {currency}"
     return f"{value:.2f} {currency}" if value >= 1 else f"{value:.3g} {currency}"
