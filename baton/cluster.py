@@ -154,9 +154,13 @@ class ClusterSettings(Settings):
     """A cluster file."""
 
     name: str
+    """What plans call it."""
     links: LinkSettings = LinkSettings()
+    """What connects machines."""
     nodes: tuple[NodeSettings, ...] = Field(min_length=1)
+    """The machines."""
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
+    """GPU types of one's own, or changes to the catalogue's, by name."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> ClusterSettings:

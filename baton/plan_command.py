@@ -105,8 +105,7 @@ def profile(
 ) -> None:
     """Measure this device: decode, prefill and training over batch and context; write a calibration file.
 
-    It takes the recipe's model, engine and trainer, about a minute for the quickstart; `baton plan --calibration` reads
-    the file.
+    It takes the recipe's model, engine and trainer, about a minute for the quickstart. The planner reads the file.
     """
     import msgspec
 

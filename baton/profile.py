@@ -91,7 +91,11 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
         points = list(_engine_points(recipe, say))
     torch.set_num_threads(threads)
     trainer = _trainer(recipe)
-    points += list(_train_points(recipe, trainer, say))
+    alarms.logger.disabled = True  # made-up trajectories are as far from the policy as can be
+    try:
+        points += list(_train_points(recipe, trainer, say))
+    finally:
+        alarms.logger.disabled = False
     publish_s = _publish_s(recipe, trainer)
     say(f"publication: {publish_s * 1e3:.1f} ms")
     spec = read_model(Path(recipe.model.path))
@@ -233,7 +237,6 @@ def _trainer(recipe: Recipe) -> LocalTrainer:
 def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[Measured]:
     rollout = recipe.rollout
     count = rollout.batch_groups * rollout.group_size
-    alarms.logger.disabled = True  # made-up trajectories are as far from the policy as can be
     for share in LENGTH_SHARES:
         length = max(4, int(rollout.max_new_tokens * share))
         times = []

@@ -264,6 +264,7 @@ class WorkloadSettings(Settings):
     """A workload file."""
 
     name: str = "workload"
+    """What plans call it."""
     groups: int = Field(ge=1)
     """Prompts in a batch."""
     group_size: int = Field(ge=1)
@@ -271,10 +272,15 @@ class WorkloadSettings(Settings):
     max_staleness: int = Field(default=8, ge=0)
     """Versions that a trained token may be old; 0: generation and training take turns."""
     prompt_tokens: LengthSettings
+    """Lengths of prompts."""
     output_tokens: LengthSettings
+    """Lengths of responses."""
     algorithm: WorkAlgorithmSettings = WorkAlgorithmSettings()
+    """What a train step computes."""
     reward: WorkRewardSettings = WorkRewardSettings()
+    """How long judging takes."""
     engine: WorkEngineSettings = WorkEngineSettings()
+    """How generation is done."""
 
     def build(self) -> Workload:
         """Return the workload."""

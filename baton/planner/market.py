@@ -48,10 +48,13 @@ class OffersSettings(Settings):
     """A file of offers: what `baton plan --budget` and `--target-throughput` may rent."""
 
     name: str = "rented"
+    """What plans call the cluster."""
     links: LinkSettings
     """What connects rented machines."""
     offers: tuple[OfferSettings, ...] = Field(min_length=1)
+    """Machines on offer."""
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
+    """GPU types of one's own, by name."""
 
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
         """Return the cluster of so many machines of each offer."""
