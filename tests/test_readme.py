@@ -47,6 +47,8 @@ def test_every_command_and_option_exists_and_names_files_that_do(words: list[str
     group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group) or hasattr(group, "commands")
     command = group.commands[words[0]]  # type: ignore[union-attr]
+    if hasattr(command, "commands"):  # a group of commands
+        command = command.commands[words[1]]
     options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     for word in words[1:]:
         if word.startswith("-"):
