@@ -18,16 +18,11 @@ def print_bench(console: Console, result: BenchResult) -> None:
     )
     console.print(title, highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in (
-        "mode",
-        f"tokens/{unit}",
-        "× sync",
-        f"× {CONTROL}",
-        "of the bound",
-        "rows in use",
-        "prefilled again",
-    ):
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    headings = (f"tokens/{unit}", "× sync", f"× {CONTROL}", "of bound", "rows used", "full step", "prefilled again")
+    for heading in ("mode", *headings):
+        table.add_column(
+            heading, justify="left" if heading == "mode" else "right", no_wrap=heading != "prefilled again"
+        )
     for mode in result.modes:
         table.add_row(
             mode.mode,
@@ -36,7 +31,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
             _ratio(mode.over_control),
             f"{mode.of_bound:.0%}",
             f"{mode.occupancy:.0%}",
-            "" if mode.full_step_ms is None or result.clock == "steps" else f"{mode.full_step_ms:.2f}",
+            "" if mode.full_step_ms is None or result.clock == "steps" else f"{mode.full_step_ms:.2f} ms",
             f"{mode.reprefilled_frac:.1%}",
         )
     console.print(table)
