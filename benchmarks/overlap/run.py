@@ -74,7 +74,7 @@ def run(overrides: tuple[str, ...]) -> dict[str, float]:
 def make_table(found: dict[str, list[dict[str, float]]]) -> str:
     """One row per way, with the median and range over rounds."""
     lines = [
-        "| way | step s (range) | trained tokens/s | over sync | train s | generate s, hidden s | overlap | staleness |",
+        "| way | step s (range) | trained tokens/s | over sync | train s | generate, hidden s | overlap | staleness |",
         "|---|---|---|---|---|---|---|---|",
     ]
     sync = statistics.median(r["trained_tokens_per_s"] for r in found["sync, both cores in each stage"])
