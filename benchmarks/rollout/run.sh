@@ -6,8 +6,8 @@ results=benchmarks/rollout/results
 bench() { python -m baton bench rollout --recipe recipes/quickstart.toml --json "${@:2}" > "$results/$1.json"; }
 async="rollout.mode=async engine.processes=1"
 long="rollout.max_new_tokens=512 engine.max_context_tokens=576"
-bench short --steps 12 $async
-bench short-keep --steps 12 $async rollout.on_new_version=keep
+bench short --steps 8 $async
+bench short-keep --steps 8 $async rollout.on_new_version=keep
 bench long-keep --steps 8 --modes sync,partial,async $async rollout.on_new_version=keep $long
-bench flat --flat --steps 40
-bench flat-backfill --flat --steps 40 rollout.mode=partial rollout.max_concurrency=512
+bench flat --flat --steps 24
+bench flat-backfill --flat --steps 24 rollout.mode=partial rollout.max_concurrency=512
