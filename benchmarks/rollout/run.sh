@@ -3,6 +3,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 results=benchmarks/rollout/results
+python - > "$results/machine.json" <<'END'
+import json, os, subprocess, torch, transformers
+commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if "model name" in line]
+versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+print(json.dumps({"commit": commit, "processor": names[0], "cores": os.cpu_count(), "load_average": os.getloadavg(), **versions}))
+END
 bench() { python -m baton bench rollout --recipe recipes/quickstart.toml --json "${@:2}" > "$results/$1.json"; }
 async="rollout.mode=async engine.processes=1"
 long="rollout.max_new_tokens=512 engine.max_context_tokens=576"
