@@ -6,7 +6,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # where torch comes from, when not from pip's own index: https://download.pytorch.org/whl/cpu or …/cu130
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
-export OMP_WAIT_POLICY := passive
 
 .PHONY: install demo test check clean
 

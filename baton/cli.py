@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-# before torch is imported: spinning threads of several processes would starve each other
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# before torch is imported. A thread that waits spins for some microseconds, then sleeps: sleeping at once (`passive`)
+# makes a train step on two threads twice as long, and spinning on would starve the engines' processes
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 

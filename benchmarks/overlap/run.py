@@ -1,6 +1,6 @@
 """What generating beside training gains on this machine: whole runs of the quickstart, the ways taking turns.
 
-    python benchmarks/overlap/run.py      # about five minutes of two cores
+    python benchmarks/overlap/run.py      # about three minutes of two cores
 
 `sync` uses both cores in each stage (two engine processes, then two trainer threads); `async` one core for each side
 at the same time. Steps 4 to the last count; evaluations are left out. Raw results: results/.
@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-ROUNDS, STEPS, SKIPPED = 3, 16, 3
+ROUNDS, STEPS, SKIPPED = 2, 16, 3
 BESIDE = ("rollout.mode=async", "engine.processes=1", "run.threads=1")
 WAYS: dict[str, tuple[str, ...]] = {
     "sync, both cores in each stage": (),

@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 results=benchmarks/rollout/results
+mkdir -p "$results"
 python - > "$results/machine.json" <<'END'
 import json, os, subprocess, torch, transformers
 commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
