@@ -59,6 +59,10 @@ class Buffer:
         assert group_id not in self._complete, f"group {group_id} was completed twice"
         self._complete[group_id] = oldest_version
 
+    def reopened(self, group_id: int) -> None:
+        """A complete group has lost a member, which is generated again."""
+        del self._complete[group_id]
+
     def closed(self, group_id: int) -> None:
         """A group will not be in any batch."""
         del self._open[group_id]

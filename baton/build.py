@@ -30,8 +30,9 @@ from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.parts import Parts
 from baton.rollout.port import LocalPort, WorkerPort
-from baton.rollout.runner import Parts, Runner
+from baton.rollout.runner import Runner
 from baton.rollout.sweep import Sweep
 from baton.runs import RunDirectory, without_none
 from baton.tasks.dataset import read_demonstrations

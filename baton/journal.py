@@ -118,6 +118,11 @@ class Journal:
         key = (judged.trajectory.group_id, judged.trajectory.sample_index)
         self._write("UPDATE finished SET judged = ? WHERE group_id = ? AND sample_index = ?", _pack(judged), *key)
 
+    def revoked(self, group_id: int, sample_index: int) -> None:
+        """A trajectory is not to be trusted: it begins again at its prompt."""
+        for table in ("segments", "finished"):
+            self._write(f"DELETE FROM {table} WHERE group_id = ? AND sample_index = ?", group_id, sample_index)
+
     def discarded(self, group_id: int, cause: str) -> None:
         """A group will not be trained."""
         self._write("INSERT OR REPLACE INTO discarded VALUES (?, ?)", group_id, cause)

@@ -297,8 +297,27 @@ class Retry(msgspec.Struct, frozen=True, tag=True):
     has_version: int
 
 
+class WorkLost(msgspec.Struct, frozen=True, tag=True):
+    """Tokens that workers made and that are part of no trajectory."""
+
+    cause: str
+    num_tokens: int
+
+
+class WorkRevoked(msgspec.Struct, frozen=True, tag=True):
+    """What a trajectory has so far is not to be trusted; its lease, if there is one, has ended."""
+
+    noise_seed: int
+    """Of its lease: tells a run's own trajectories from those of an evaluation, which have group ids of their own."""
+    group_id: int
+    sample_index: int
+    cause: str
+
+
 FromHub = Lease | Abort
 FromWorker = Report | Retry
+FromPort = FromWorker | WorkLost | WorkRevoked
+"""What the runner hears: a swarm says more than one engine does."""
 
 
 def ends_lease(message: FromWorker) -> bool:

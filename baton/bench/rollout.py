@@ -25,10 +25,11 @@ from baton.errors import UserError
 from baton.journal import StreamPlace
 from baton.rollout.engine import Engine, EngineSettings
 from baton.rollout.engines.fake import FakeEngine
+from baton.rollout.parts import Parts, Source
 from baton.rollout.port import LocalPort
-from baton.rollout.runner import Parts, Runner, Source
+from baton.rollout.runner import Runner
 from baton.rollout.settings import Mode, RolloutSettings, Rules
-from baton.types import FromWorker, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Trajectory
+from baton.types import FromPort, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Trajectory
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
@@ -92,7 +93,7 @@ class TimedPort(LocalPort):
         self.steps: list[tuple[int, int, float]] = []
         """(decode width, prefilled tokens, seconds) of each step."""
 
-    def receive(self, timeout_s: float) -> list[FromWorker]:
+    def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """See `WorkerPort`."""
         before, begin_s = self.stats(), self.clock()
         messages = super().receive(timeout_s)

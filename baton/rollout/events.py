@@ -11,22 +11,31 @@ import msgspec
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A worker offers capacity."""
+class Capacity(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The workers together have so many places."""
 
     at_s: float
-    worker: int
     slots: int
-    """Trajectories it generates at once."""
+    """Trajectories they generate at once."""
     queue: int = 0
-    """Leases it wants beyond that, so that a free slot never waits for one."""
+    """Leases they want beyond that, so that a free slot never waits for one."""
 
 
-class Left(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A worker is gone, with whatever it had not reported."""
+class Lost(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Tokens were generated that are part of no trajectory: a branch that another overtook, or a worker took away."""
 
     at_s: float
-    worker: int
+    cause: str
+    num_tokens: int
+
+
+class Revoked(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A trajectory that is in no batch is not to be trusted: it is generated again from its prompt."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+    cause: str
 
 
 class Grew(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -65,10 +74,12 @@ class Rewarded(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class VersionMade(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The trainer has made a version, and workers should serve it."""
+    """The trainer has made a version."""
 
     at_s: float
     version: int
+    is_published: bool = True
+    """Whether workers are to serve it; with a publish period above 1 most are not."""
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -96,7 +107,20 @@ class Resumed(msgspec.Struct, frozen=True, tag=True, gc=False):
     at_s: float
 
 
-Event = Joined | Left | Grew | Finished | PutDown | Rewarded | VersionMade | Serving | BatchWanted | Paused | Resumed
+Event = (
+    Capacity
+    | Grew
+    | Finished
+    | PutDown
+    | Lost
+    | Revoked
+    | Rewarded
+    | VersionMade
+    | Serving
+    | BatchWanted
+    | Paused
+    | Resumed
+)
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
@@ -110,9 +134,8 @@ class Open(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Assign(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Lease a trajectory to a worker."""
+    """Lease a trajectory; where to is not decided here."""
 
-    worker: int
     group_id: int
     sample_index: int
     version: int
@@ -121,9 +144,8 @@ class Assign(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Have the worker put a trajectory down and report what it has."""
+    """Have a trajectory put down, and what there is of it reported."""
 
-    worker: int
     group_id: int
     sample_index: int
 

@@ -52,6 +52,7 @@ class StepCounts:
     dropped_groups: int = 0
     masked_tokens: int = 0
     consumed_tokens: int = 0
+    lost_tokens: int = 0
     busy_slot_s: float = 0.0
     """Slot time in which a trajectory ran."""
     slot_s: float = 0.0
@@ -100,6 +101,7 @@ class StepCounts:
             "rollout/version_span_mean": _mean(self.spans),
             "rollout/version_span_max": max(self.spans, default=0),
             "tokens/reprefilled": self.reprefilled_tokens,
+            "tokens/lost": self.lost_tokens,
         }
         if self.slot_s:
             found["perf/slot_occupancy"] = self.busy_slot_s / self.slot_s

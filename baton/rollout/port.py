@@ -6,11 +6,11 @@ methods, and the runner does not change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.rollout.engine import Engine, EngineStats
-from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion
+from baton.types import Abort, FromHub, FromPort, Lease, PolicyVersion
 
 
 class WorkerPort(Protocol):
@@ -30,12 +30,12 @@ class WorkerPort(Protocol):
         """Hand over a lease or an abort; does not wait."""
         ...
 
-    def receive(self, timeout_s: float) -> list[FromWorker]:
+    def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Return what has come in, waiting at most `timeout_s` for the first message; an empty list is no error."""
         ...
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Have the worker switch to a version, and return once it serves it."""
+        """Have the worker switch to a version, and return once it serves it, or a swarm once it can fetch it."""
         ...
 
     def stats(self) -> EngineStats:
@@ -68,7 +68,7 @@ class LocalPort:
             case Abort():
                 self._engine.abort(message.lease_id)
 
-    def receive(self, timeout_s: float) -> list[FromWorker]:
+    def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """See `WorkerPort`; one decode step, so it returns long before any sensible timeout."""
         return self._engine.step()
 

@@ -11,38 +11,39 @@ thread, and works only while it is called: `next_batch` until there is one, `run
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from baton.errors import EngineFault
-from baton.journal import Issued, Journal, OpenGroup, StreamPlace
+from baton.journal import Issued, OpenGroup, StreamPlace
 from baton.rollout.events import (
     Abort,
     Assign,
     BatchWanted,
+    Capacity,
     Command,
     Deliver,
     Discard,
     Event,
     Finished,
     Grew,
-    Joined,
     Load,
+    Lost,
     Open,
     Paused,
     PutDown,
     Restart,
     Resumed,
+    Revoked,
     Rewarded,
     Serving,
     VersionMade,
 )
-from baton.rollout.port import WorkerPort
+from baton.rollout.parts import Parts
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
 from baton.rollout.stall import StallWatch
@@ -51,66 +52,23 @@ from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory
 from baton.types import Abort as AbortLease
 from baton.types import (
     Author,
+    FromPort,
     FromWorker,
     Group,
     Judged,
     Lease,
     PolicyVersion,
-    Prompt,
     Report,
     Retry,
-    SamplingParams,
     Trajectory,
+    WorkLost,
+    WorkRevoked,
 )
 
 MAX_REFUSALS = 8
 """Times in a row that a worker may refuse a lease of the version it was loaded with."""
 SHORT_WAIT_S = 0.02
 """Longest wait for a message while somebody else may be done meanwhile."""
-
-
-class Source(Protocol):
-    """Where prompts come from."""
-
-    @property
-    def position(self) -> dict[str, int]:
-        """How far it has got."""
-        ...
-
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts."""
-        ...
-
-
-class Judges(Protocol):
-    """Who judges finished trajectories."""
-
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        """Have a finished trajectory judged."""
-        ...
-
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
-        """Return what has been judged, waiting at most `timeout_s` for the first."""
-        ...
-
-
-@dataclass(slots=True)
-class Parts:
-    """What a runner works with."""
-
-    port: WorkerPort
-    source: Source
-    judges: Judges
-    prompt_ids: Callable[[Prompt], tuple[int, ...]]
-    text: Callable[[Sequence[int]], str]
-    sampling: Callable[[int, int], SamplingParams]
-    """(group id, sample index) → how it is sampled."""
-    noise_seed: int
-    journal: Journal | None = None
-    max_context_tokens: int | None = None
-    stall_timeout_s: float = 300.0
-    lease_ids: Iterator[int] = field(default_factory=itertools.count)
-    """Shared with whoever else leases to the worker."""
 
 
 @dataclass(slots=True)
@@ -164,8 +122,8 @@ class Runner:
             for trajectory in own.members:
                 if trajectory.finish_reason is not None and trajectory.sample_index not in own.judged:
                     self._ask_judges(trajectory)
-        slots = self._parts.port.slots
-        self._tell(Joined(self._now_s(), 0, slots, queue=slots))
+        self._slots = 0
+        self._look_at_capacity()
 
     @property
     def place(self) -> StreamPlace:
@@ -216,6 +174,10 @@ class Runner:
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return taken
 
+    def made(self, version: int) -> None:
+        """The trainer has made a version that is not published."""
+        self._tell(VersionMade(self._now_s(), version, is_published=False))
+
     # ---- the pump ----------------------------------------------------------------------------------------------------
 
     def _pump_until(self, is_over: Callable[[], bool]) -> None:
@@ -233,6 +195,7 @@ class Runner:
         begin_s = self._now_s()
         if self.scheduler.num_leased:
             messages = self._parts.port.receive(timeout_s)
+            self._look_at_capacity()
             self._watch.check(messages, len(self._lease_of), (f"{g}/{s}" for g, s in self._lease_of))
             for message in messages:
                 self._hear(message)
@@ -245,7 +208,37 @@ class Runner:
         if self._parts.journal is not None:
             self._parts.journal.commit()
 
-    def _hear(self, message: FromWorker) -> None:
+    def _look_at_capacity(self) -> None:
+        """Workers of a swarm come and go."""
+        slots = self._parts.port.slots
+        if slots != self._slots:
+            self._slots = slots
+            self._tell(Capacity(self._now_s(), slots, queue=slots))
+
+    def _hear(self, message: FromPort) -> None:
+        match message:
+            case WorkLost(cause=cause, num_tokens=num_tokens):
+                self._tell(Lost(self._now_s(), cause, num_tokens))
+            case WorkRevoked():
+                self._revoke(message)
+            case _:
+                self._hear_of_lease(message)
+
+    def _revoke(self, revoked: WorkRevoked) -> None:
+        """Have a trajectory made again, unless it is in a batch already."""
+        group = self._groups.get(revoked.group_id)
+        if group is None or revoked.noise_seed != self._parts.noise_seed:
+            return
+        index = revoked.sample_index
+        lease_id = self._lease_of.get((revoked.group_id, index))
+        if lease_id is not None:
+            self._end_lease(lease_id)
+        group.judged.pop(index, None)
+        if self._parts.journal is not None:
+            self._parts.journal.revoked(revoked.group_id, index)
+        self._tell(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
+
+    def _hear_of_lease(self, message: FromWorker) -> None:
         key = self._leases.get(message.lease_id)
         if key is None:
             return  # of a lease that has ended: late, or said twice
@@ -302,7 +295,10 @@ class Runner:
     def _take_judgement(self, judged: Judged) -> None:
         self._num_judging -= 1
         trajectory, judgement = judged.trajectory, judged.judgement
-        self._groups[trajectory.group_id].judged[trajectory.sample_index] = judged
+        group = self._groups.get(trajectory.group_id)
+        if group is None or group.members[trajectory.sample_index] is not trajectory:
+            return  # it was revoked meanwhile
+        group.judged[trajectory.sample_index] = judged
         if self._parts.journal is not None:
             self._parts.journal.judged(judged)
         reward = judgement.reward if judgement.is_judged else None

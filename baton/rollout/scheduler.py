@@ -1,20 +1,21 @@
-"""Which trajectory runs where, when it is put down, and which groups make a batch. Events in, commands out.
+"""Which trajectory runs, when it is put down, and which groups make a batch. Events in, commands out.
 
 No clock, no I/O, no torch, no tokens: the live run and a simulator drive the same object. Every trajectory is in one
 state, and its tokens in one account of the `Ledger`:
 
     Open ─▶ pending ──Assign──▶ leased ──Finished──▶ judging ──Rewarded──▶ judged ─▶ (group complete) ─▶ buffer
               ▲  ▲                 │                                           │                          │
-              │  └──── PutDown ◀───┤ Abort                              filtered, dropped              Deliver
-              └─────── Left ◀──────┘
+              │  └──── PutDown ◀───┘ Abort                              filtered, dropped              Deliver
+              └─────── Revoked ◀── any of these
 
 One rule opens groups in all modes: N of them may have been submitted by version v,
 
     sync, async   floor((N − 1) / batch_groups) ≤ v + max_staleness        (AReaL, arXiv 2505.24298, equation 3)
     partial       at most overprovision × batch_groups of them in no batch   (APRIL, arXiv 2509.18521)
 
-where groups that are filtered or dropped leave N. `sync` is the first with max_staleness 0. `sync` and `partial`
-generate only while a batch is wanted.
+where groups that are filtered or dropped leave N, and v is the oldest version that a worker may serve. `sync` is the
+first with max_staleness 0. `sync` and `partial` generate only while a batch is wanted. Where a trajectory runs is not
+decided here but behind the worker port, by a pool of processes or by the leases of a swarm.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from baton.rollout.events import (
     Abort,
     Assign,
     BatchWanted,
+    Capacity,
     Command,
     Deliver,
     Discard,
     Event,
     Finished,
     Grew,
-    Joined,
-    Left,
     Load,
+    Lost,
     Open,
     Paused,
     PutDown,
     Restart,
     Resumed,
+    Revoked,
     Rewarded,
     Serving,
     VersionMade,
@@ -52,7 +54,7 @@ from baton.rollout.events import (
 from baton.rollout.ledger import Ledger, StepCounts
 from baton.rollout.overprovision import next_overprovision
 from baton.rollout.settings import FILTERED_LIMIT, Rules
-from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory, Worker
+from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory
 
 
 class RolloutScheduler:
@@ -74,25 +76,26 @@ class RolloutScheduler:
         self._next_group_id = next_group_id
         self._groups: dict[int, TrackedGroup] = {}
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
-        self._workers: dict[int, Worker] = {}
+        self._slots = self._places = 0
         self._pending: list[tuple[bool, int, int]] = []
         """Heap of (has no tokens, group id, sample index): what was put down goes first, the oldest first."""
         self._dropped: deque[tuple[int, int]] = deque()
         """(group id, times tried) of dropped groups whose prompts are to be tried again."""
-        self._places: list[tuple[float, int]] = []
-        """Heap of (leases ÷ slots, worker) for every worker with a place; notes out of date are passed over."""
-        self._num_leased = 0
+        self._leased: dict[tuple[int, int], None] = {}
         self._is_wanted = False
         self._is_paused = False
         self._is_changing = True
         """Whether a version is made that is not yet served; nothing is assigned then, but for `keep`."""
+        self._published = version
+        """The latest version that workers are to serve."""
         self._served: int | None = None
         """The version that the workers were last known to serve."""
         self._is_loading = False
         self._last_s = 0.0
         self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
-            Joined: self._joined,
-            Left: self._left,
+            Capacity: self._capacity,
+            Lost: self._lost,
+            Revoked: self._revoked,
             Grew: self._grew,
             Finished: self._finished,
             PutDown: self._put_down,
@@ -123,7 +126,7 @@ class RolloutScheduler:
         """Take one event; return what is to be done, in order. Times never go back."""
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
-            self.step.pass_time(elapsed_s, self._num_leased, sum(w.slots for w in self._workers.values()))
+            self.step.pass_time(elapsed_s, len(self._leased), self._slots)
             self._last_s = event.at_s
         commands: list[Command] = []
         self._handlers[type(event)](event, commands)
@@ -133,8 +136,8 @@ class RolloutScheduler:
 
     @property
     def num_leased(self) -> int:
-        """Trajectories in the hands of workers."""
-        return self._num_leased
+        """Trajectories that are leased."""
+        return len(self._leased)
 
     @property
     def num_open(self) -> int:
@@ -157,21 +160,30 @@ class RolloutScheduler:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def _joined(self, event: Joined, commands: list[Command]) -> None:
-        assert event.worker not in self._workers, f"worker {event.worker} joined twice"
-        self._workers[event.worker] = Worker(event.slots, event.queue)
-        self._offer(event.worker)
+    def _capacity(self, event: Capacity, commands: list[Command]) -> None:
+        self._slots, self._places = event.slots, event.slots + event.queue
 
-    def _left(self, event: Left, commands: list[Command]) -> None:
-        """What was leased there goes on elsewhere: from its last report, or in sync from its prompt (law 5)."""
-        for key in sorted(self._workers.pop(event.worker).leased):
-            trajectory = self._trajectory(*key)
-            if self.rules.mode == "sync" and trajectory.num_tokens:
-                self.ledger.lose("worker_left", trajectory.num_tokens)
-                trajectory.versions.clear()
-                trajectory.num_tokens = 0
-                commands.append(Restart(*key))
-            self._put_back(trajectory)
+    def _lost(self, event: Lost, commands: list[Command]) -> None:
+        self.ledger.generated += event.num_tokens
+        self.ledger.lose(event.cause, event.num_tokens)
+        self.step.lost_tokens += event.num_tokens
+
+    def _revoked(self, event: Revoked, commands: list[Command]) -> None:
+        """Whatever state it is in, it begins again; whoever judges it meanwhile is not listened to."""
+        trajectory = self._trajectory(event.group_id, event.sample_index)
+        if trajectory.state is State.JUDGED:
+            group = self._groups[event.group_id]
+            if not group.num_unjudged:
+                self._buffer.reopened(event.group_id)
+            group.num_unjudged += 1
+        forgotten = trajectory.forget()
+        self.ledger.lose(event.cause, forgotten)
+        self.step.lost_tokens += forgotten
+        commands.append(Restart(event.group_id, event.sample_index))
+        if trajectory.state is State.PENDING:
+            self._pending = [item for item in self._pending if item[1:] != (event.group_id, event.sample_index)]
+            heapq.heapify(self._pending)
+        self._put_back(trajectory)
         self._load_when_free(commands)
 
     def _grew(self, event: Grew, commands: list[Command]) -> None:
@@ -202,17 +214,20 @@ class RolloutScheduler:
 
     def _version_made(self, event: VersionMade, commands: list[Command]) -> None:
         assert event.version == self._delivered, f"version {event.version} made of {self._delivered} batches"
-        self.version, self._is_changing = event.version, True
-        if self.rules.on_new_version == "resume":
-            self._abort_all(commands)
-        if self.rules.on_new_version == "keep":
+        self.version = event.version
+        if not event.is_published:
+            return
+        self._is_changing, self._published = True, event.version
+        if self.rules.is_in_flight:
             self._is_loading = True
             commands.append(Load(event.version))
+        elif self.rules.on_new_version == "resume":
+            self._abort_all(commands)
         self._load_when_free(commands)
 
     def _serving(self, event: Serving, commands: list[Command]) -> None:
         self._is_loading, self._served = False, event.version
-        self._is_changing = event.version != self.version
+        self._is_changing = event.version != self._published
         self._load_when_free(commands)
 
     def _batch_wanted(self, event: BatchWanted, commands: list[Command]) -> None:
@@ -236,10 +251,14 @@ class RolloutScheduler:
             return False
         if rules.mode == "partial":
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
-        return submitted // rules.batch_groups <= self.version + rules.max_staleness
+        return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
+
+    def _oldest_served(self) -> int:
+        """The oldest version that a lease may ask for now."""
+        return max(0, (self._served or 0) - self.rules.max_lag)
 
     def _is_generating(self) -> bool:
-        if self._is_paused or self._served is None or (self._is_changing and self.rules.on_new_version != "keep"):
+        if self._is_paused or self._served is None or (self._is_changing and not self.rules.is_in_flight):
             return False
         return self._is_wanted or self.rules.mode == "async"
 
@@ -247,25 +266,19 @@ class RolloutScheduler:
         """Fill the places that are free: with what was put down, then what waits, then a new group."""
         if not self._is_generating():
             return
-        most = self.rules.max_concurrency or math.inf
-        is_exact = self.rules.on_new_version != "keep"
-        while self._num_leased < most and (self._pending or self._may_open()):
-            number = self._emptiest()
-            if number is None:
-                return
+        most = min(self._places, self.rules.max_concurrency or math.inf)
+        is_exact, version = not self.rules.is_in_flight, self._oldest_served()
+        while len(self._leased) < most and (self._pending or self._may_open()):
             if not self._pending:
                 self._open(commands)
             _, group_id, sample_index = heapq.heappop(self._pending)
             trajectory = self._trajectory(group_id, sample_index)
-            worker = self._workers[number]
-            worker.leased.add((group_id, sample_index))
-            self._offer(number)
-            trajectory.state, trajectory.worker = State.LEASED, number
-            self._num_leased += 1
+            trajectory.state = State.LEASED
+            self._leased[group_id, sample_index] = None
             if trajectory.num_tokens:
                 self.step.resumed += 1
                 self.step.reprefilled_tokens += trajectory.num_tokens
-            commands.append(Assign(number, group_id, sample_index, self._served or 0, is_exact))
+            commands.append(Assign(group_id, sample_index, version, is_exact))
 
     def _open(self, commands: list[Command]) -> None:
         again, attempts = self._dropped.popleft() if self._dropped else (None, 0)
@@ -339,14 +352,13 @@ class RolloutScheduler:
         commands.append(Discard(group.group_id, cause))
 
     def _abort_all(self, commands: list[Command]) -> None:
-        for number, worker in self._workers.items():
-            commands += [Abort(number, *key) for key in sorted(worker.leased)]
+        commands += [Abort(*key) for key in sorted(self._leased)]
 
     def _load_when_free(self, commands: list[Command]) -> None:
         """Have a version loaded once nobody runs under the old one."""
-        if self._is_changing and not self._is_loading and not self._num_leased:
+        if self._is_changing and not self._is_loading and not len(self._leased):
             self._is_loading = True
-            commands.append(Load(self.version))
+            commands.append(Load(self._published))
 
     # ---- states ------------------------------------------------------------------------------------------------------
 
@@ -355,31 +367,11 @@ class RolloutScheduler:
 
     def _release(self, trajectory: TrackedTrajectory, state: State) -> TrackedTrajectory:
         assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} is {trajectory.state.name}, not leased"
-        self._workers[trajectory.worker].leased.remove((trajectory.group_id, trajectory.sample_index))
-        self._offer(trajectory.worker)
-        self._num_leased -= 1
+        del self._leased[trajectory.group_id, trajectory.sample_index]
         trajectory.state = state
         return trajectory
 
-    def _offer(self, number: int) -> None:
-        """Note how full a worker is, after that has changed, while it has a place."""
-        if self._workers[number].has_place:
-            heapq.heappush(self._places, (self._workers[number].fullness, number))
-        if len(self._places) > 8 * len(self._workers) + 64:  # mostly out of date
-            self._places = [(worker.fullness, n) for n, worker in self._workers.items() if worker.has_place]
-            heapq.heapify(self._places)
-
-    def _emptiest(self) -> int | None:
-        """Return the worker that is least full, and take its note away; None where there is no place."""
-        while self._places:
-            fullness, number = heapq.heappop(self._places)
-            worker = self._workers.get(number)
-            if worker is not None and worker.fullness == fullness:
-                return number  # else the note is out of date, and a newer one is there or the worker is full or gone
-        return None
-
     def _put_back(self, trajectory: TrackedTrajectory) -> None:
-        if trajectory.state is State.LEASED:  # its worker has left
-            self._num_leased -= 1
+        self._leased.pop((trajectory.group_id, trajectory.sample_index), None)
         trajectory.state = State.PENDING
         heapq.heappush(self._pending, (not trajectory.num_tokens, trajectory.group_id, trajectory.sample_index))

@@ -42,6 +42,15 @@ class Rules:
     stale: Stale = "mask"
     max_requeues: int = 2
     dynamic_sampling: bool = False
+    is_swarm: bool = False
+    """Whether workers exchange weights by themselves, each when it has the new ones."""
+    max_lag: int = 0
+    """Versions that a worker of a swarm may be behind the latest published one and still be given leases."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether trajectories stay leased while a version is exchanged."""
+        return self.on_new_version == "keep" or (self.is_swarm and self.mode == "async")
 
     def max_outstanding(self, overprovision: float) -> float:
         """Groups that `partial` lets be open at once."""

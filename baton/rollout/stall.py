@@ -8,7 +8,7 @@ from itertools import islice
 
 from baton.errors import DeadlineExceeded
 from baton.rollout.port import WorkerPort
-from baton.types import FromWorker
+from baton.types import FromPort
 
 
 class StallWatch:
@@ -22,7 +22,7 @@ class StallWatch:
         """Begin to wait."""
         self._since_s, self._stats = time.monotonic(), self._port.stats()
 
-    def check(self, messages: Sequence[FromWorker], num_waiting: int, names: Iterable[str]) -> None:
+    def check(self, messages: Sequence[FromPort], num_waiting: int, names: Iterable[str]) -> None:
         """Look at what one wait has brought. Raises DeadlineExceeded naming the worker and some of who waits for it.
 
         names: of the waiting trajectories; looked at only where they are needed.

@@ -13,7 +13,7 @@ import msgspec
 from baton.errors import EngineFault, UserError
 from baton.rollout.port import WorkerPort
 from baton.rollout.stall import StallWatch
-from baton.types import FromWorker, Lease, Report, Retry, SamplingParams, Trajectory
+from baton.types import FromPort, Lease, Report, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -82,8 +82,10 @@ class Sweep:
             check_room(longest.group_id, longest.prompt_ids, self._max_context_tokens)
 
     def _take(
-        self, message: FromWorker, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
+        self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
     ) -> Trajectory | None:
+        if isinstance(message, WorkLost | WorkRevoked):
+            return None  # of training, which is put down meanwhile
         trajectory = growing.get(message.lease_id)
         if trajectory is None:
             return None  # a late message of a lease that has ended: idempotent

@@ -18,33 +18,12 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Worker:
-    """One worker's places."""
-
-    slots: int
-    queue: int
-    leased: set[tuple[int, int]] = field(default_factory=set)
-
-    @property
-    def has_place(self) -> bool:
-        """Whether it takes another lease."""
-        return len(self.leased) < self.slots + self.queue
-
-    @property
-    def fullness(self) -> float:
-        """Leases per slot."""
-        return len(self.leased) / max(1, self.slots)
-
-
-@dataclass(slots=True)
 class TrackedTrajectory:
     """One trajectory."""
 
     group_id: int
     sample_index: int
     state: State = State.PENDING
-    worker: int = -1
-    """Of its last lease."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(version, tokens) in the order in which they came; versions ascend."""
     num_tokens: int = 0
@@ -65,6 +44,12 @@ class TrackedTrajectory:
         else:
             self.versions.append((version, num_tokens))
         self.num_tokens += num_tokens
+
+    def forget(self) -> int:
+        """Be as before the first token; return how many there were."""
+        forgotten, self.num_tokens, self.reward = self.num_tokens, 0, None
+        self.versions.clear()
+        return forgotten
 
 
 @dataclass(slots=True)

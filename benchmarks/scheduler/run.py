@@ -19,10 +19,10 @@ from typing import Any
 from baton.rollout.events import (
     Assign,
     BatchWanted,
+    Capacity,
     Deliver,
     Finished,
     Grew,
-    Joined,
     Load,
     PutDown,
     Rewarded,
@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "async, 256 x 8": {"mode": "async", "batch_groups": 256},
     "async, 4096 x 16": {"mode": "async", "batch_groups": 4096, "group_size": 16},
 }
-WORKERS = 64
+SLOTS = 64 * 256
 
 
 def run(settings: RolloutSettings, reports: int, target: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def run(settings: RolloutSettings, reports: int, target: int) -> dict[str, Any]:
     leases: deque[tuple[int, int]] = deque()
     delivered = events = version = 0
     queue: deque[Any] = deque([VersionMade(0.0, 0)])
-    queue += [Joined(0.0, worker, 256) for worker in range(WORKERS)]
+    queue.append(Capacity(0.0, SLOTS))
     queue.append(BatchWanted(0.0))
     begin = time.process_time()
     while delivered < target:

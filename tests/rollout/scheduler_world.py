@@ -13,20 +13,21 @@ from baton.rollout.events import (
     Abort,
     Assign,
     BatchWanted,
+    Capacity,
     Command,
     Deliver,
     Discard,
     Event,
     Finished,
     Grew,
-    Joined,
-    Left,
     Load,
+    Lost,
     Open,
     Paused,
     PutDown,
     Restart,
     Resumed,
+    Revoked,
     Rewarded,
     Serving,
     VersionMade,
@@ -39,7 +40,6 @@ Key = tuple[int, int]
 
 @dataclass
 class Running:
-    worker: int
     version: int
     is_exact: bool
 
@@ -67,8 +67,7 @@ class World:
         self.aborting: set[Key] = set()
         self.judging: list[Key] = []
         self.finished: set[Key] = set()
-        self.workers: dict[int, int] = {}
-        self.next_worker = self.next_prompt = self.generated = self.regenerated = 0
+        self.slots = self.next_prompt = self.generated = self.lost = 0
         self.served: int | None = None
         self.version = self.delivered = 0
         self.batches: list[list[int]] = []
@@ -103,11 +102,10 @@ class World:
                     self.origin[g] = self._gone[again]
                 for s in range(self.rules.group_size):
                     self.tokens[g, s] = []
-            case Assign(worker=w, group_id=g, sample_index=s, version=v, is_exact=exact):
+            case Assign(group_id=g, sample_index=s, version=v, is_exact=exact):
                 key = (g, s)
                 assert key not in self.running, "leased twice"
                 assert key not in self.finished, "a finished trajectory is never generated again"
-                assert w in self.workers
                 assert self.served is not None
                 assert v == self.served if exact else v <= self.served
                 assert not self.is_paused
@@ -116,16 +114,14 @@ class World:
                 waiting = [k for k, t in self.tokens.items() if t and k not in self.running and k not in self.finished]
                 if not self.tokens[key]:
                     assert not waiting, f"{waiting} were put down and wait longer than {key}"
-                self.running[key] = Running(w, v, exact)
-                places = sum(r.worker == w for r in self.running.values())
-                assert places <= self.workers[w], "more leases than places"
+                self.running[key] = Running(v, exact)
+                assert len(self.running) <= self.slots, "more leases than places"
                 assert len(self.running) <= (self.rules.max_concurrency or 10**9)
             case Abort(group_id=g, sample_index=s):
                 if (g, s) in self.running:
                     self.aborting.add((g, s))
             case Restart(group_id=g, sample_index=s):
-                assert self.rules.mode == "sync"
-                self.regenerated += len(self.tokens[g, s])
+                self.lost += len(self.tokens[g, s])
                 self.tokens[g, s] = []
             case Discard(group_id=g, cause=cause):
                 self._gone[g] = self.origin.pop(g)
@@ -163,16 +159,32 @@ class World:
     # ---- what may happen ---------------------------------------------------------------------------------------------
 
     def join(self, slots: int) -> None:
-        self.workers[self.next_worker] = slots
-        self.tell(Joined(self.now_s, self.next_worker, slots))
-        self.next_worker += 1
+        self.slots += slots
+        self.tell(Capacity(self.now_s, self.slots))
 
-    def crash(self) -> None:
-        worker = self._pick(sorted(self.workers))
-        del self.workers[worker]
-        for key in [k for k, r in self.running.items() if r.worker == worker]:
+    def leave(self) -> None:
+        """Places go; what is leased beyond them waits, or is told to be lost."""
+        self.slots = self.choose(self.slots + 1)
+        self.tell(Capacity(self.now_s, self.slots))
+
+    def lose(self) -> None:
+        """A branch came to nothing."""
+        count = 1 + self.choose(9)
+        self.lost += count
+        self.generated += count
+        self.tell(Lost(self.now_s, "overtaken", count))
+
+    def revoke(self) -> None:
+        """What a worker wrote is not to be trusted, whatever has become of it since, short of a batch."""
+        key = self._pick(sorted(self.tokens))
+        if key in self.running:
             self._end(key)
-        self.tell(Left(self.now_s, worker))
+        if key in self.finished:
+            self.finished.remove(key)
+            del self.finishes[key]
+        if key in self.judging:
+            self.judging.remove(key)
+        self.tell(Revoked(self.now_s, *key, "revoked"))
 
     def grow(self) -> None:
         """A trajectory gets a few more tokens, and finishes when its script says so; an abort may come first."""
@@ -225,14 +237,16 @@ class World:
             found += [self.judge] * 4
         if not self.is_wanted and not self.is_training and not self.is_paused and self.served == self.version:
             found += [self.want] * 2
-        if self.is_training and self._may_exchange():
+        if self.is_training:
             found.append(self.make_version)
         if self.is_paused and not self.running:
             found += [self.resume] * 4
         if faults:
             found += [lambda: self.join(1 + self.choose(5))]
-            if self.workers:
-                found.append(self.crash)
+            if self.slots:
+                found += [self.leave, self.lose]
+            if self.tokens:
+                found.append(self.revoke)
             if not self.is_paused and not self.is_wanted:
                 found.append(self.pause)
         return found
@@ -248,7 +262,7 @@ class World:
 
     def run(self, batches: int, limit: int = 200_000) -> None:
         """Go on without faults until so many batches are delivered: nothing may hang."""
-        if not self.workers:
+        if not self.slots:
             self.join(4)
         for _ in range(limit):
             if self.delivered >= batches:
@@ -264,7 +278,7 @@ class World:
         assert ledger.generated == self.generated
         assert ledger.generated == ledger.settled + scheduler.num_carried_tokens
         assert scheduler.num_carried_tokens == sum(map(len, self.tokens.values()))
-        assert ledger.lost.total() == self.regenerated
+        assert ledger.lost.total() == self.lost
         assert (ledger.filtered, ledger.dropped) == (
             self.discarded_tokens["filtered"],
             self.discarded_tokens["dropped"],
@@ -281,9 +295,6 @@ class World:
         else:
             submitted = self.delivered * self.rules.batch_groups + len(self.origin)
             assert (submitted - 1) // self.rules.batch_groups <= self.version + self.rules.max_staleness
-
-    def _may_exchange(self) -> bool:
-        return True
 
     def _end(self, key: Key) -> None:
         del self.running[key]

@@ -14,8 +14,9 @@ from baton.errors import EngineFault, UserError
 from baton.journal import Journal, StreamPlace
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
+from baton.rollout.parts import Parts
 from baton.rollout.port import LocalPort
-from baton.rollout.runner import Parts, Runner
+from baton.rollout.runner import Runner
 from baton.rollout.settings import RolloutSettings
 from baton.types import (
     FinishReason,

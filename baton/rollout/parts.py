@@ -1,0 +1,56 @@
+"""What a runner works with: the worker, the source of prompts, the judges, the journal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.journal import Journal
+from baton.rollout.port import WorkerPort
+from baton.types import Judged, Prompt, SamplingParams, Trajectory
+
+
+class Source(Protocol):
+    """Where prompts come from."""
+
+    @property
+    def position(self) -> dict[str, int]:
+        """How far it has got."""
+        ...
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts."""
+        ...
+
+
+class Judges(Protocol):
+    """Who judges finished trajectories."""
+
+    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
+        """Have a finished trajectory judged."""
+        ...
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        """Return what has been judged, waiting at most `timeout_s` for the first."""
+        ...
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a runner works with."""
+
+    port: WorkerPort
+    source: Source
+    judges: Judges
+    prompt_ids: Callable[[Prompt], tuple[int, ...]]
+    text: Callable[[Sequence[int]], str]
+    sampling: Callable[[int, int], SamplingParams]
+    """(group id, sample index) → how it is sampled."""
+    noise_seed: int
+    journal: Journal | None = None
+    max_context_tokens: int | None = None
+    stall_timeout_s: float = 300.0
+    lease_ids: Iterator[int] = field(default_factory=itertools.count)
+    """Shared with whoever else leases to the worker."""
