@@ -1,0 +1,160 @@
+"""What the lease table hears and what it says. Counts and versions, never tokens: those stay with the hub.
+
+A *task* is one trajectory that somebody wants grown; a *lease* is one attempt at it by one worker. `at_s` is the time
+of an event on the clock of whoever drives the table: the live hub's, or a simulator's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A worker offers places."""
+
+    at_s: float
+    worker: int
+    slots: int
+    """Trajectories it generates at once."""
+    weight: float = 1.0
+    """Its share of the work by the plan, against others of as many slots."""
+
+
+class WorkerHeard(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A sign of life."""
+
+    at_s: float
+    worker: int
+    version: int | None
+    """The version it serves; None while it has none of this lineage."""
+    decoded_tokens: int
+    """Its engine's counter: a worker that is heard of and does not move is wedged."""
+
+
+class WorkerLeft(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A worker is gone, with whatever it had not reported."""
+
+    at_s: float
+    worker: int
+    cause: str
+
+
+class TaskWanted(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A trajectory is to be grown."""
+
+    at_s: float
+    task: int
+    version: int
+    is_exact: bool
+    num_tokens: int
+    """What it has already, after its prompt."""
+    max_tokens: int
+    """What it may have at the end."""
+
+
+class TaskAborted(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A trajectory is to be put down."""
+
+    at_s: float
+    task: int
+
+
+class LeaseGrew(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Tokens have come in, checked and in order."""
+
+    at_s: float
+    lease: int
+    num_tokens: int
+
+
+class LeaseFinished(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The worker has finished the trajectory; its tokens have been heard of before."""
+
+    at_s: float
+    lease: int
+
+
+class LeasePutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The worker has put the trajectory down, or refused it."""
+
+    at_s: float
+    lease: int
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Time has passed."""
+
+    at_s: float
+    delay_s: float = 0.0
+    """How late the tick is: what the hub itself was held up by is no fault of the workers."""
+
+
+Event = (
+    WorkerJoined | WorkerHeard | WorkerLeft | TaskWanted | TaskAborted | LeaseGrew | LeaseFinished | LeasePutDown | Tick
+)
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Lease a task to a worker."""
+
+    worker: int
+    lease: int
+    task: int
+    base: int
+    """Tokens that the worker is given; it grows the trajectory from there."""
+
+
+class Recall(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Have a worker put a lease down; it answers with what it has."""
+
+    worker: int
+    lease: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A lease is no longer valid: whatever still comes for it is ignored, and its worker may stop."""
+
+    worker: int
+    lease: int
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Tokens of a lease become the trajectory's, up to a length."""
+
+    task: int
+    lease: int
+    length: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A task is done; all of the lease's tokens are committed."""
+
+    task: int
+    lease: int
+
+
+class PutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A task that was aborted is nobody's now."""
+
+    task: int
+
+
+class Waste(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Tokens that were made for nothing."""
+
+    cause: str
+    num_tokens: int
+
+
+class Expel(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A worker is taken for dead: hang up, it may come back."""
+
+    worker: int
+    cause: str
+
+
+Command = Grant | Recall | Drop | Commit | Finish | PutDown | Waste | Expel
