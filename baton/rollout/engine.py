@@ -66,6 +66,10 @@ class Engine(Protocol):
         """Admit what fits, decode one token for every running lease, and return what is to be reported."""
         ...
 
+    def flush(self) -> list[FromWorker]:
+        """Report what running leases have grown since their last report."""
+        ...
+
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
 

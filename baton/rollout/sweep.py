@@ -61,17 +61,24 @@ class Sweep:
         """
         self._check_room(requests)
         growing: dict[int, Trajectory] = {}
+
+        def begin(trajectory: Trajectory) -> None:
+            lease_id = next(self._lease_ids)
+            growing[lease_id] = trajectory
+            self._port.send(Lease(lease_id, trajectory, sampling, noise_seed, version))
+
         for request in requests:
             for sample_index in range(request.group_size):
-                trajectory = Trajectory(request.group_id, sample_index, request.prompt_ids)
-                lease_id = next(self._lease_ids)
-                growing[lease_id] = trajectory
-                self._port.send(Lease(lease_id, trajectory, sampling, noise_seed, version))
+                begin(Trajectory(request.group_id, sample_index, request.prompt_ids))
         self._watch.reset()
         while growing:
             messages = self._port.receive(timeout_s=1.0)
             self._watch.check(messages, len(growing), (t.name for t in growing.values()))
             for message in messages:
+                if isinstance(message, WorkRevoked) and message.noise_seed == noise_seed:
+                    key = (message.group_id, message.sample_index)
+                    for lease_id in [i for i, t in growing.items() if (t.group_id, t.sample_index) == key]:
+                        begin(Trajectory(*key, growing.pop(lease_id).prompt_ids))
                 finished = self._take(message, growing, on_tokens)
                 if finished is not None:
                     yield finished

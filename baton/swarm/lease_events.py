@@ -61,6 +61,13 @@ class TaskAborted(msgspec.Struct, frozen=True, tag=True, gc=False):
     task: int
 
 
+class TaskRevoked(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """What a trajectory has so far is not to be trusted: nobody grows it any more, and its owner knows."""
+
+    at_s: float
+    task: int
+
+
 class LeaseGrew(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Tokens have come in, checked and in order."""
 
@@ -92,8 +99,18 @@ class Tick(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 Event = (
-    WorkerJoined | WorkerHeard | WorkerLeft | TaskWanted | TaskAborted | LeaseGrew | LeaseFinished | LeasePutDown | Tick
+    WorkerJoined
+    | WorkerHeard
+    | WorkerLeft
+    | TaskWanted
+    | TaskAborted
+    | TaskRevoked
+    | LeaseGrew
+    | LeaseFinished
+    | LeasePutDown
+    | Tick
 )
+
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 

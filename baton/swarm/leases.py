@@ -36,6 +36,7 @@ from baton.swarm.lease_events import (
     PutDown,
     Recall,
     TaskAborted,
+    TaskRevoked,
     TaskWanted,
     Tick,
     Waste,
@@ -139,6 +140,7 @@ class LeaseTable:
             WorkerLeft: self._left,
             TaskWanted: self._wanted,
             TaskAborted: self._aborted,
+            TaskRevoked: self._revoked,
             LeaseGrew: self._grew,
             LeaseFinished: self._finished,
             LeasePutDown: self._put_down,
@@ -222,6 +224,17 @@ class LeaseTable:
         for lease in task.leases:
             lease.recalled_s = event.at_s
             commands.append(Recall(lease.worker, lease.number))
+
+    def _revoked(self, event: TaskRevoked, commands: list[Command]) -> None:
+        """Nothing of it stays; what was committed its owner counts, what was not is wasted."""
+        task = self._tasks.pop(event.task, None)
+        if task is None:
+            return
+        for lease in task.leases:
+            commands.append(Drop(lease.worker, lease.number))
+            self._forget(lease)
+        for lease in (*task.leases, *task.rested):
+            self._overtaken(lease, task.committed, commands)
 
     def _grew(self, event: LeaseGrew, commands: list[Command]) -> None:
         lease = self._leases.get(event.lease)

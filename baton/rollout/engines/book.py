@@ -244,6 +244,11 @@ class LeaseBook:
                 reports.append(row.report(number))
         return reports
 
+    def flush(self) -> list[FromWorker]:
+        """Report what every running row has grown since its last report, where there is something."""
+        number = self.version.number
+        return [row.report(number) for _, row in self.running() if row.num_unreported]
+
     def _knows(self, lease_id: int) -> bool:
         return lease_id in self._waiting or any(r is not None and r.lease.lease_id == lease_id for r in self.rows)
 

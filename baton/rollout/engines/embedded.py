@@ -108,6 +108,10 @@ class EmbeddedEngine:
         self._kept.clear()
         self._book.switch(version)
 
+    def flush(self) -> list[FromWorker]:
+        """Report what running leases have grown since their last report."""
+        return self._book.flush()
+
     def step(self) -> list[FromWorker]:
         """Admit what fits, decode one token for every running lease, and return what is to be reported."""
         running = self._book.num_running

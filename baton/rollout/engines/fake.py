@@ -60,6 +60,10 @@ class FakeEngine:
         """Switch to a new version; the tensors are not looked at."""
         self._book.switch(version)
 
+    def flush(self) -> list[FromWorker]:
+        """Report what running leases have grown since their last report."""
+        return self._book.flush()
+
     def step(self) -> list[FromWorker]:
         """Admit what fits, give every running lease its next scripted token, and return what is to be reported."""
         book = self._book

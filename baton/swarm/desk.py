@@ -1,0 +1,303 @@
+"""The payloads behind the lease table: prompts and tokens of every task, and what each lease has grown.
+
+    runner ──want, abort──▶ ┌──────┐ ──Lease, Abort, Dropped, Ack──▶ worker
+           ◀──Report, lost──│ Desk │ ◀──Report, Retry─────────────── (whoever carries the messages)
+                            └──────┘ ◀─events / commands─▶ LeaseTable
+
+No socket and no thread: the hub drives it from its event loop, tests from a list. What a worker says is checked before
+it counts; a message that is late, repeated or out of order changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.swarm import lease_events as ev
+from baton.swarm.leases import LeaseTable
+from baton.swarm.messages import Ack, Dropped
+from baton.types import Abort, FromPort, Lease, Report, Retry, Segment, Trajectory, WorkLost, WorkRevoked
+
+MAX_REFUSALS = 64
+"""In a row, after which a worker that refuses leases is hung up on."""
+MAX_PROVENANCE = 200_000
+"""Finished trajectories whose authors are remembered."""
+
+Key = tuple[int, int, int]
+"""(noise seed, group id, sample index) of a trajectory."""
+ToWorker = Lease | Abort | Dropped | Ack
+Check = Callable[[Lease, Trajectory, Report], str | None]
+"""(lease as it was granted, what it had grown, report) → what is wrong with the report, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Whom a desk speaks to."""
+
+    to_worker: Callable[[int, ToWorker], None]
+    to_runner: Callable[[FromPort], None]
+    hang_up: Callable[[int, str], None]
+    """A worker is taken for dead."""
+    convict: Callable[[int, str], None]
+    """A worker has said what no honest one says."""
+    finished: Callable[[Lease, Trajectory, frozenset[int]], None] = lambda lease, trajectory, workers: None
+    """A trajectory is complete; its authors."""
+
+
+@dataclass(slots=True)
+class _Task:
+    lease: Lease
+    """As the runner gave it."""
+    trajectory: Trajectory
+    """With what is committed."""
+    authors: set[int] = field(default_factory=set)
+    """Workers with tokens in it."""
+    branches: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Branch:
+    worker: int
+    task: int
+    lease: Lease
+    """As the worker got it."""
+    trajectory: Trajectory
+
+
+class Desk:
+    """The hub's side of all leases."""
+
+    def __init__(self, table: LeaseTable, outside: Outside, check: Check, clock: Callable[[], float]) -> None:
+        self.table = table
+        self._outside, self._check, self._clock = outside, check, clock
+        self._tasks: dict[int, _Task] = {}
+        self._branches: dict[int, _Branch] = {}
+        self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
+        self._refusals: Counter[int] = Counter()
+        """Of leases, by worker, since its last report."""
+        self.refused = 0
+        """Messages that were late, repeated, or of somebody else's lease."""
+
+    # ---- from the runner ---------------------------------------------------------------------------------------------
+
+    def want(self, lease: Lease) -> None:
+        """Have a trajectory grown."""
+        task = lease.lease_id
+        self._tasks[task] = _Task(lease, lease.trajectory)
+        self._tell(
+            ev.TaskWanted(
+                self._clock(),
+                task,
+                lease.version,
+                lease.is_exact,
+                lease.trajectory.num_tokens,
+                lease.sampling.max_new_tokens,
+            )
+        )
+
+    def abort(self, task: int) -> None:
+        """Have a trajectory put down; harmless for one that has ended."""
+        self._tell(ev.TaskAborted(self._clock(), task))
+
+    # ---- from workers ------------------------------------------------------------------------------------------------
+
+    def join(self, worker: int, slots: int, weight: float = 1.0) -> None:
+        """A worker is ready."""
+        self._tell(ev.WorkerJoined(self._clock(), worker, slots, weight))
+
+    def hear(self, worker: int, version: int | None, decoded_tokens: int) -> None:
+        """A worker has given a sign of life. version: the number it serves, None for none of this lineage."""
+        self._tell(ev.WorkerHeard(self._clock(), worker, version, decoded_tokens))
+
+    def leave(self, worker: int, cause: str) -> None:
+        """A worker is gone."""
+        self._tell(ev.WorkerLeft(self._clock(), worker, cause))
+
+    def held(self, worker: int, leases: Iterable[int]) -> None:
+        """After a cut: what a worker holds. What it should hold and does not is leased anew, what it should not is
+        dropped."""
+        claimed = set(leases)
+        known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
+        for lease in sorted(known - claimed):
+            self._tell(ev.LeasePutDown(self._clock(), lease))
+        for lease in sorted(claimed - known):
+            self._outside.to_worker(worker, Dropped(lease))
+
+    def report(self, worker: int, report: Report) -> None:
+        """A worker has grown a lease."""
+        number = report.lease_id
+        branch = self._branches.get(number)
+        if branch is None or branch.worker != worker or not self.table.knows(number):
+            self.refused += 1
+            self._outside.to_worker(worker, Dropped(number))
+            return
+        if report.token_offset != branch.trajectory.num_tokens:
+            self.refused += 1  # said twice, or before what lies between: it will be said again
+            self._acknowledge(worker, number, branch)
+            return
+        complaint = self._check(branch.lease, branch.trajectory, report)
+        if complaint is not None:
+            self._outside.convict(worker, complaint)
+            return
+        self._refusals.pop(worker, None)
+        before, branch.trajectory = branch.trajectory, branch.trajectory.extended(report.segments, report.finish_reason)
+        self._tasks[branch.task].authors.add(worker)
+        if not self._agrees(branch, before.num_tokens):
+            self._contradicted(branch)
+            return
+        grown = branch.trajectory.num_tokens - before.num_tokens
+        if grown:
+            self._tell(ev.LeaseGrew(self._clock(), number, grown))
+        if report.finish_reason is not None:
+            self._tell(ev.LeaseFinished(self._clock(), number))
+        elif report.is_aborted:
+            self._tell(ev.LeasePutDown(self._clock(), number))
+        self._acknowledge(worker, number, branch)
+
+    def refuse(self, worker: int, retry: Retry) -> None:
+        """A worker does not serve the version that a lease asks for."""
+        branch = self._branches.get(retry.lease_id)
+        if branch is None or branch.worker != worker or not self.table.knows(retry.lease_id):
+            self.refused += 1
+            return
+        self._refusals[worker] += 1
+        if self._refusals[worker] > MAX_REFUSALS:
+            cause = f"refused {MAX_REFUSALS} leases in a row (last: it has version {retry.has_version})"
+            self._outside.hang_up(worker, cause)
+            self.leave(worker, cause)
+            return
+        known = self.table.workers[worker]
+        self._tell(ev.WorkerHeard(self._clock(), worker, retry.has_version, known.decoded_tokens))
+        self._tell(ev.LeasePutDown(self._clock(), retry.lease_id))
+
+    def tick(self, delay_s: float = 0.0) -> None:
+        """Time has passed; the hub itself was late by so much."""
+        self._tell(ev.Tick(self._clock(), delay_s))
+
+    def revoke(self, workers: frozenset[int], cause: str) -> list[Key]:
+        """Have everything made again that these workers wrote in; return the finished trajectories among it."""
+        for number, task in list(self._tasks.items()):
+            if task.authors & workers:
+                self._tell(ev.TaskRevoked(self._clock(), number))
+                self._forget(number)
+                self._say_revoked(_key(task.lease), cause)
+        found = [key for key, authors in self._provenance.items() if authors & workers]
+        for key in found:
+            del self._provenance[key]
+            self._say_revoked(key, cause)
+        return found
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: ev.Event) -> None:
+        for command in self.table.handle(event):
+            self._obey(command)
+
+    def _obey(self, command: ev.Command) -> None:
+        match command:
+            case ev.Grant():
+                self._grant(command)
+            case ev.Recall(worker=worker, lease=lease):
+                self._outside.to_worker(worker, Abort(lease))
+            case ev.Drop(worker=worker, lease=lease):
+                self._outside.to_worker(worker, Dropped(lease))
+            case ev.Commit(task=task, lease=lease, length=length):
+                self._commit(task, self._branches[lease].trajectory, length)
+            case ev.Finish(task=task, lease=lease):
+                self._finish(task, self._branches[lease].trajectory)
+            case ev.PutDown(task=task):
+                length = self._tasks[task].trajectory.num_tokens
+                self._forget(task)
+                self._outside.to_runner(Report(task, length, (), is_aborted=True))
+            case ev.Waste(cause=cause, num_tokens=num_tokens):
+                self._outside.to_runner(WorkLost(cause, num_tokens))
+            case ev.Expel(worker=worker, cause=cause):
+                self._outside.hang_up(worker, cause)
+
+    def _grant(self, grant: ev.Grant) -> None:
+        task = self._tasks[grant.task]
+        wanted = task.lease
+        known = task.trajectory
+        trajectory = known if grant.base else Trajectory(known.group_id, known.sample_index, known.prompt_ids)
+        assert trajectory.num_tokens == grant.base, f"lease {grant.lease} begins at {grant.base}, not where it is"
+        lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory)
+        self._branches[grant.lease] = _Branch(grant.worker, grant.task, lease, trajectory)
+        task.branches.append(grant.lease)
+        self._outside.to_worker(grant.worker, lease)
+
+    def _commit(self, number: int, grown: Trajectory, length: int) -> None:
+        task = self._tasks[number]
+        offset = task.trajectory.num_tokens
+        segments = cut_segments(grown, offset, length)
+        task.trajectory = task.trajectory.extended(segments)
+        self._outside.to_runner(Report(number, offset, segments))
+
+    def _finish(self, number: int, grown: Trajectory) -> None:
+        task = self._tasks[number]
+        authors = frozenset(task.authors)
+        self._provenance[_key(task.lease)] = authors
+        while len(self._provenance) > MAX_PROVENANCE:
+            self._provenance.popitem(last=False)
+        self._forget(number)
+        self._outside.to_runner(Report(number, grown.num_tokens, (), grown.finish_reason))
+        self._outside.finished(task.lease, grown, authors)
+
+    def _forget(self, number: int) -> None:
+        for lease in self._tasks.pop(number).branches:
+            del self._branches[lease]
+
+    def _acknowledge(self, worker: int, number: int, branch: _Branch) -> None:
+        has_ended = not self.table.knows(number)
+        self._outside.to_worker(worker, Ack(number, branch.trajectory.num_tokens, has_ended))
+
+    # ---- what is made twice ------------------------------------------------------------------------------------------
+
+    def _agrees(self, branch: _Branch, start: int) -> bool:
+        """Whether tokens that were known already have been made again as they were."""
+        known = self._tasks[branch.task].trajectory
+        end = min(known.num_tokens, branch.trajectory.num_tokens)
+        return end <= start or known.token_ids[start:end] == branch.trajectory.token_ids[start:end]
+
+    def _contradicted(self, branch: _Branch) -> None:
+        """Two workers made different tokens from the same noise: none of them counts, and another makes them anew.
+
+        Between classes of workers that may be honest rounding; who lies is for the checks to find.
+        """
+        lease = self._tasks[branch.task].lease
+        self._tell(ev.TaskRevoked(self._clock(), branch.task))
+        self._forget(branch.task)
+        self._say_revoked(_key(lease), "contradicted")
+
+    def _say_revoked(self, key: Key, cause: str) -> None:
+        self._outside.to_runner(WorkRevoked(*key, cause))
+
+
+def cut_segments(trajectory: Trajectory, start: int, end: int) -> tuple[Segment, ...]:
+    """Return the segments of the tokens from `start` to `end`, after the prompt."""
+    found, at = [], 0
+    for segment in trajectory.segments:
+        first, last = max(start - at, 0), min(end - at, len(segment.token_ids))
+        if first < last:
+            found.append(
+                Segment(
+                    segment.token_ids[first:last],
+                    segment.behavior_logprobs[first:last],
+                    segment.policy_version,
+                    segment.author,
+                    segment.routing[first:last],
+                )
+            )
+        at += len(segment.token_ids)
+    return tuple(found)
+
+
+def _key(lease: Lease) -> Key:
+    return lease.noise_seed, lease.trajectory.group_id, lease.trajectory.sample_index
+
+
+def authors_named(authors: Iterable[int], names: Mapping[int, str]) -> list[str]:
+    """Return the names of workers, for people."""
+    return sorted(names.get(author, f"worker {author}") for author in authors)

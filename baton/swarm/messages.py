@@ -1,0 +1,207 @@
+"""What hub and worker say to each other: msgpack frames over one WebSocket that the worker opens, never pickle.
+
+    worker                                   hub
+      ── (token in the HTTP header) ──────▶
+      ◀────────────────────────── Welcome      what engine to build, under which run
+      ◀───────────────────────────── Want      the version to serve
+      ── Hello ───────────────────────────▶    ready: places, version, leases held from before a cut
+      ◀──────────────────── Lease · Abort · Dropped
+      ── Report · Retry ──────────────────▶
+      ◀─────────────────────────────── Ack      reports up to here need not be said again
+      ── Heartbeat ───────────────────────▶
+      ── Leaving · Fault ─────────────────▶
+
+The lease ids here are the hub's; every one is said once and never used again. Weights and model files go over HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.errors import UserError
+from baton.rollout.engine import EngineSettings, EngineStats
+from baton.types import Abort, Lease, PolicyVersion, Report, Retry
+
+PROTOCOL = 1
+"""Changes when an older worker could misunderstand a newer hub."""
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+"""A longer frame ends the connection."""
+MAX_SLOTS = 4096
+MAX_TEXT = 4096
+
+
+class WorkerClass(msgspec.Struct, frozen=True):
+    """What decides a worker's numerics: logprobs are compared within a class."""
+
+    device: str
+    dtype: str
+    engine: str
+    model_digest: str
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """For people and metrics."""
+        return f"{self.engine}/{self.device}/{self.dtype}"
+
+
+# ---- from the hub ----------------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what engine to build."""
+
+    protocol: int
+    run: str
+    incarnation: str
+    """Of the hub's process: leases of another one are worth nothing."""
+    model_digest: str
+    """blake3 over the model's files without weights, which are at /model."""
+    is_adapter: bool
+    """Whether versions are adapters upon the base model."""
+    base: PolicyVersion | None
+    """Of an adapter: the version of its base model, published like any other."""
+    attention: str
+    engine: dict[str, Any]
+    """`EngineSettings`, as plain values."""
+    on_new_version: str
+    """`resume`: running trajectories are put down at a new version and prefilled again; `keep`: they go on in flight;
+    `drain`: none run then."""
+    heartbeat_s: float
+    report_every_s: float
+
+    def engine_settings(self) -> EngineSettings:
+        """The settings as their owner declares them."""
+        return EngineSettings.model_validate(self.engine)
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """The version that workers are to serve as soon as they can."""
+
+    version: PolicyVersion
+    shared: str = ""
+    """Directory in shared memory where a worker on the hub's machine finds it."""
+    relays: tuple[str, ...] = ()
+    """URLs of workers that hand on what they have."""
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """A lease is no longer valid, and nothing need be said of it."""
+
+    lease_id: int
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """Everything up to this length has arrived; when the lease has ended, all of it."""
+
+    lease_id: int
+    length: int
+    has_ended: bool = False
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """The worker is not wanted; the connection ends after this."""
+
+    reason: str
+    is_final: bool
+    """Whether to try again is useless."""
+
+
+# ---- from the worker -------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The worker is ready."""
+
+    session: str
+    """Random, of the worker's process: the same after a cut."""
+    worker_class: WorkerClass
+    slots: int
+    serves: PolicyVersion | None
+    leases: tuple[int, ...] = ()
+    """Those that it still has from before a cut."""
+    relay: str = ""
+    """URL at which it hands on weights, where it does."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, with what the worker is doing."""
+
+    serves: PolicyVersion | None
+    stats: EngineStats = EngineStats()
+    fetching: int | None = None
+    """Number of the version that is on its way."""
+    fetched_bytes: int = 0
+    """Of weights, since it started."""
+    fault: str = ""
+    """Why the last attempt to fetch came to nothing."""
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot go on."""
+
+    kind: str
+    text: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """The worker goes, on purpose; all it had has been reported."""
+
+
+FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Rejected
+FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
+
+_from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Malformed(ValueError):
+    """A frame that is no message."""
+
+
+def encode(message: FromHub | FromWorker) -> bytes:
+    """Return a message as a frame."""
+    return _encoder.encode(message)
+
+
+def decode_from_hub(frame: bytes) -> FromHub:
+    """Return the message in a frame. Raises Malformed."""
+    try:
+        return _from_hub.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Malformed(str(error)[:MAX_TEXT]) from error
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    """Return the message in a frame, its texts within bounds. Raises Malformed."""
+    try:
+        message = _from_worker.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Malformed(str(error)[:MAX_TEXT]) from error
+    _check_bounds(message)
+    return message
+
+
+def _check_bounds(message: FromWorker) -> None:
+    match message:
+        case Hello(slots=slots, leases=leases, worker_class=kind):
+            texts = (message.session, message.relay, kind.device, kind.dtype, kind.engine, kind.model_digest)
+            if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or any(len(t) > 256 for t in texts):
+                raise Malformed(f"a Hello with {slots} slots and {len(leases)} leases, or with texts too long")
+        case Fault(kind=kind_name, text=text):
+            if len(kind_name) + len(text) > MAX_TEXT:
+                raise Malformed("a Fault with too long a text")
+        case Heartbeat(fault=text):
+            if len(text) > MAX_TEXT or min(message.stats.decoded_tokens, message.fetched_bytes) < 0:
+                raise Malformed("a Heartbeat with too long a text or negative counters")
+
+
+def check_protocol(welcome: Welcome) -> None:
+    """Raise UserError where the hub speaks another protocol."""
+    if welcome.protocol != PROTOCOL:
+        raise UserError(
+            f"the hub speaks protocol {welcome.protocol} and this worker protocol {PROTOCOL}: install the same Baton"
+        )
