@@ -1,0 +1,1 @@
+"""Workers anywhere, one hub: who may speak to it, and where it listens."""
