@@ -21,6 +21,7 @@ from rich.console import Console
 import baton
 from baton.errors import BatonError, UserError
 from baton.plan_command import plan, profile
+from baton.token_command import token_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -299,6 +300,7 @@ def rollout(
 
 app.command()(plan)
 app.command()(profile)
+app.add_typer(token_app, name="token")
 
 
 @app.command(hidden=True)

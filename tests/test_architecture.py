@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("keys", "algorithms", "build", "footprint", "planning"),
     ("warmstart", "bench", "profile"),
-    ("plan_command",),
+    ("plan_command", "token_command"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,107 @@
+"""What was asked of the hub and by whom, in a file of JSON lines that nobody can fill the disk with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from pathlib import Path
+
+import msgspec
+
+from baton.swarm.auth import Clock, Denied
+
+logger = logging.getLogger(__name__)
+
+_SECRET = re.compile(r"[A-Za-z0-9_-]{40,}")
+"""As long as the random part of a token is, and so whatever holds one."""
+_MAX_FIELD_CHARACTERS = 160
+_WINDOW_S = 60.0
+
+
+class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that was asked for."""
+
+    at: float
+    """Unix seconds, UTC."""
+    event: str
+    """Such as `denied`, `joined`, `quarantined`; `suppressed` for lines that were left out."""
+    status: int
+    """HTTP status of the answer; 0 where there was none."""
+    reason: str = ""
+    peer: str = ""
+    """Network address that it came from."""
+    route: str = ""
+    """Method and path, without the query."""
+    token: str = ""
+    """The token's name, where it is known."""
+    count: int = 0
+    """Of a line `suppressed`: how many."""
+
+
+class Audit:
+    """An audit file and the one before it, each of a bounded size. One thread writes it.
+
+    Refusals (status ≥ 400) and all else have a budget of lines per minute each, so that a flood of the former does not
+    push the latter out. What is beyond it is counted, and so is what the disk does not take: nothing is raised.
+    """
+
+    def __init__(
+        self, path: Path, *, max_bytes: int = 8 << 20, max_lines_per_minute: int = 120, clock: Clock = time.time
+    ) -> None:
+        self.path, self._max_bytes, self._max_lines, self._clock = path, max_bytes, max_lines_per_minute, clock
+        self._window = clock()
+        self._written = {True: 0, False: 0}
+        """Lines of this minute, refusals and others."""
+        self.num_suppressed = 0
+        """Lines left out since the last one that said so."""
+
+    def denied(self, denied: Denied, peer: str, route: str) -> None:
+        """Record a refusal."""
+        self.record("denied", denied.status, denied.reason, peer, route, denied.name)
+
+    def record(self, event: str, status: int, reason: str, peer: str, route: str, token: str | None = None) -> None:
+        """Write one line, in the operating system's hands when it returns. Secrets are cut from every field."""
+        now = self._clock()
+        if not 0 <= now - self._window < _WINDOW_S:  # also when the clock was set back
+            self._window, self._written = now, {True: 0, False: 0}
+            self._own_up(now)
+        is_refusal = status >= 400
+        if self._written[is_refusal] >= self._max_lines:
+            self.num_suppressed += 1
+            return
+        self._written[is_refusal] += 1
+        texts = (_without_secrets(text) for text in (event, reason, peer, route.partition("?")[0], token or ""))
+        event, reason, peer, route, name = texts
+        if not self._write(AuditLine(now, event, status, reason, peer, route, name)):
+            self.num_suppressed += 1
+
+    def close(self) -> None:
+        """Say what was left out."""
+        self._own_up(self._clock())
+
+    def _own_up(self, now: float) -> None:
+        if self.num_suppressed and self._write(AuditLine(now, "suppressed", 0, count=self.num_suppressed)):
+            self.num_suppressed = 0
+
+    def _write(self, line: AuditLine) -> bool:
+        data = msgspec.json.encode(line) + b"\n"
+        try:
+            if self.path.exists() and self.path.stat().st_size + len(data) > self._max_bytes:
+                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                is_whole = os.write(handle, data) == len(data)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            logger.error("%s does not take audit lines: %s", self.path, error.strerror)
+            return False
+        return is_whole
+
+
+def _without_secrets(text: str) -> str:
+    safe = text.encode("utf-8", "backslashreplace").decode()  # what a socket's bytes were decoded to may be no text
+    safe = _SECRET.sub("…", safe)
+    return safe if len(safe) <= _MAX_FIELD_CHARACTERS else safe[: _MAX_FIELD_CHARACTERS - 1] + "…"

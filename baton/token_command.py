@@ -1,0 +1,127 @@
+"""The command `baton token`: who may speak to a hub. Tokens are made, listed and revoked in the hub's token file."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import UserError
+from baton.swarm.auth import (
+    DEFAULT_TOKEN_FILE,
+    Role,
+    Token,
+    TokenFile,
+    digest_of,
+    parse_duration,
+    write_private,
+)
+
+token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke the tokens that open a hub.")
+
+File = Annotated[Path, typer.Option("--file", help="The hub's token file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
+
+
+class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What people and scripts are told of a token."""
+
+    name: str
+    role: Role
+    trusted: bool
+    created: str
+    """UTC, ISO 8601."""
+    expires: str
+    state: str
+    """valid, expired or revoked."""
+    token: str | None = None
+    """Its text: when it is made, and only where it is not written to a file."""
+    written_to: str | None = None
+
+
+@token_app.command()
+def create(
+    role: Annotated[Role, typer.Option(help="What it opens: a worker's, an admin's or a relay's requests.")],
+    expires: Annotated[str, typer.Option(help="How long it opens anything: 90s, 30m, 12h, 7d.")],
+    name: Annotated[
+        str | None, typer.Option(help="To list and revoke it by; the default counts, such as worker-1.")
+    ] = None,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="A worker of your own: may keep KV caches over new weights.")
+    ] = False,
+    file: File = DEFAULT_TOKEN_FILE,
+    write_to: Annotated[
+        Path | None, typer.Option("--out", help="Write the token to this new file for its owner alone; print nothing.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a token. It is shown this once; the token file keeps a hash."""
+    seconds = parse_duration(expires)
+    if write_to is not None and write_to.exists():
+        raise UserError(f"{write_to} exists already and may hold a token in use: name a new file")
+    kept = TokenFile(file)
+    text = kept.create(role, seconds, name, trusted)
+    made = next(token for token in kept.tokens() if token.digest == digest_of(text))
+    if write_to is not None:
+        try:
+            write_private(write_to, text.encode() + b"\n")
+        except UserError:
+            kept.revoke(made.name)  # nobody has it
+            raise
+    if as_json:
+        place = None if write_to is None else str(write_to)
+        _print_json(msgspec.structs.replace(_shown(made), token=None if place else text, written_to=place))
+        return
+    if write_to is None:
+        typer.echo(text)
+    where = "it is shown this once" if write_to is None else f"written: {write_to}"
+    trust = ", trusted" if trusted else ""
+    say = f"{made.name}: {role}{trust}, until {_utc(made.expires)} UTC; {where}; {file} keeps a hash"
+    Console(stderr=True).print(say, highlight=False, markup=False, soft_wrap=True)
+
+
+@token_app.command(name="list")
+def list_tokens(file: File = DEFAULT_TOKEN_FILE, as_json: Json = False) -> None:
+    """List the tokens of a hub: whose, what for, until when."""
+    found = [_shown(token) for token in TokenFile(file).tokens()]
+    if as_json:
+        _print_json(found)
+        return
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    for heading in ("name", "role", "trusted", "created (UTC)", "expires (UTC)", "state"):
+        table.add_column(heading, no_wrap=True)
+    for t in found:
+        created, expires = (at.removesuffix("+00:00").replace("T", " ") for at in (t.created, t.expires))
+        table.add_row(t.name, t.role, "yes" if t.trusted else "", created, expires, t.state)
+    out = Console()
+    (out if out.is_terminal else Console(width=120)).print(table)
+
+
+@token_app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="The token's name, as baton token list shows it.", show_default=False)],
+    file: File = DEFAULT_TOKEN_FILE,
+) -> None:
+    """Let a token open nothing any more, for good. A hub that runs refuses it from its next request on."""
+    TokenFile(file).revoke(name)
+    typer.echo(f"{name} is revoked in {file}")
+
+
+def _shown(token: Token) -> ShownToken:
+    created, expires = (datetime.fromtimestamp(at, UTC).isoformat() for at in (token.created, token.expires))
+    return ShownToken(token.name, token.role, token.is_trusted, created, expires, token.state(time.time()))
+
+
+def _utc(at: int) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _print_json(value: object) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
