@@ -11,7 +11,7 @@ it counts; a message that is late, repeated or out of order changes nothing.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +28,8 @@ MAX_PROVENANCE = 200_000
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index) of a trajectory."""
+Span = tuple[int, int, int]
+"""(worker, first token, end) of what one worker wrote of a trajectory."""
 ToWorker = Lease | Abort | Dropped | Ack
 Check = Callable[[Lease, Trajectory, Report], str | None]
 """(lease as it was granted, what it had grown, report) → what is wrong with the report, in a sentence."""
@@ -43,8 +45,8 @@ class Outside:
     """A worker is taken for dead."""
     convict: Callable[[int, str], None]
     """A worker has said what no honest one says."""
-    finished: Callable[[Lease, Trajectory, frozenset[int]], None] = lambda lease, trajectory, workers: None
-    """A trajectory is complete; its authors."""
+    finished: Callable[[Lease, Trajectory, tuple[Span, ...]], bool] = lambda lease, trajectory, spans: False
+    """A trajectory is complete, by these; whether it is held back until `release`."""
 
 
 @dataclass(slots=True)
@@ -53,8 +55,8 @@ class _Task:
     """As the runner gave it."""
     trajectory: Trajectory
     """With what is committed."""
-    authors: set[int] = field(default_factory=set)
-    """Workers with tokens in it."""
+    spans: list[Span] = field(default_factory=list)
+    """Of what is committed."""
     branches: list[int] = field(default_factory=list)
 
 
@@ -76,8 +78,12 @@ class Desk:
         self._tasks: dict[int, _Task] = {}
         self._branches: dict[int, _Branch] = {}
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
+        self._held: dict[Key, Report] = {}
+        """The last words on trajectories that are being checked."""
         self._refusals: Counter[int] = Counter()
         """Of leases, by worker, since its last report."""
+        self.busy_since_s = 0.0
+        """Since when there has been a task without a break."""
         self.refused = 0
         """Messages that were late, repeated, or of somebody else's lease."""
 
@@ -86,6 +92,8 @@ class Desk:
     def want(self, lease: Lease) -> None:
         """Have a trajectory grown."""
         task = lease.lease_id
+        if not self._tasks:
+            self.busy_since_s = self._clock()
         self._tasks[task] = _Task(lease, lease.trajectory)
         self._tell(
             ev.TaskWanted(
@@ -144,7 +152,6 @@ class Desk:
             return
         self._refusals.pop(worker, None)
         before, branch.trajectory = branch.trajectory, branch.trajectory.extended(report.segments, report.finish_reason)
-        self._tasks[branch.task].authors.add(worker)
         if not self._agrees(branch, before.num_tokens):
             self._contradicted(branch)
             return
@@ -180,13 +187,15 @@ class Desk:
     def revoke(self, workers: frozenset[int], cause: str) -> list[Key]:
         """Have everything made again that these workers wrote in; return the finished trajectories among it."""
         for number, task in list(self._tasks.items()):
-            if task.authors & workers:
+            branches = (self._branches[lease].worker for lease in task.branches)
+            if workers.intersection(branches) or workers.intersection(worker for worker, _, _ in task.spans):
                 self._tell(ev.TaskRevoked(self._clock(), number))
                 self._forget(number)
                 self._say_revoked(_key(task.lease), cause)
         found = [key for key, authors in self._provenance.items() if authors & workers]
         for key in found:
             del self._provenance[key]
+            self._held.pop(key, None)
             self._say_revoked(key, cause)
         return found
 
@@ -205,7 +214,7 @@ class Desk:
             case ev.Drop(worker=worker, lease=lease):
                 self._outside.to_worker(worker, Dropped(lease))
             case ev.Commit(task=task, lease=lease, length=length):
-                self._commit(task, self._branches[lease].trajectory, length)
+                self._commit(task, self._branches[lease], length)
             case ev.Finish(task=task, lease=lease):
                 self._finish(task, self._branches[lease].trajectory)
             case ev.PutDown(task=task):
@@ -228,22 +237,32 @@ class Desk:
         task.branches.append(grant.lease)
         self._outside.to_worker(grant.worker, lease)
 
-    def _commit(self, number: int, grown: Trajectory, length: int) -> None:
-        task = self._tasks[number]
+    def _commit(self, number: int, branch: _Branch, length: int) -> None:
+        task, worker, grown = self._tasks[number], branch.worker, branch.trajectory
         offset = task.trajectory.num_tokens
         segments = cut_segments(grown, offset, length)
         task.trajectory = task.trajectory.extended(segments)
+        task.spans.append((worker, offset, length))
         self._outside.to_runner(Report(number, offset, segments))
 
     def _finish(self, number: int, grown: Trajectory) -> None:
         task = self._tasks[number]
-        authors = frozenset(task.authors)
-        self._provenance[_key(task.lease)] = authors
+        key = _key(task.lease)
+        self._provenance[key] = frozenset(worker for worker, _, _ in task.spans)
         while len(self._provenance) > MAX_PROVENANCE:
             self._provenance.popitem(last=False)
         self._forget(number)
-        self._outside.to_runner(Report(number, grown.num_tokens, (), grown.finish_reason))
-        self._outside.finished(task.lease, grown, authors)
+        last = Report(number, grown.num_tokens, (), grown.finish_reason)
+        if self._outside.finished(task.lease, grown, tuple(task.spans)):
+            self._held[key] = last
+        else:
+            self._outside.to_runner(last)
+
+    def release(self, key: Key) -> None:
+        """Let a trajectory be finished that was held back; nothing for one that was revoked meanwhile."""
+        last = self._held.pop(key, None)
+        if last is not None:
+            self._outside.to_runner(last)
 
     def _forget(self, number: int) -> None:
         for lease in self._tasks.pop(number).branches:
@@ -297,7 +316,3 @@ def cut_segments(trajectory: Trajectory, start: int, end: int) -> tuple[Segment,
 def _key(lease: Lease) -> Key:
     return lease.noise_seed, lease.trajectory.group_id, lease.trajectory.sample_index
 
-
-def authors_named(authors: Iterable[int], names: Mapping[int, str]) -> list[str]:
-    """Return the names of workers, for people."""
-    return sorted(names.get(author, f"worker {author}") for author in authors)

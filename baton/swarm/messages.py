@@ -22,6 +22,7 @@ import msgspec
 
 from baton.errors import UserError
 from baton.rollout.engine import EngineSettings, EngineStats
+from baton.swarm.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 PROTOCOL = 1
@@ -30,21 +31,6 @@ MAX_FRAME_BYTES = 8 * 1024 * 1024
 """A longer frame ends the connection."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
-
-
-class WorkerClass(msgspec.Struct, frozen=True):
-    """What decides a worker's numerics: logprobs are compared within a class."""
-
-    device: str
-    dtype: str
-    engine: str
-    model_digest: str
-    threads: int = 1
-
-    @property
-    def name(self) -> str:
-        """For people and metrics."""
-        return f"{self.engine}/{self.device}/{self.dtype}"
 
 
 # ---- from the hub ----------------------------------------------------------------------------------------------------
@@ -118,6 +104,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     session: str
     """Random, of the worker's process: the same after a cut."""
     worker_class: WorkerClass
+    """What decides how it rounds: logprobs are compared within a class."""
+    model_digest: str
+    """Of the files that its engine was built from."""
     slots: int
     serves: PolicyVersion | None
     leases: tuple[int, ...] = ()
@@ -188,7 +177,7 @@ def decode_from_worker(frame: bytes) -> FromWorker:
 def _check_bounds(message: FromWorker) -> None:
     match message:
         case Hello(slots=slots, leases=leases, worker_class=kind):
-            texts = (message.session, message.relay, kind.device, kind.dtype, kind.engine, kind.model_digest)
+            texts = (message.session, message.relay, kind.device, kind.dtype, kind.engine, message.model_digest)
             if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or any(len(t) > 256 for t in texts):
                 raise Malformed(f"a Hello with {slots} slots and {len(leases)} leases, or with texts too long")
         case Fault(kind=kind_name, text=text):

@@ -1,0 +1,450 @@
+"""The hub: one port, where workers take leases and weights and hand in what they have grown.
+
+    GET /worker                        WebSocket (messages.py); role worker
+    GET /model                         configuration and tokenizer; role worker, relay
+    GET /weights/manifest/LINEAGE/N    a version's manifest; role worker, relay
+    GET /weights/chunk/DIGEST          a chunk; role worker, relay
+    GET /status, /metrics              JSON, Prometheus; role admin
+    GET /health                        "ok", for anybody
+
+| task       | consumes          | produces          | waits for       | unblocked by                |
+|------------|-------------------|-------------------|-----------------|-----------------------------|
+| connection | a worker's frames | calls of the desk | the worker      | a frame, or the lease table |
+| sender     | a worker's queue  | frames            | the socket      | its deadline                |
+| ticker     | the clock         | ticks             | the next second | the clock                   |
+
+All in one event loop in a thread of its own, so that nothing here needs a lock and a long train step starves nobody;
+`call` is how the runner's thread reaches in. What the loop is late by is not held against the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Any
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from baton.errors import BatonError, DeadlineExceeded, UserError
+from baton.swarm.audit import Audit
+from baton.swarm.auth import Authenticator, Denied, Grant, Role
+from baton.swarm.desk import Desk
+from baton.swarm.listen import Listen
+from baton.swarm.messages import (
+    MAX_FRAME_BYTES,
+    Fault,
+    FromHub,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Malformed,
+    Rejected,
+    Want,
+    Welcome,
+    decode_from_worker,
+)
+from baton.swarm.peers import Outgoing, Peer
+from baton.types import PolicyVersion, Report, Retry
+from baton.weights.store import Store
+
+TICK_S = 1.0
+SEND_DEADLINE_S = 60.0
+PREPARE_DEADLINE_S = 1800.0
+"""A worker may take so long to fetch a base model and build its engine, while its heart beats."""
+MAX_CONNECTIONS = 4096
+START_DEADLINE_S = 30.0
+
+
+class Unwanted(Exception):
+    """A worker that may speak here, but is not of use to this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubParts:
+    """What a hub works with."""
+
+    desk: Desk
+    authenticators: tuple[Authenticator, ...]
+    audit: Audit
+    store: Store
+    model: bytes
+    """See `transfer.pack_model`."""
+    welcome: Welcome
+    status: Callable[[Hub], Any]
+    """Gathers what `baton status` shows."""
+    prometheus: Callable[[Hub], str]
+    on_served: Callable[[Hub], None] = lambda hub: None
+    """A worker has come to serve another version."""
+    admits: Callable[[Hello, Grant], str | None] = lambda hello, grant: None
+    """Why a worker is not wanted, or None."""
+    is_banned: Callable[[str], str | None] = lambda name: None
+    """Name of a token → why its workers are in quarantine."""
+    say: Callable[[str], None] = lambda text: None
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Of the hub's life."""
+
+    bytes_out: int = 0
+    frames_in: int = 0
+    malformed: int = 0
+    denied: int = 0
+    loop_delay_s: float = 0.0
+    """The longest so far."""
+    by_route: dict[str, int] = field(default_factory=dict)
+
+
+class Hub:
+    """The event loop, its thread, and every connection."""
+
+    def __init__(self, parts: HubParts, listen: Listen) -> None:
+        self.parts, self.listen = parts, listen
+        self.peers: dict[int, Peer] = {}
+        self.counters = _Counters()
+        self.want: Want | None = None
+        self.versions: dict[int, PolicyVersion] = {}
+        """Published and still of use, by number."""
+        self.slots = 0
+        """Of all workers that can be spoken to; read by the runner's thread."""
+        self._by_session: dict[str, int] = {}
+        self._next_worker = 0
+        self._connections = 0
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._port: int | None = None
+        self._started = Event()
+        self._fault: BaseException | None = None
+        self._thread = Thread(target=self._run, name="hub", daemon=True)
+
+    # ---- from other threads ------------------------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """Listen, and return the port. Raises UserError where the address cannot be had."""
+        self._thread.start()
+        if not self._started.wait(START_DEADLINE_S):
+            raise DeadlineExceeded(f"the hub did not begin to listen at {self.listen.host} in {START_DEADLINE_S:.0f} s")
+        if self._fault is not None or self._port is None:
+            at = f"{self.listen.host}:{self.listen.port}"
+            raise UserError(f"--serve {at}: the hub cannot listen there: {self._fault}") from self._fault
+        return self._port
+
+    @property
+    def port(self) -> int | None:
+        """Where it listens."""
+        return self._port
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Have something done in the hub's thread, in order."""
+        self._loop.call_soon_threadsafe(action)
+
+    def check(self) -> None:
+        """Raise what has ended the hub, if anything has."""
+        if self._fault is not None:
+            raise self._fault
+
+    def stop(self) -> None:
+        """Hang up on everybody and end the thread. May be called twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(START_DEADLINE_S)
+
+    # ---- in the hub's thread -----------------------------------------------------------------------------------------
+
+    def announce(self, want: Want) -> None:
+        """A version is published: have every worker want it."""
+        self.want = want
+        self.versions[want.version.number] = want.version
+        for peer in self.peers.values():
+            self.send(peer.number, want)
+
+    def send(self, worker: int, message: FromHub) -> None:
+        """Queue a message for a worker; nothing for one that is cut off, and the end for one that reads too slowly."""
+        peer = self.peers.get(worker)
+        if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
+            self.hang_up(worker, "takes nothing off its connection")
+            self.parts.desk.leave(worker, "too slow a connection")
+
+    def hang_up(self, worker: int, cause: str, *, is_final: bool = False) -> None:
+        """End a worker's connection; unless it is final it may come again, as a new worker."""
+        peer = self.peers.pop(worker, None)
+        if peer is None:
+            return
+        self._by_session.pop(peer.hello.session, None)
+        self.parts.say(f"worker {peer.name}: {cause}")
+        if peer.outgoing is not None:
+            peer.outgoing.put(Rejected(cause, is_final))
+        self._count_slots()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except (OSError, BatonError, AssertionError, RuntimeError) as error:
+            self._fault = error
+        finally:
+            self._started.set()
+            self._loop.close()
+
+    async def _main(self) -> None:
+        app = web.Application(client_max_size=MAX_FRAME_BYTES)
+        app.router.add_get("/worker", self._worker)
+        app.router.add_get("/model", self._model)
+        app.router.add_get("/weights/manifest/{lineage}/{number}", self._manifest)
+        app.router.add_get("/weights/chunk/{digest}", self._chunk)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", self._health)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        try:
+            ssl = self.listen.ssl_context()
+            site = web.TCPSite(runner, self.listen.host, self.listen.port, ssl_context=ssl, shutdown_timeout=1.0)
+            await site.start()
+            assert site._server is not None
+            self._port = site._server.sockets[0].getsockname()[1]
+            self._started.set()
+            await self._tick()
+        finally:
+            await runner.cleanup()
+
+    async def _tick(self) -> None:
+        last_s = time.monotonic()
+        while not self._stopping.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+            now_s = time.monotonic()
+            delay_s = max(0.0, now_s - last_s - 2 * TICK_S)
+            self.counters.loop_delay_s = max(self.counters.loop_delay_s, delay_s)
+            last_s = now_s
+            for peer in list(self.peers.values()):
+                self._recheck(peer)
+            self.parts.desk.tick(delay_s)
+
+    def _recheck(self, peer: Peer) -> None:
+        """A token may expire, be revoked or be put into quarantine while its worker is connected."""
+        banned = self.parts.is_banned(peer.grant.name)
+        try:
+            if banned is not None:
+                raise Denied(403, banned, peer.grant.name)
+            for authenticator in self.parts.authenticators:
+                with suppress(Denied):
+                    authenticator.recheck(peer.grant)
+                    return
+            raise Denied(401, "the token is no longer valid", peer.grant.name)
+        except Denied as denied:
+            self.parts.audit.denied(denied, peer.address, "/worker")
+            self.hang_up(peer.number, denied.reason, is_final=True)
+            self.parts.desk.leave(peer.number, "token")
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: web.Request, roles: Collection[Role]) -> Grant:
+        """Return who is asking. Raises HTTPUnauthorized or HTTPForbidden, with a line in the audit."""
+        header = request.headers.get("Authorization")
+        denied: Denied | None = None
+        for authenticator in self.parts.authenticators:
+            try:
+                grant = authenticator.check(header, roles)
+            except Denied as error:
+                denied = error if denied is None or error.status > denied.status else denied
+                continue
+            banned = self.parts.is_banned(grant.name)
+            if banned is None:
+                return grant
+            denied = Denied(403, banned, grant.name)
+            break
+        assert denied is not None, "a hub without authenticators"
+        self.counters.denied += 1
+        route = request.match_info.route.resource
+        self.parts.audit.denied(denied, request.remote or "", route.canonical if route else "")
+        kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
+        raise kind(text=denied.reason)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self._admit(request, {Role.ADMIN})
+        return web.Response(body=msgspec.json.encode(self.parts.status(self)), content_type="application/json")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self._admit(request, {Role.ADMIN})
+        return web.Response(text=self.parts.prometheus(self))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._admit(request, {Role.WORKER, Role.RELAY})
+        return self._body(self.parts.model, "model")
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        self._admit(request, {Role.WORKER, Role.RELAY})
+        lineage, number = request.match_info["lineage"], request.match_info["number"]
+        if not number.isascii() or not number.isdigit() or len(number) > 15:
+            raise web.HTTPBadRequest(text="a version's number has up to 15 digits")
+        version = PolicyVersion(lineage, int(number))
+        return await self._stored(lambda: self.parts.store.read_manifest(version), "manifest")
+
+    async def _chunk(self, request: web.Request) -> web.Response:
+        self._admit(request, {Role.WORKER, Role.RELAY})
+        digest = request.match_info["digest"]
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise web.HTTPBadRequest(text="a chunk is named by its digest, 64 hexadecimal digits")
+        return await self._stored(lambda: self.parts.store.read_chunk(digest), "chunk")
+
+    async def _stored(self, read: Callable[[], bytes], route: str) -> web.Response:
+        try:
+            body = await self._loop.run_in_executor(None, read)
+        except (BatonError, OSError) as error:
+            raise web.HTTPNotFound(text=str(error)[:500]) from error
+        return self._body(body, route)
+
+    def _body(self, body: bytes, route: str) -> web.Response:
+        self.counters.bytes_out += len(body)
+        self.counters.by_route[route] = self.counters.by_route.get(route, 0) + len(body)
+        return web.Response(body=body, content_type="application/octet-stream")
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    async def _worker(self, request: web.Request) -> web.WebSocketResponse:
+        grant = self._admit(request, {Role.WORKER})
+        if self._connections >= MAX_CONNECTIONS:
+            raise web.HTTPServiceUnavailable(text=f"the hub has {MAX_CONNECTIONS} connections already")
+        socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=5.0, compress=False)
+        await socket.prepare(request)
+        self._connections += 1
+        outgoing = Outgoing()
+        sender = asyncio.create_task(self._send_all(socket, outgoing))
+        peer: Peer | None = None
+        try:
+            outgoing.put(self.parts.welcome)
+            hello = await self._await_hello(socket)
+            peer = self._seat(hello, grant, request.remote or "", outgoing)
+            if self.want is not None:
+                outgoing.put(self.want)
+            while (message := await self._read(socket)) is not None and self.peers.get(peer.number) is peer:
+                self._hear(peer, message)
+        except (Malformed, TimeoutError) as error:
+            self.counters.malformed += 1
+            self.parts.audit.record("malformed", 400, str(error)[:300], request.remote or "", "/worker", grant.name)
+            outgoing.put(Rejected(f"malformed: {str(error)[:300]}", is_final=False))
+        except Unwanted as error:
+            self.parts.audit.record("unwanted", 403, str(error)[:300], request.remote or "", "/worker", grant.name)
+            outgoing.put(Rejected(str(error), is_final=True))
+        finally:
+            self._connections -= 1
+            if peer is not None and peer.outgoing is outgoing:
+                self._cut(peer)
+            await self._drain(socket, outgoing, sender)
+        return socket
+
+    async def _drain(self, socket: web.WebSocketResponse, outgoing: Outgoing, sender: asyncio.Task[None]) -> None:
+        """Let what is queued go out, for a moment, then hang up."""
+        begin_s = time.monotonic()
+        while outgoing.num_bytes and not sender.done() and not socket.closed and time.monotonic() - begin_s < 2.0:
+            await asyncio.sleep(0.01)
+        sender.cancel()
+        with suppress(Exception):
+            await asyncio.wait_for(socket.close(), 5.0)
+
+    async def _send_all(self, socket: web.WebSocketResponse, outgoing: Outgoing) -> None:
+        while True:
+            frame = await outgoing.take()
+            await asyncio.wait_for(socket.send_bytes(frame), SEND_DEADLINE_S)
+            self.counters.bytes_out += len(frame)
+
+    async def _read(self, socket: web.WebSocketResponse) -> FromWorker | None:
+        """Return the worker's next message, or None when it is gone."""
+        frame = await asyncio.wait_for(socket.receive(), PREPARE_DEADLINE_S)
+        if frame.type is not WSMsgType.BINARY:
+            if frame.type is WSMsgType.TEXT:
+                raise Malformed("a text where a message was expected")
+            return None
+        self.counters.frames_in += 1
+        return decode_from_worker(frame.data)
+
+    async def _await_hello(self, socket: web.WebSocketResponse) -> Hello:
+        """Wait until the worker is ready; its heart may beat meanwhile."""
+        deadline_s = time.monotonic() + PREPARE_DEADLINE_S
+        while time.monotonic() < deadline_s:
+            match await self._read(socket):
+                case Hello() as hello:
+                    return hello
+                case Heartbeat():
+                    continue
+                case Fault(kind=kind, text=text):
+                    self.parts.say(f"a worker could not be built: {kind}: {text[:500]}")
+                    raise Malformed(f"{kind}: {text}")
+                case None:
+                    raise Malformed("gone before it said Hello")
+                case other:
+                    raise Malformed(f"{type(other).__name__} before Hello")
+        raise TimeoutError(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+
+    def _seat(self, hello: Hello, grant: Grant, address: str, outgoing: Outgoing) -> Peer:
+        """Give a worker its place, or the one it had before a cut."""
+        if hello.model_digest != self.parts.welcome.model_digest:
+            raise Malformed(f"it was built for another model ({hello.model_digest[:12]})")
+        refusal = self.parts.admits(hello, grant)
+        if refusal is not None:
+            raise Unwanted(refusal)
+        now_s = time.monotonic()
+        known = self.peers.get(self._by_session.get(hello.session, -1))
+        if known is not None and known.grant.name == grant.name:
+            known.outgoing, known.hello, known.address = outgoing, hello, address
+            peer = known
+        else:
+            number, self._next_worker = self._next_worker, self._next_worker + 1
+            peer = Peer(number, grant, hello, address, now_s, outgoing)
+            self.peers[number] = peer
+            self._by_session[hello.session] = number
+            self.parts.desk.join(number, hello.slots)
+            self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
+        self._count_slots()
+        self.parts.desk.held(peer.number, hello.leases)
+        self._hear(peer, Heartbeat(hello.serves, peer.stats))
+        return peer
+
+    def _cut(self, peer: Peer) -> None:
+        """A connection has ended: nothing new for it, and its leases wait for it until it has been silent too long."""
+        peer.outgoing = None
+        self._count_slots()
+        self.parts.desk.hear(peer.number, None, peer.stats.decoded_tokens)
+
+    def _hear(self, peer: Peer, message: FromWorker) -> None:
+        desk, now_s = self.parts.desk, time.monotonic()
+        match message:
+            case Report():
+                self._alive(peer)
+                desk.report(peer.number, message)
+            case Retry():
+                desk.refuse(peer.number, message)
+            case Heartbeat():
+                peer.beat(message, now_s)
+                before, peer.served = peer.served, self._number_of(message.serves)
+                self._alive(peer)
+                if peer.served != before:
+                    self.parts.on_served(self)
+            case Leaving():
+                self.hang_up(peer.number, "left")
+                desk.leave(peer.number, "left")
+            case Fault(kind=kind, text=text):
+                self.hang_up(peer.number, f"{kind}: {text[:500]}")
+                desk.leave(peer.number, "fault")
+            case Hello():
+                raise Malformed("a second Hello")
+
+    def _alive(self, peer: Peer) -> None:
+        self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)
+
+    def _number_of(self, version: PolicyVersion | None) -> int | None:
+        """The number of a version that was published by this process, digest and all; None for any other."""
+        return version.number if version is not None and self.versions.get(version.number) == version else None
+
+    def _count_slots(self) -> None:
+        self.slots = sum(peer.hello.slots for peer in self.peers.values() if peer.is_connected)

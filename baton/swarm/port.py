@@ -1,0 +1,209 @@
+"""The swarm as a `WorkerPort`: to the runner it is one worker whose places come and go.
+
+    runner's thread                       hub's thread                  publisher's thread
+      send ────────── call ──────────────▶ desk ─▶ workers
+      receive ◀────── queue ◀───────────── desk
+      load_weights ─────────────────────────────────────────────────────▶ chunks, manifest
+                                           announce ◀─── call ────────────┘ the version is whole
+
+`load_weights` returns at once: leases of a version wait until a worker serves it. What fails in another thread is
+raised by the next `receive`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from baton.rollout.engine import EngineStats
+from baton.swarm.hub import Hub
+from baton.swarm.messages import Want
+from baton.swarm.pace import Pace
+from baton.swarm.peers import Peer
+from baton.swarm.provisioning import Provisioning
+from baton.types import Abort, FromHub, FromPort, Lease, PolicyVersion
+from baton.weights.publish import Published, Publisher
+from baton.weights.store import Store
+
+_NAMED = 6
+"""Workers that a message names."""
+
+
+class Checks(Protocol):
+    """Who scores again what workers hand in."""
+
+    def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
+        """A version to score by."""
+        ...
+
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
+        """(group id, sample index) of the trajectories in a batch."""
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PortParts:
+    """What a swarm's port works with."""
+
+    hub: Hub
+    publisher: Publisher
+    store: Store
+    shared: str
+    """Directory in shared memory for this machine's workers; empty for none."""
+    look_after: Callable[[], None]
+    """Looks after the workers of this machine."""
+    close: Callable[[], None]
+    """Ends them, and removes what was only for this process."""
+    checks: Checks | None
+    publish_every: int
+    trajectories_per_step: int
+    keep_versions: int
+    """Published versions that stay fetchable and scorable."""
+    inbox: SimpleQueue[FromPort]
+    pace: Pace
+
+
+class SwarmPort:
+    """A `WorkerPort` over a hub."""
+
+    def __init__(self, parts: PortParts) -> None:
+        self._parts = parts
+        self._publishing = ThreadPoolExecutor(1, "publisher")
+        self._futures: deque[Future[None]] = deque()
+        self.last: Published | None = None
+        """The last publication."""
+        self.train_s = 0.0
+        self.step = 0
+        self.staleness: dict[str, float] = {}
+
+    @property
+    def name(self) -> str:
+        """See `WorkerPort`: who is connected, and what each is doing."""
+        hub = self._parts.hub
+        peers = list(hub.peers.values())
+        if not peers:
+            return f"the swarm at {hub.listen.url(hub.port)}, which no worker has joined,"
+        wanted = f"; version {hub.want.version.number} is wanted" if hub.want is not None else ""
+        said = ", ".join(f"{peer.name} {_doing(peer)}" for peer in peers[:_NAMED])
+        return f"the swarm of {len(peers)} workers ({said}{', …' if len(peers) > _NAMED else ''}{wanted})"
+
+    @property
+    def slots(self) -> int:
+        """See `WorkerPort`: of the workers that are connected."""
+        return self._parts.hub.slots
+
+    def send(self, message: FromHub) -> None:
+        """See `WorkerPort`."""
+        desk = self._parts.hub.parts.desk
+        match message:
+            case Lease():
+                self._parts.hub.call(lambda: desk.want(message))
+            case Abort(lease_id=lease_id):
+                self._parts.hub.call(lambda: desk.abort(lease_id))
+
+    def receive(self, timeout_s: float) -> list[FromPort]:
+        """See `WorkerPort`."""
+        self._look_after()
+        messages: list[FromPort] = []
+        try:
+            messages.append(self._parts.inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
+            while True:
+                messages.append(self._parts.inbox.get_nowait())
+        except Empty:
+            return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """See `WorkerPort`: published in the background, announced when it is whole."""
+        self._look_after()
+        self._futures.append(self._publishing.submit(self._publish, tensors, version, time.monotonic()))
+
+    def stats(self) -> EngineStats:
+        """See `WorkerPort`: sums over all workers, as of their last heartbeats."""
+        total: Counter[str] = Counter()
+        for peer in list(self._parts.hub.peers.values()):
+            for name in EngineStats.__struct_fields__:
+                total[name] += getattr(peer.stats, name)
+        return EngineStats(**total)
+
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
+        """See `WorkerPort`."""
+        self.step = step
+        if self._parts.checks is not None:
+            self._parts.checks.consumed(step, trajectories)
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """See `WorkerPort`."""
+        self.train_s = values.get("time/train", self.train_s)
+        self.staleness = {k.rpartition("/")[2]: v for k, v in values.items() if k.startswith("staleness/")}
+        rule, last, hub = self.provisioning(), self.last, self._parts.hub
+        found: dict[str, float | None] = {
+            "swarm/workers": float(sum(peer.is_connected for peer in list(hub.peers.values()))),
+            "swarm/slots": float(hub.slots),
+            "swarm/broadcast_s": rule.broadcast_s,
+            "swarm/trajectories_per_s": rule.trajectories_per_s,
+            "swarm/needed_trajectories_per_s": rule.needed_per_s,
+            "swarm/slack_s": rule.slack_s,
+            "swarm/bytes_out": float(hub.counters.bytes_out),
+            "swarm/version_bytes": float(last.bytes) if last is not None else None,
+            "swarm/version_density": last.density if last is not None else None,
+            "swarm/publish_s": last.seconds if last is not None else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def provisioning(self) -> Provisioning:
+        """The provisioning rule as of now."""
+        parts, pace = self._parts, self._parts.pace
+        return Provisioning(
+            parts.publish_every, self.train_s, pace.broadcast_s, parts.trajectories_per_step, pace.per_s()
+        )
+
+    def close(self) -> None:
+        """See `WorkerPort`: hangs up on everybody; this machine's own workers end."""
+        self._publishing.shutdown(wait=True, cancel_futures=True)
+        if self._parts.checks is not None:
+            self._parts.checks.close()
+        self._parts.close()
+        self._parts.hub.stop()
+        self._parts.hub.parts.audit.close()
+
+    def _look_after(self) -> None:
+        """Raise what has failed elsewhere, and start again this machine's workers that have ended."""
+        self._parts.hub.check()
+        while self._futures and self._futures[0].done():
+            self._futures.popleft().result()
+        self._parts.look_after()
+
+    def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
+        parts = self._parts
+        if parts.checks is not None:
+            parts.checks.published(version, tensors)
+        self.last = parts.publisher.publish(tensors, version)
+        parts.hub.call(lambda: self._announce(version, since_s))
+
+    def _announce(self, version: PolicyVersion, since_s: float) -> None:
+        """In the hub's thread: have it wanted, and let go of what nobody has or wants any more."""
+        hub, parts = self._parts.hub, self._parts
+        parts.pace.announced[version.number] = since_s
+        hub.announce(Want(version, shared=parts.shared))
+        kept = [hub.versions[number] for number in sorted(hub.versions)[-parts.keep_versions :]]
+        held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
+        live = [*kept, *held]
+        hub.versions = {number: v for number, v in hub.versions.items() if v in live}
+        self._futures.append(self._publishing.submit(parts.store.collect, live))
+
+
+def _doing(peer: Peer) -> str:
+    if not peer.is_connected:
+        return "is cut off"
+    if peer.heartbeat.fetching is not None:
+        return f"fetches {peer.heartbeat.fetching}"
+    return "has no version yet" if peer.served is None else f"serves {peer.served}"

@@ -1,0 +1,62 @@
+"""Whether workers keep a trainer busy: the provisioning rule of Echo-2 (arXiv 2602.02192), as derived from its text.
+
+In the time of κ train steps, κ·R trajectories must be generated and one version must reach the workers:
+
+    κ·T_train ≥ T_broadcast + κ·R / Σμ        so        Σμ ≥ κ·R / (κ·T_train − T_broadcast)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioning:
+    """One look at a run."""
+
+    publish_every: int
+    """κ: train steps from one published version to the next."""
+    train_s: float
+    """T_train: of a train step."""
+    broadcast_s: float
+    """T_broadcast: from the end of a train step until the workers serve the new version."""
+    trajectories_per_step: int
+    """R."""
+    trajectories_per_s: float
+    """Σμ: what the workers finish while they are at work."""
+
+    @property
+    def needed_per_s(self) -> float | None:
+        """Trajectories a second that keep the trainer busy; None where no number of workers can."""
+        window_s = self.publish_every * self.train_s - self.broadcast_s
+        return self.publish_every * self.trajectories_per_step / window_s if window_s > 0 else None
+
+    @property
+    def slack_s(self) -> float | None:
+        """Seconds to spare in each publish period; negative: what the trainer waits. None while nothing is known."""
+        if not self.trajectories_per_s:
+            return None
+        generating_s = self.publish_every * self.trajectories_per_step / self.trajectories_per_s
+        return self.publish_every * self.train_s - self.broadcast_s - generating_s
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of its time that the trainer waits, by the rule."""
+        slack_s = self.slack_s
+        if slack_s is None:
+            return None
+        waiting_s = max(0.0, -slack_s)
+        return waiting_s / max(1e-9, self.publish_every * self.train_s + waiting_s)
+
+    def sentence(self) -> str:
+        """For people."""
+        needed = self.needed_per_s
+        has = f"workers finish {self.trajectories_per_s:.1f} trajectories/s"
+        if needed is None:
+            return (
+                f"{has}; no number of them keeps the trainer busy: a version takes {self.broadcast_s:.1f} s to reach "
+                f"them, {self.publish_every} train steps take {self.publish_every * self.train_s:.1f} s; raise "
+                "swarm.publish_every"
+            )
+        verdict = "enough" if self.trajectories_per_s >= needed else "too few"
+        return f"{has}, {verdict}: {needed:.1f} would keep the trainer busy"

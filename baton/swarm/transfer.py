@@ -1,0 +1,104 @@
+"""Weights and model files over HTTP, with bounds on every size and wait."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from blake3 import blake3
+
+from baton.errors import DeadlineExceeded, UserError, WeightsFault
+from baton.types import PolicyVersion
+from baton.weights.manifest import MAX_MANIFEST_BYTES
+
+MAX_MODEL_BYTES = 256 * 1024 * 1024
+"""Of a model's files without weights: a tokenizer may have tens of megabytes."""
+MAX_MODEL_FILES = 64
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SILENCE_S = 30.0
+"""A server that sends nothing for so long has failed."""
+_SLOWEST_BYTES_PER_S = 10_000.0
+"""A transfer has failed that is slower than this on the whole."""
+
+T = TypeVar("T")
+
+
+class HttpSource:
+    """The hub, or a relay, as a source of weights. Blocks: called from a fetcher's thread, served by the event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, url: str, token: str) -> None:
+        self.name = url
+        self._session, self._loop = session, loop
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def manifest(self, version: PolicyVersion) -> bytes:
+        """See `Source`."""
+        path = f"/weights/manifest/{version.lineage}/{version.number}"
+        return self._wait(self._get(path, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
+
+    def chunk(self, digest: str, size: int) -> bytes:
+        """See `Source`."""
+        return self._wait(self._get(f"/weights/chunk/{digest}", size), size)
+
+    def _wait(self, work: Coroutine[Any, Any, bytes], size: int) -> bytes:
+        deadline_s = 2 * _SILENCE_S + size / _SLOWEST_BYTES_PER_S
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise DeadlineExceeded(f"{self.name} did not send {size} bytes in {deadline_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise WeightsFault(f"{self.name}: {error or type(error).__name__}") from error
+
+    async def _get(self, path: str, limit: int) -> bytes:
+        return await get_bounded(self._session, self.name + path, self._headers, limit)
+
+
+async def get_bounded(session: aiohttp.ClientSession, url: str, headers: dict[str, str], limit: int) -> bytes:
+    """Return a body of at most `limit` bytes. Raises WeightsFault for a longer one and for a refusal."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+        if response.status != 200:
+            said = (await response.content.read(500)).decode("utf-8", "replace").strip()
+            raise WeightsFault(f"{url} answered {response.status}: {said or response.reason}")
+        body = bytearray()
+        async for piece in response.content.iter_chunked(2**16):
+            body += piece
+            if len(body) > limit:
+                raise WeightsFault(f"{url} sent more than the {limit} bytes that were asked for")
+        return bytes(body)
+
+
+def pack_model(directory: Path) -> bytes:
+    """Return a directory's files (configuration, tokenizer) as one message. Raises UserError for more than is sent."""
+    files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+    if len(files) > MAX_MODEL_FILES or sum(map(len, files.values())) > MAX_MODEL_BYTES:
+        raise UserError(f"{directory}: configuration and tokenizer are more than {MAX_MODEL_BYTES} bytes")
+    return msgspec.msgpack.encode(files)
+
+
+def model_digest(packed: bytes) -> str:
+    """Return the digest of `pack_model`'s message."""
+    return blake3(packed).hexdigest()
+
+
+def unpack_model(packed: bytes, directory: Path) -> None:
+    """Write what `pack_model` read. Raises WeightsFault for anything but plain files, and OSError."""
+    try:
+        files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise WeightsFault(f"the model's files are no message: {error}") from error
+    if len(files) > MAX_MODEL_FILES:
+        raise WeightsFault(f"the model has {len(files)} files, allowed are {MAX_MODEL_FILES}")
+    for name in files:
+        if not _FILE_NAME.fullmatch(name):
+            raise WeightsFault(f"a file of the model is called {name!r}, which is no plain name")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (directory / name).write_bytes(data)

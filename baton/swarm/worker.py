@@ -1,0 +1,400 @@
+"""A worker: one engine, and one connection that it opens itself, from wherever it is.
+
+| task / thread | consumes             | produces               | waits for            | unblocked by              |
+|---------------|----------------------|------------------------|----------------------|---------------------------|
+| reader        | the WebSocket        | actions for the engine | the hub              | a message, or its silence |
+| sender        | the queue to the hub | frames                 | the socket           | its deadline              |
+| heart         | the clock            | Heartbeat              | the next beat        | the clock                 |
+| fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline              |
+| engine thread | leases, versions     | reports                | an action, when idle | whoever asks              |
+
+A cut ends the first three; the engine goes on, and what it says is kept until the hub has confirmed it. The worker
+connects again by itself, each time after a longer wait. A hub that has been restarted has another incarnation: what was
+begun for the old one is put down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from baton.errors import BatonError, EngineFault, UserError
+from baton.rollout.engine import Engine, EngineStats
+from baton.swarm import have_want as hw
+from baton.swarm.grower import EngineThread, Grower
+from baton.swarm.messages import (
+    MAX_FRAME_BYTES,
+    Ack,
+    Dropped,
+    Fault,
+    FromHub,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Rejected,
+    Want,
+    Welcome,
+    check_protocol,
+    decode_from_hub,
+    encode,
+)
+from baton.swarm.outbox import Outbox
+from baton.swarm.transfer import MAX_MODEL_BYTES, HttpSource, get_bounded, model_digest, unpack_model
+from baton.swarm.verify import WorkerClass
+from baton.types import Abort, Lease, PolicyVersion, Report
+from baton.types import FromWorker as FromEngine
+from baton.weights.fetch import Fetcher
+from baton.weights.shared import SharedMemory
+from baton.weights.sources import Source
+
+FETCH_DEADLINE_S = 3600.0
+CONNECT_DEADLINE_S = 30.0
+LONGEST_WAIT_S = 30.0
+"""Between two attempts to connect."""
+
+MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
+"""(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
+
+
+class ConnectionLost(Exception):
+    """The hub is gone for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a worker reaches its hub."""
+
+    url: str
+    token: str
+    ssl: SSLContext | None = None
+    slots: int | None = None
+    """In place of the recipe's engine.slots."""
+    worker_class: WorkerClass = WorkerClass("cpu", "float32", "embedded")
+    say: Callable[[str], None] = print
+
+
+@dataclass(slots=True)
+class _Line:
+    """One connection, while it lasts."""
+
+    socket: aiohttp.ClientWebSocketResponse
+    outgoing: asyncio.Queue[FromWorker] = field(default_factory=asyncio.Queue)
+    is_open: bool = False
+    """Whether Hello has been said: before, reports wait in the outbox."""
+
+
+class SwarmWorker:
+    """One worker process."""
+
+    def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
+        self._options, self._make_engine = options, make_engine
+        self._session = secrets.token_hex(16)
+        self._outbox = Outbox()
+        self._have_want = hw.HaveWant()
+        self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
+        self._stats = EngineStats()
+        self._welcome: Welcome | None = None
+        self._want: Want | None = None
+        self._line: _Line | None = None
+        self._fault: Exception | None = None
+        self._is_leaving = asyncio.Event()
+        self._fetched_bytes = 0
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._engine: EngineThread | None = None
+
+    async def run(self) -> None:
+        """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
+        self._loop = asyncio.get_running_loop()
+        connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
+        wait_s = 0.0
+        async with aiohttp.ClientSession(connector=connector) as self._http:
+            self._sources: list[Source] = [HttpSource(self._http, self._loop, self._options.url, self._options.token)]
+            self._fetcher = Fetcher(self._sources)
+            try:
+                while not self._is_leaving.is_set():
+                    began_s = time.monotonic()
+                    try:
+                        await self._serve()
+                    except (ConnectionLost, aiohttp.ClientError, OSError, TimeoutError) as error:
+                        if time.monotonic() - began_s > LONGEST_WAIT_S:
+                            wait_s = 0.0
+                        wait_s = min(LONGEST_WAIT_S, max(0.5, 2 * wait_s))
+                        waiting_s = wait_s * random.uniform(0.5, 1.0)
+                        cause = str(error) or type(error).__name__
+                        self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(self._is_leaving.wait(), waiting_s)
+            finally:
+                if self._engine is not None:
+                    await asyncio.to_thread(self._engine.close)
+
+    def leave(self) -> None:
+        """Put down what runs, report it, and end. Called from the event loop."""
+        self._is_leaving.set()
+
+    # ---- one connection ----------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        headers = {"Authorization": f"Bearer {self._options.token}"}
+        connecting = self._http.ws_connect(
+            self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
+        )
+        try:
+            socket = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status in (401, 403) and self._welcome is None:
+                raise UserError(
+                    f"the hub at {self._options.url} refuses this token ({error.status}): ask its owner for a new one "
+                    "(baton token create --role worker)"
+                ) from error
+            raise
+        async with socket:
+            line = _Line(socket)
+            welcome = await self._receive(line, CONNECT_DEADLINE_S)
+            if isinstance(welcome, Rejected):
+                self._rejected(welcome)
+            if not isinstance(welcome, Welcome):
+                raise ConnectionLost("the hub did not welcome this worker")
+            check_protocol(welcome)
+            tasks = [asyncio.create_task(self._send(line)), asyncio.create_task(self._beat(line, welcome.heartbeat_s))]
+            self._line = line
+            tasks.append(asyncio.create_task(self._listen(line, welcome)))
+            leaving = asyncio.create_task(self._is_leaving.wait())
+            try:
+                await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
+                if self._is_leaving.is_set():
+                    await self._say_goodbye(line)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            finally:
+                self._line = None
+                for task in (*tasks, leaving):
+                    task.cancel()
+                await asyncio.gather(*tasks, leaving, return_exceptions=True)
+        if self._fault is not None:
+            raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
+
+    async def _listen(self, line: _Line, welcome: Welcome) -> None:
+        await self._prepare(welcome)
+        slots = self._options.slots or welcome.engine_settings().slots
+        line.outgoing.put_nowait(self._hello(welcome, slots))
+        line.is_open = True
+        for report in self._outbox.again():
+            line.outgoing.put_nowait(report)
+        while True:
+            self._obey_hub(await self._receive(line, welcome.heartbeat_s * 6))
+
+    def _hello(self, welcome: Welcome, slots: int) -> Hello:
+        kind = msgspec.structs.replace(self._options.worker_class, dtype=welcome.engine_settings().dtype)
+        have, leases = self._have_want.have, self._outbox.leases
+        return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
+
+    async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
+        message = await asyncio.wait_for(line.socket.receive(), max(deadline_s, CONNECT_DEADLINE_S))
+        if message.type is not aiohttp.WSMsgType.BINARY:
+            raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
+        return decode_from_hub(message.data)
+
+    async def _send(self, line: _Line) -> None:
+        while True:
+            message = await line.outgoing.get()
+            await asyncio.wait_for(line.socket.send_bytes(encode(message)), CONNECT_DEADLINE_S)
+            if isinstance(message, Fault):
+                raise ConnectionLost(message.text)
+
+    async def _beat(self, line: _Line, every_s: float) -> None:
+        while True:
+            line.outgoing.put_nowait(self._heartbeat())
+            await asyncio.sleep(every_s)
+
+    def _heartbeat(self) -> Heartbeat:
+        fetching = self._have_want.fetching
+        return Heartbeat(
+            self._have_want.have,
+            self._stats,
+            None if fetching is None else fetching.number,
+            self._fetched_bytes,
+            self._have_want.last_cause[:1000],
+        )
+
+    async def _say_goodbye(self, line: _Line) -> None:
+        """What runs is put down, what it has is reported, and everything is sent."""
+        if self._engine is not None and self._engine.grower is not None:
+            done = asyncio.Event()
+            engine = self._engine
+
+            def put_down() -> None:
+                assert engine.grower is not None
+                engine.say(engine.grower.flush())
+                engine.grower.drop_all()
+                self._loop.call_soon_threadsafe(done.set)
+
+            engine.do(put_down)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), CONNECT_DEADLINE_S)
+        line.outgoing.put_nowait(Leaving())
+        begin_s = time.monotonic()
+        while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+
+    # ---- what the hub says -------------------------------------------------------------------------------------------
+
+    def _obey_hub(self, message: FromHub) -> None:
+        match message:
+            case Lease():
+                self._outbox.open(message.lease_id)
+                self._ask_engine(lambda grower: grower.lease(message))
+            case Abort(lease_id=lease_id):
+                self._ask_engine(lambda grower: grower.abort(lease_id))
+            case Dropped(lease_id=lease_id):
+                self._outbox.close(lease_id)
+                self._ask_engine(lambda grower: grower.drop(lease_id))
+            case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
+                self._outbox.confirm(lease_id, length, has_ended=has_ended)
+            case Want():
+                self._want = message
+                self._consider(hw.Wanted(time.monotonic(), message.version))
+            case Rejected():
+                self._rejected(message)
+            case Welcome():
+                raise ConnectionLost("the hub welcomed this worker twice")
+
+    def _rejected(self, message: Rejected) -> None:
+        if message.is_final:
+            raise UserError(f"the hub does not want this worker: {message.reason}")
+        raise ConnectionLost(message.reason)
+
+    async def _prepare(self, welcome: Welcome) -> None:
+        """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
+        known, self._welcome = self._welcome, welcome
+        if known is not None and known.incarnation != welcome.incarnation:
+            self._outbox.clear()
+            self._ask_engine(lambda grower: grower.drop_all())
+        if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
+            raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
+        if self._engine is not None:
+            return
+        headers = {"Authorization": f"Bearer {self._options.token}"}
+        packed = await get_bounded(self._http, self._options.url + "/model", headers, MAX_MODEL_BYTES)
+        if model_digest(packed) != welcome.model_digest:
+            raise ConnectionLost("the model's files are not those that the hub announced")
+        base = None
+        if welcome.base is not None:
+            self._options.say("fetching the base model")
+            base = await asyncio.to_thread(self._fetcher.fetch, welcome.base, deadline_s=FETCH_DEADLINE_S)
+        engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
+        built: asyncio.Future[None] = self._loop.create_future()
+
+        def build() -> None:
+            with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
+                unpack_model(packed, Path(directory))
+                engine.grower = Grower(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
+            self._loop.call_soon_threadsafe(built.set_result, None)
+
+        engine.do(build)
+        self._engine = engine
+        while not built.done() and self._fault is None:
+            await asyncio.wait([built], timeout=0.2)
+        if self._fault is not None:
+            raise ConnectionLost(str(self._fault))
+        self._options.say(f"ready: {welcome.run}")
+
+    # ---- the engine --------------------------------------------------------------------------------------------------
+
+    def _ask_engine(self, action: Callable[[Grower], None]) -> None:
+        engine = self._engine
+        if engine is not None:
+
+            def act() -> None:
+                assert engine.grower is not None, "an engine is asked before it is built"
+                action(engine.grower)
+
+            engine.do(act)
+
+    def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._take_reports, reports, stats)
+
+    def _on_fault(self, error: Exception) -> None:
+        """In the engine's thread, which ends."""
+        self._loop.call_soon_threadsafe(self._take_fault, error)
+
+    def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
+        self._stats = stats
+        for report in reports:
+            if isinstance(report, Report):
+                self._outbox.add(report)
+            else:
+                self._outbox.close(report.lease_id)
+            self._say(report)
+
+    def _take_fault(self, error: Exception) -> None:
+        self._fault = error
+        if self._line is not None:
+            self._line.outgoing.put_nowait(Fault(type(error).__name__, str(error)[:2000]))
+
+    def _say(self, message: FromWorker) -> None:
+        if self._line is not None and self._line.is_open:
+            self._line.outgoing.put_nowait(message)
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def _consider(self, event: hw.Event) -> None:
+        for command in self._have_want.handle(event):
+            match command:
+                case hw.Fetch(version=version):
+                    task = asyncio.create_task(self._fetch(version))
+                    self._fetches.add(task)
+                    task.add_done_callback(self._fetches.discard)
+                case hw.Activate(version=version):
+                    self._activate(version)
+                case hw.WakeAt(at_s=at_s):
+                    delay_s = max(0.0, at_s - time.monotonic())
+                    self._loop.call_later(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
+
+    async def _fetch(self, version: PolicyVersion) -> None:
+        want = self._want
+        shared = SharedMemory(Path(want.shared)) if want is not None and want.shared else None
+        self._fetcher.shared = shared
+        try:
+            tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
+        except (BatonError, OSError) as error:
+            self._options.say(f"version {version.number} could not be fetched: {error}")
+            self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
+            return
+        finally:
+            if self._fetcher.last is not None:
+                self._fetched_bytes += self._fetcher.last.num_bytes
+        self._fetched = {version: tensors}
+        self._consider(hw.Fetched(time.monotonic(), version))
+
+    def _activate(self, version: PolicyVersion) -> None:
+        tensors = self._fetched.pop(version)
+        engine = self._engine
+        assert engine is not None, "a version is fetched before there is an engine"
+
+        def act() -> None:
+            assert engine.grower is not None, "a version is activated before the engine is built"
+            engine.say(engine.grower.switch(tensors, version))
+            self._loop.call_soon_threadsafe(self._activated, version)
+
+        engine.do(act)
+
+    def _activated(self, version: PolicyVersion) -> None:
+        self._consider(hw.Activated(time.monotonic(), version))
+        self._say(self._heartbeat())
