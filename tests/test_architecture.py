@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("policy",),
     ("tasks", "rollout", "trainer", "planner"),
     ("evaluation", "launch"),
+    ("swarm",),
     ("runs",),
     ("show", "progress", "loop"),
     ("report",),

@@ -1,0 +1,1 @@
+"""The swarm: inference apart from training, across any network."""
