@@ -1,0 +1,170 @@
+"""What an engine reports passes whatever happens to it; each thing that none reports is named in a sentence."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.fake import END_ID, FakeEngine
+from baton.swarm.checks import Limits, check_report
+from baton.types import Author, FinishReason, Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+LIMITS = Limits(vocabulary=100, max_context_tokens=50, end_ids=(1,))
+LOOSE = Lease(9, Trajectory(4, 2, (7, 8, 9)), SamplingParams(20), 5, version=3, is_exact=False)
+EXACT = msgspec.structs.replace(LOOSE, is_exact=True)
+WORDS = msgspec.structs.replace(LOOSE, sampling=SamplingParams(20, stop=("cd",), stop_token_ids=(50,)))
+
+
+def spoken(ids):
+    """Ids from 10 on are letters."""
+    return "".join(chr(ord("a") + i - 10) for i in ids if 10 <= i < 36)
+
+
+def segment(ids, version=3, logprobs=None, **other):
+    return Segment(tuple(ids), tuple([-1.0] * len(ids) if logprobs is None else logprobs), version, **other)
+
+
+def report(*segments, offset=0, reason=None, is_aborted=False):
+    return Report(9, offset, segments, reason, is_aborted)
+
+
+def check(lease, given, grown=None, newest=5, limits=LIMITS):
+    grown = lease.trajectory if grown is None else grown
+    return check_report(lease, given, limits, grown=grown, newest_version=newest, text=spoken)
+
+
+TWENTY = segment([2] * 20)
+
+
+@pytest.mark.parametrize(
+    ("lease", "given"),
+    [
+        (LOOSE, report(segment([2, 3, 4]))),
+        (LOOSE, report(segment([2, 3], 3), segment([4], 5))),
+        (LOOSE, report(segment([2, 99, 1]), reason=STOP)),
+        (LOOSE, report(TWENTY, reason=LENGTH)),
+        (LOOSE, report(segment([2]), is_aborted=True)),
+        (LOOSE, report(is_aborted=True)),
+        (LOOSE, report(segment([2], logprobs=[1e-6]))),
+        (EXACT, report(segment([2, 3, 1]), reason=STOP)),
+        (WORDS, report(segment([10, 11, 12, 13]), reason=STOP)),
+        (WORDS, report(segment([10, 50]), reason=STOP)),
+        (WORDS, report(segment([10, 11, 12]))),
+    ],
+)
+def test_what_honest_workers_send_passes(lease, given):
+    assert check(lease, given) is None
+
+
+@pytest.mark.parametrize(
+    ("lease", "given", "sentence"),
+    [
+        (LOOSE, msgspec.structs.replace(report(segment([2])), lease_id=8), "a report of lease 8 came for lease 9"),
+        (LOOSE, report(segment([2]), offset=4), "begins at token 4 of a trajectory of 0"),
+        (LOOSE, report(segment([2] * 21)), "would have 21 tokens, its budget is 20"),
+        (LOOSE, report(*[segment([2])] * 65), "has 65 segments, allowed are 64"),
+        (LOOSE, report(segment([2, 100])), "token 1 has the id 100, allowed are 0 to 99"),
+        (LOOSE, report(segment([-1])), "token 0 has the id -1"),
+        (LOOSE, report(segment([2, 3], logprobs=[-1.0, float("nan")])), "token 1 has the behavior logprob nan"),
+        (LOOSE, report(segment([2], logprobs=[float("-inf")])), "behavior logprob -inf"),
+        (LOOSE, report(segment([2], logprobs=[0.01])), "behavior logprob 0.01, allowed are finite ones up to 0"),
+        (LOOSE, report(segment([2], author=Author.ENVIRONMENT)), "is by the environment"),
+        (LOOSE, report(segment([2], routing=(b"x",))), "has the routing of 1 tokens, allowed are 0"),
+        (EXACT, report(segment([2], 4)), "tokens of version 4 on a lease of exactly version 3"),
+        (LOOSE, report(segment([2], 2)), "tokens of version 2; the lease allows versions 3 to 5"),
+        (LOOSE, report(segment([2], 6)), "tokens of version 6; the lease allows versions 3 to 5"),
+        (LOOSE, report(segment([2], 5), segment([2], 4)), "tokens of version 4 after tokens of version 5"),
+        (LOOSE, report(segment([2]), reason=FinishReason.ENVIRONMENT), "not a worker's to say"),
+        (LOOSE, report(segment([1]), reason=STOP, is_aborted=True), "both finished (stop) and aborted"),
+        (LOOSE, report(segment([2, 1, 3, 4])), "2 tokens after the end id 1 at token 1"),
+        (LOOSE, report(segment([1]), segment([3, 1], 4), reason=STOP), "2 tokens after the end id 1 at token 0"),
+        (LOOSE, report(segment([2, 1])), "ends with the end id 1, but is reported as unfinished"),
+        (LOOSE, report(segment([2] * 19 + [1]), reason=LENGTH), "ends with the end id 1, but is reported as length"),
+        (LOOSE, report(segment([2, 3]), reason=STOP), "its last token is no end id"),
+        (LOOSE, report(reason=STOP), "its last token is no end id, and there is none"),
+        (LOOSE, report(reason=LENGTH), "finished by length at 0 tokens of a budget of 20"),
+        (LOOSE, report(segment([2] * 19), reason=LENGTH), "finished by length at 19 tokens of a budget of 20"),
+        (LOOSE, report(TWENTY), "its budget of 20 tokens is spent, but it is not reported as finished"),
+        (WORDS, report(segment([10, 11]), reason=STOP), "completes no stop string"),
+        (WORDS, report(segment([12, 13, 14])), "token 1 completes a stop string, but is not the last"),
+        (WORDS, report(segment([12, 13])), "token 1 completes a stop string, but is not the last"),
+        (WORDS, report(segment([10, 50, 11])), "1 tokens after the end id 50"),
+    ],
+)
+def test_what_none_sends_is_named(lease, given, sentence):
+    assert sentence in check(lease, given)
+
+
+def test_a_stop_string_may_span_two_reports():
+    grown = WORDS.trajectory.extended((segment([11, 12]),))
+    assert check(WORDS, report(segment([13]), offset=2, reason=STOP), grown) is None
+    assert "completes a stop string" in check(WORDS, report(segment([13]), offset=2), grown)
+
+
+def test_versions_do_not_descend_across_reports_and_finished_ones_take_no_more():
+    grown = LOOSE.trajectory.extended((segment([2, 3], 4),))
+    assert "version 3 after tokens of version 4" in check(LOOSE, report(segment([2], 3), offset=2), grown)
+    assert "begins at token 0 of a trajectory of 2" in check(LOOSE, report(segment([2], 4)), grown)
+    done = grown.extended((segment([1], 4),), STOP)
+    assert "is finished (stop)" in check(LOOSE, report(segment([2], 4), offset=3), done)
+
+
+def test_a_full_context_is_a_budget_too_and_nothing_left_is_finished_at_once():
+    tight = Limits(vocabulary=100, max_context_tokens=5, end_ids=(1,))
+    assert check(LOOSE, report(segment([2, 3]), reason=LENGTH), limits=tight) is None
+    grown = LOOSE.trajectory.extended((segment([2, 3]),))
+    assert check(LOOSE, report(offset=2, reason=LENGTH), grown, limits=tight) is None
+
+
+def test_routing_comes_whole_or_not_at_all():
+    sparse = Limits(vocabulary=100, max_context_tokens=50, routing_bytes=2)
+    assert check(LOOSE, report(segment([2, 3], routing=(b"ab", b"cd"))), limits=sparse) is None
+    assert check(LOOSE, report(segment([2, 3])), limits=sparse) is None
+    assert "not 2 bytes" in check(LOOSE, report(segment([2, 3], routing=(b"ab", b"cdefgh"))), limits=sparse)
+
+
+def test_a_long_value_does_not_make_a_long_sentence():
+    assert len(check(LOOSE, report(segment([10**300])))) < 200
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=10),
+    st.lists(st.sampled_from(["load", "abort", "step", "step", "step"]), max_size=40),
+    st.integers(1, 7),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_engine_is_accused_whatever_happens_to_it(lengths, happenings, due):
+    """Scripted lengths beyond and within the budget, new versions, aborts, reports every few tokens."""
+    limits = Limits(vocabulary=1 << 20, max_context_tokens=30, end_ids=(END_ID,))
+    engine = FakeEngine(
+        EngineSettings(slots=8, max_context_tokens=30, report_every_tokens=due),
+        PolicyVersion("run", 0),
+        lambda group, sample: lengths[group],
+    )
+    leases = {
+        i: Lease(i, Trajectory(i, 0, (5, 6, 7)), SamplingParams(20), 1, version=0, is_exact=i % 3 == 0)
+        for i in range(len(lengths))
+    }
+    grown = {i: lease.trajectory for i, lease in leases.items()}
+    for lease in leases.values():
+        engine.submit(lease)
+    version = 0
+    for happening in [*happenings, *["step"] * 60]:
+        if happening == "load":
+            version += 1
+            engine.load_weights({}, PolicyVersion("run", version))
+        elif happening == "abort":
+            engine.abort(len(happenings) % len(lengths))
+        else:
+            for said in engine.step():
+                if isinstance(said, Report):
+                    i = said.lease_id
+                    found = check_report(
+                        leases[i], said, limits, grown=grown[i], newest_version=version, text=lambda ids: ""
+                    )
+                    assert found is None
+                    grown[i] = grown[i].extended(said.segments, said.finish_reason)
