@@ -315,4 +315,3 @@ def cut_segments(trajectory: Trajectory, start: int, end: int) -> tuple[Segment,
 
 def _key(lease: Lease) -> Key:
     return lease.noise_seed, lease.trajectory.group_id, lease.trajectory.sample_index
-

@@ -28,7 +28,6 @@ from ssl import SSLContext
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from baton.errors import BatonError, EngineFault, UserError
 from baton.rollout.engine import Engine, EngineStats
@@ -82,7 +81,9 @@ class WorkerOptions:
     ssl: SSLContext | None = None
     slots: int | None = None
     """In place of the recipe's engine.slots."""
-    worker_class: WorkerClass = WorkerClass("cpu", "float32", "embedded")
+    device: str = "cpu"
+    """For people, and for the class whose logprobs are compared."""
+    engine: str = "embedded"
     say: Callable[[str], None] = print
 
 
@@ -199,7 +200,7 @@ class SwarmWorker:
             self._obey_hub(await self._receive(line, welcome.heartbeat_s * 6))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
-        kind = msgspec.structs.replace(self._options.worker_class, dtype=welcome.engine_settings().dtype)
+        kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
         have, leases = self._have_want.have, self._outbox.leases
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
