@@ -6,6 +6,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.files import atomic_directory
+from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
@@ -116,7 +118,9 @@ def build_loop(
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     for note in recipe.algorithm.notes():
         observer.said(note)
-    beside = recipe.engine.processes if recipe.rollout.mode == "async" else 0
+    if recipe.swarm.is_on:
+        check_swarm(recipe)
+    beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
@@ -124,14 +128,17 @@ def build_loop(
     held_out = mixture.held_out(recipe.eval.num_prompts)
     trainer = build_trainer(recipe, tokenizer)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
-    port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
-    try:
+    with ExitStack() as undo:
+        if not recipe.swarm.is_on:
+            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
+            undo.callback(port.close)
         run = _open_run(recipe, trainer, tokenizer, place, threads)
+        if recipe.swarm.is_on:
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said)
+            undo.callback(port.close)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
         journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
-    except BaseException:
-        port.close()
-        raise
+        undo.pop_all()
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, runner = _rollout_side(recipe, port, stream, judge, tokenizer, journal)
     return Loop(
@@ -152,6 +159,7 @@ def build_loop(
         eval=recipe.eval,
         checkpoint=recipe.checkpoint,
         num_steps=recipe.run.steps,
+        publish_every=recipe.swarm.publish_every,
         state=place.state,
         last_checkpoint=place.checkpoint,
         should_stop=should_stop,
@@ -178,7 +186,7 @@ def _rollout_side(
         lease_ids=lease_ids,
     )
     sweep = Sweep(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids)
-    return sweep, Runner(parts, recipe.rollout.rules())
+    return sweep, Runner(parts, recipe.rules())
 
 
 def build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
@@ -192,7 +200,8 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         recipe.algorithm,
         temperature=recipe.rollout.temperature,
         total_steps=recipe.run.steps,
-        max_staleness=recipe.rollout.rules().max_staleness,
+        max_staleness=recipe.rules().max_staleness,
+        publish_dtype=recipe.weights.publish_dtype(recipe.engine.dtype),
         version=PolicyVersion(secrets.token_hex(4), 0),
         max_new_tokens=recipe.rollout.max_new_tokens,
         reference=_load_reference(recipe, master),

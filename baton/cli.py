@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from rich.console import Console
 import baton
 from baton.errors import BatonError, UserError
 from baton.plan_command import plan, profile
+from baton.swarm_commands import status, worker
 from baton.token_command import token_app
 
 app = typer.Typer(
@@ -70,6 +72,15 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print what it resolves to and needs; start nothing.")
     ] = False,
+    serve: Annotated[
+        str | None, typer.Option("--serve", metavar="HOST:PORT", help="Let workers from elsewhere join here.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=0, help="Generate in so many worker processes on this machine.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve beyond this machine without TLS: all can be read on the way.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model with reinforcement learning, as a recipe says.
@@ -81,7 +92,9 @@ def train(
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
-    loaded = load_recipe(Recipe, recipe, overrides or ())
+    of_swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
+    given = [f"swarm.{key}={json.dumps(value)}" for key, value in of_swarm.items() if value is not None]
+    loaded = load_recipe(Recipe, recipe, [*given, *(overrides or ())])
     if dry_run:
         _print_dry_run(loaded, as_json)
         return
@@ -300,6 +313,8 @@ def rollout(
 
 app.command()(plan)
 app.command()(profile)
+app.command()(worker)
+app.command()(status)
 app.add_typer(token_app, name="token")
 
 

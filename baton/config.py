@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -16,14 +17,17 @@ from baton.loop import CheckpointSettings
 from baton.metrics import LogSettings
 from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
 from baton.rollout.engine import EngineSettings
-from baton.rollout.settings import RolloutSettings
+from baton.rollout.settings import RolloutSettings, Rules
 from baton.settings import Settings
+from baton.swarm.inspector import InspectionSettings
+from baton.swarm.settings import SwarmSettings
 from baton.tasks.demonstrations import DemonstrationSettings
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskSettings
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.settings import SftSettings, TrainerSettings
+from baton.weights.settings import WeightsSettings
 
 
 class RunSettings(Settings):
@@ -60,6 +64,9 @@ class Recipe(Settings):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     lora: LoraSettings | None = None
+    swarm: SwarmSettings = SwarmSettings()
+    weights: WeightsSettings = WeightsSettings()
+    inspection: InspectionSettings = InspectionSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
@@ -71,11 +78,12 @@ class Recipe(Settings):
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
                 "trajectories of a group and needs at least 2; algorithms without groups are reinforce_pp and ppo"
             )
-        if self.rollout.mode == "async" and not self.engine.processes:
+        if self.rollout.mode == "async" and not self.engine.processes and not self.swarm.is_on:
             raise ValueError(
                 'engine.processes: got 0, but rollout.mode = "async" generates in processes of their own: set it to at '
-                "least 1"
+                "least 1, or use workers (swarm.workers, swarm.serve)"
             )
+        self._check_publish_period()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
             raise ValueError(
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
@@ -94,6 +102,29 @@ class Recipe(Settings):
                 "of its minibatches of whole groups"
             )
         return self
+
+    def _check_publish_period(self) -> None:
+        every, rules = self.swarm.publish_every, self.rules()
+        if every > 1 and not rules.is_swarm:
+            raise ValueError(
+                f'swarm.publish_every: got {every}, but only a swarm with rollout.mode = "async" may generate with '
+                "another version than the latest; allowed here is 1"
+            )
+        if rules.is_swarm and every + rules.max_lag - 1 > rules.max_staleness:
+            raise ValueError(
+                f"swarm.publish_every: got {every} with max_lag {rules.max_lag}, but then tokens are up to "
+                f"{every + rules.max_lag - 1} versions old before they are trained; rollout.max_staleness is "
+                f"{rules.max_staleness}"
+            )
+
+    def rules(self) -> Rules:
+        """The rules of the rollout side, with what the swarm adds to them."""
+        rules, swarm = self.rollout.rules(), self.swarm
+        if not swarm.is_on or rules.mode != "async":
+            return rules
+        every = swarm.publish_every
+        lag = swarm.max_lag if swarm.max_lag is not None else every if rules.max_staleness >= 2 * every - 1 else 0
+        return replace(rules, is_swarm=True, max_lag=lag)
 
 
 class WarmStart(Settings):
@@ -171,6 +202,12 @@ MAY_CHANGE = (
     "judge",
     "rollout.stall_timeout_s",
     "engine.processes",
+    "swarm",
+    "weights.store",
+    "weights.keep",
+    "weights.chunk_mb",
+    "weights.anchor_every",
+    "inspection",
 )
 """Keys, or whole sections, that a resumed run may change and stay what it was."""
 CHANGES_BITS = (

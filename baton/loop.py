@@ -138,6 +138,8 @@ class Loop:
     checkpoint: CheckpointSettings
     num_steps: int
     state: LoopState
+    publish_every: int = 1
+    """Versions of which one is published; above 1 only with a swarm."""
     should_stop: Callable[[], bool] = lambda: False
     last_checkpoint: Path | None = None
     clock: Clock = field(default_factory=Clock)
@@ -177,7 +179,7 @@ class Loop:
             self._step()
             step, best = self.state.step, self.state.best_step
             is_last = step == self.num_steps
-            if is_last or (self.eval.every and step % self.eval.every == 0):
+            if self._is_evaluated(step):
                 results = self.evaluate()
             is_best = self.state.best_step != best
             if is_last or is_best or step % self.checkpoint.every == 0 or self.should_stop():
@@ -204,15 +206,23 @@ class Loop:
         require_judged(groups, f"train step {step}")
         with self.clock.stage("train"), self.observer.phase("train", 0):
             values = self._train_on(Batch(step, tuple(groups)))
+        self.port.consumed(step, [(g.group_id, index) for g in groups for index in range(len(g.members))])
         with self.clock.stage("weight_sync"):
-            self._publish()
+            if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
+                self._publish()
+            else:
+                self.runner.made(step)
         place = self.runner.place if self.has_begun else StreamPlace(self.state.next_group_id, self.state.position)
         self.state = msgspec.structs.replace(
             self.state, step=step, next_group_id=place.next_group_id, position=place.position
         )
         values |= counted | self._performance(groups, counted, time.perf_counter() - begin)
+        values |= self.port.metrics(values)
         self.metrics.write(step, values)
         self.observer.stepped(step, values)
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
 
     def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
         """The batch of a step that a process made before it died, judgements included; None where there is none."""

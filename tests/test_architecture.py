@@ -23,14 +23,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("show", "progress", "loop"),
     ("report",),
     ("config",),
+    ("hosting",),
     ("keys", "algorithms", "build", "footprint", "planning"),
     ("warmstart", "bench", "profile"),
-    ("plan_command", "token_command"),
+    ("plan_command", "token_command", "swarm_commands"),
     ("cli",),
     ("__main__",),
 )
 """From the bottom up, as the code has it; a unit imports only from layers below its own, and from itself."""
-TORCH_UNITS = {"policy", "trainer", "build", "footprint", "warmstart", "bench", "profile"}
+TORCH_UNITS = {"policy", "trainer", "build", "footprint", "warmstart", "bench", "profile", "hosting"}
 """Units that may import torch and what stands on it, at import time. Of rollout, only the engines."""
 TORCH_PACKAGES = {"torch", "transformers", "tokenizers"}
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -37,6 +37,7 @@ from baton.launch.protocol import (
     send,
 )
 from baton.rollout.engine import EngineStats
+from baton.rollout.port import WorkerPort
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
@@ -100,12 +101,11 @@ class EngineProcess:
         )
 
 
-class EnginePool:
+class EnginePool(WorkerPort):
     """A `WorkerPort` over engine processes."""
 
     def __init__(self, count: int, start: Start, save_tensors: SaveTensors, *, timeout_s: float) -> None:
         """Start the processes and wait until all serve. Raises EngineFault or DeadlineExceeded naming the process."""
-        self.name = f"the {count} engine processes"
         self._slots = start.engine_settings().slots
         self._count = count
         self._inbox: list[FromWorker] = []
@@ -124,6 +124,11 @@ class EnginePool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def name(self) -> str:
+        """See `WorkerPort`."""
+        return f"the {self._count} engine processes"
 
     @property
     def slots(self) -> int:

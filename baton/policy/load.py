@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from baton.errors import UserError
 from baton.policy.adapters import base_of_adapter, merge_adapter
@@ -33,6 +33,32 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write everything of a model but its weights, and its tokenizer."""
+    model.config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    tokenizer.hf.save_pretrained(directory)
+
+
+def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+    """Make a model from its configuration; its weights are arbitrary until some are loaded, and no code of its is run.
+
+    Raises UserError with what is missing.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"the model's configuration makes no causal LM: {first_line(error)}") from error
+    model.to(device)
+    model.eval()
     return model
 
 

@@ -42,18 +42,28 @@ class WorkerPort(Protocol):
         """The engine's counters."""
         ...
 
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
+        """(group id, sample index) of the trajectories in the batch of a step."""
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the worker's own metrics of a train step that has these."""
+        return {}
+
     def close(self) -> None:
         """End the worker. May be called twice."""
         ...
 
 
-class LocalPort:
+class LocalPort(WorkerPort):
     """A worker in this process: receiving runs the engine for one step."""
-
-    name = "the engine in this process"
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    @property
+    def name(self) -> str:
+        """See `WorkerPort`."""
+        return "the engine in this process"
 
     @property
     def slots(self) -> int:

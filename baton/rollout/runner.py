@@ -156,7 +156,7 @@ class Runner:
         Returns at once where the mode has nothing to do meanwhile.
         """
         while not is_over(0.0):
-            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging):
+            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging or not self._slots):
                 self._pump(SHORT_WAIT_S, "hidden")
             else:
                 is_over(1.0)
@@ -183,7 +183,7 @@ class Runner:
     def _pump_until(self, is_over: Callable[[], bool]) -> None:
         self._watch.reset()
         while not is_over():
-            if not (self.scheduler.num_leased or self._num_judging):
+            if not (self.scheduler.num_leased or self._num_judging) and self._slots:
                 raise EngineFault(
                     f"the rollout side stands still at version {self.scheduler.version} with {self.scheduler.num_open} "
                     "open groups: nothing runs, nothing is judged, and no batch is complete; this is a fault of Baton"
@@ -193,10 +193,11 @@ class Runner:
     def _pump(self, timeout_s: float, stage: str) -> None:
         """Wait for the worker, or for the judges where it has nothing, and take what has come."""
         begin_s = self._now_s()
-        if self.scheduler.num_leased:
+        if self.scheduler.num_leased or not self._slots:
             messages = self._parts.port.receive(timeout_s)
             self._look_at_capacity()
-            self._watch.check(messages, len(self._lease_of), (f"{g}/{s}" for g, s in self._lease_of))
+            num_waiting = len(self._lease_of) or int(not self._slots)
+            self._watch.check(messages, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
             for message in messages:
                 self._hear(message)
             self.seconds[stage] += self._now_s() - begin_s

@@ -33,5 +33,5 @@ class StallWatch:
         elif time.monotonic() - self._since_s > self._timeout_s:
             raise DeadlineExceeded(
                 f"{self._port.name} has made no progress for {self._timeout_s:.0f} s while {num_waiting} trajectories "
-                f"wait for it (first: {', '.join(islice(names, 4))})"
+                f"wait for it ({', '.join(islice(names, 4)) or 'none begun yet'})"
             )

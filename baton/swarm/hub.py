@@ -81,6 +81,8 @@ class HubParts:
     prometheus: Callable[[Hub], str]
     on_served: Callable[[Hub], None] = lambda hub: None
     """A worker has come to serve another version."""
+    on_joined: Callable[[Peer], None] = lambda peer: None
+    on_tick: Callable[[], None] = lambda: None
     admits: Callable[[Hello, Grant], str | None] = lambda hello, grant: None
     """Why a worker is not wanted, or None."""
     is_banned: Callable[[str], str | None] = lambda name: None
@@ -226,6 +228,7 @@ class Hub:
             for peer in list(self.peers.values()):
                 self._recheck(peer)
             self.parts.desk.tick(delay_s)
+            self.parts.on_tick()
 
     def _recheck(self, peer: Peer) -> None:
         """A token may expire, be revoked or be put into quarantine while its worker is connected."""
@@ -403,6 +406,7 @@ class Hub:
             peer = Peer(number, grant, hello, address, now_s, outgoing)
             self.peers[number] = peer
             self._by_session[hello.session] = number
+            self.parts.on_joined(peer)
             self.parts.desk.join(number, hello.slots)
             self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()

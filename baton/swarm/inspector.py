@@ -65,6 +65,8 @@ class Standing:
     is_quarantined: bool
 
 
+REMEMBERED_OPEN = 100_000
+"""Finished trajectories remembered of one worker until they are trained."""
 REMEMBERED_TRAINED = 10_000
 """Trained trajectories listed of one worker."""
 
@@ -115,6 +117,8 @@ class Inspector:
         account = self._of(worker)
         self.lost([name])
         self._owner[name] = worker
+        while len(account.open) >= REMEMBERED_OPEN:  # of groups that were filtered nobody tells
+            self.lost([next(iter(account.open))])
         account.open[name] = None
         account.num_finished += 1
         share = self._settings.trusted_share if account.is_trusted else self._settings.share

@@ -36,10 +36,6 @@ class SwarmSettings(Settings):
     """A straggler is given to a second worker when it may take so many times as long as there; 0 is never."""
     report_every_s: float = Field(default=2.0, gt=0)
     """Seconds after which a worker reports what its trajectories have grown by, beside engine.report_every_tokens."""
-    check_share: float = Field(default=0.05, ge=0, le=1)
-    """Share of finished trajectories whose tokens are scored again at the hub; 0 trusts everybody."""
-    check_first: int = Field(default=8, ge=0)
-    """Trajectories of each new worker that are all checked."""
 
     @property
     def is_on(self) -> bool:

@@ -33,11 +33,11 @@ class QuarantineStatus(msgspec.Struct, frozen=True):
 
     name: str
     reason: str
-    at: str
-    """UTC."""
     trained_steps: tuple[int, ...]
     """Train steps whose batches hold trajectories of it."""
-    revoked: int
+    num_trained: int
+    """Trajectories in them."""
+    num_revoked: int
     """Trajectories that are made again."""
 
 

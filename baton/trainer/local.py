@@ -87,6 +87,7 @@ class LocalTrainer:
         reference: PreTrainedModel | None = None,
         lora: LoraSettings | None = None,
         seed: int = 0,
+        publish_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Take over `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
@@ -128,6 +129,7 @@ class LocalTrainer:
             is_packed,
         )
         self._learners = make_learners(model, critic, settings, algorithm)
+        self._publish_dtype = publish_dtype
         self._num_updates = 0
         self._alarms = Alarms(algorithm)
 
@@ -208,8 +210,11 @@ class LocalTrainer:
         ]
 
     def publish(self) -> Weights:
-        """Return a copy of the current weights, or of the adapter alone, on the trainer's device, by name."""
-        tensors = {name: tensor.clone() for name, tensor in published_tensors(self.model).items()}
+        """Return a copy of the current weights, or of the adapter alone, on the trainer's device, by name.
+
+        They are rounded here to what engines hold, so that all hold the same and the digest is that of what they hold.
+        """
+        tensors = as_published(published_tensors(self.model), self._publish_dtype)
         self._version = PolicyVersion(self._version.lineage, self._version.number, weights_digest(tensors))
         return Weights(self._version, tensors)
 

@@ -1,0 +1,385 @@
+"""From a recipe to a running hub: tokens, store, publisher, desk, checks, and this machine's own workers."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from baton.config import Recipe
+from baton.errors import UserError
+from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_device, torch_dtype
+from baton.policy.tensors import policy_tensors, weights_digest
+from baton.policy.tokenizer import Tokenizer
+from baton.rollout.engines.rescore import Rescorer
+from baton.swarm.audit import Audit
+from baton.swarm.auth import Authenticator, Grant, Role, TokenFile
+from baton.swarm.checks import Limits, check_report
+from baton.swarm.desk import Desk, Outside, Span
+from baton.swarm.examiner import Author, Examiner, Quarantine
+from baton.swarm.hub import Hub, HubParts
+from baton.swarm.inspector import Conviction, Inspector
+from baton.swarm.leases import LeaseTable
+from baton.swarm.listen import Listen
+from baton.swarm.local import LocalWorkers
+from baton.swarm.messages import PROTOCOL, Hello, Welcome
+from baton.swarm.pace import Pace
+from baton.swarm.peers import Peer
+from baton.swarm.port import PortParts, SwarmPort
+from baton.swarm.status import HubStatus, QuarantineStatus, WorkerStatus, prometheus
+from baton.swarm.transfer import model_digest, pack_model
+from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
+from baton.weights.publish import Publisher
+from baton.weights.shared import SharedMemory
+from baton.weights.store import Store
+
+LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400
+HEARTBEATS = 6
+"""In the time after which a silent worker is taken for dead."""
+
+
+def check_swarm(recipe: Recipe) -> Listen:
+    """Look at everything that can be seen to be wrong before a run begins. Raises UserError."""
+    swarm = recipe.swarm
+    address = swarm.serve or "127.0.0.1:0"
+    certificate = Path(swarm.certificate) if swarm.certificate else None
+    key = Path(swarm.key) if swarm.key else None
+    listen = Listen.parse(address, certificate, key, swarm.insecure)
+    listen.ssl_context()
+    if swarm.serve is not None:
+        TokenFile(Path(swarm.token_file)).tokens()
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen.host, listen.port))
+        except OSError as error:
+            why = "somebody listens there already" if error.errno == errno.EADDRINUSE else error.strerror
+            raise UserError(f"--serve {address}: the hub cannot listen there: {why}") from error
+    return listen
+
+
+def open_swarm(
+    recipe: Recipe, run: Path, tokenizer: Tokenizer, version: PolicyVersion, say: Callable[[str], None]
+) -> SwarmPort:
+    """Start a hub for a run whose directory is there, and this machine's own workers. Raises UserError."""
+    return _Host(recipe, run, tokenizer, version, say).open()
+
+
+class _Host:
+    """What the parts of a hub know of each other; its methods are their callbacks."""
+
+    def __init__(
+        self, recipe: Recipe, run: Path, tokenizer: Tokenizer, version: PolicyVersion, say: Callable[[str], None]
+    ) -> None:
+        self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
+        self.rules = recipe.rules()
+        self.listen = check_swarm(recipe)
+        self.scratch = Path(tempfile.mkdtemp(prefix="baton-hub-"))
+        memory = Path("/dev/shm")
+        self.shared = Path(tempfile.mkdtemp(prefix="baton-", dir=memory)) if memory.is_dir() else None
+        self.inbox: SimpleQueue[FromPort] = SimpleQueue()
+        self.pace = Pace()
+        self.authors: dict[int, Author] = {}
+        """By worker number, also of workers that are gone."""
+        device, attention = torch_device(recipe.model.device), recipe.model.attention
+        model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"), attention=attention)
+        self.model_files, self.base = self._model_files(model, tokenizer), None
+        self.store = Store(recipe.weights.store or run / "weights")
+        self.publisher = Publisher(
+            self.store, recipe.weights, shared=SharedMemory(self.shared) if self.shared is not None else None
+        )
+        if recipe.lora is not None:
+            tensors = policy_tensors(model)
+            digest = weights_digest(tensors)
+            self.base = PolicyVersion(f"base-{digest[:16]}", 0, digest)
+            Publisher(self.store, recipe.weights).publish(tensors, self.base)
+        self.limits = Limits(
+            vocabulary=int(model.config.get_text_config().vocab_size),
+            max_context_tokens=recipe.engine.max_context_tokens,
+            end_ids=end_ids(model, tokenizer),
+        )
+        self.text = lambda ids: tokenizer.text(ids, keep_special=True)
+        self.device, self.attention = device, attention
+        self.desk = Desk(
+            LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
+            Outside(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
+            self._check,
+            time.monotonic,
+        )
+        self.examiner = self._make_examiner()
+
+    def open(self) -> SwarmPort:
+        """Listen, and start this machine's workers."""
+        recipe, swarm = self.recipe, self.recipe.swarm
+        own = TokenFile(self.scratch / "tokens.json")
+        own_token = own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name="local", trusted=True)
+        own.create(Role.ADMIN, LOCAL_TOKEN_LIFE_S, name="local-admin")
+        authenticators = [Authenticator(self.scratch / "tokens.json")]
+        if swarm.serve is not None:
+            authenticators.append(Authenticator(Path(swarm.token_file)))
+        self.hub = Hub(
+            HubParts(
+                self.desk,
+                tuple(authenticators),
+                Audit(self.run / "audit.jsonl"),
+                self.store,
+                self.model_files,
+                self._welcome(),
+                status=self._status,
+                prometheus=lambda hub: prometheus(self._status(hub)),
+                on_served=lambda hub: self.pace.serve(
+                    time.monotonic(), (p.served for p in hub.peers.values() if p.is_connected)
+                ),
+                on_joined=self._joined,
+                on_tick=self.examiner.tick,
+                admits=self._admits,
+                is_banned=self.examiner.quarantine.reason,
+                say=self.say,
+            ),
+            self.listen,
+        )
+        port = self.hub.start()
+        (self.scratch / "token").write_text(own_token)
+        url = self.listen.url(port)
+        if swarm.serve is not None:
+            self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
+        local = LocalWorkers(
+            swarm.workers,
+            url,
+            self.scratch / "token",
+            self.run / "workers",
+            say=self.say,
+            device=recipe.model.device,
+        )
+        self.port = SwarmPort(
+            PortParts(
+                self.hub,
+                self.publisher,
+                self.store,
+                str(self.shared or ""),
+                local.look_after,
+                lambda: self._close(local),
+                _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
+                swarm.publish_every,
+                recipe.rollout.batch_groups * recipe.rollout.group_size,
+                self._keep_versions,
+                self.inbox,
+                self.pace,
+            )
+        )
+        return self.port
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _keep_versions(self) -> int:
+        """Published versions that a token in flight may be of, and that are kept to score by."""
+        return self.rules.max_staleness // self.recipe.swarm.publish_every + 2
+
+    @property
+    def _examines(self) -> bool:
+        """Whether anything is scored again: what was generated while weights changed in flight cannot be."""
+        inspection = self.recipe.inspection
+        is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
+        return is_on and self.rules.on_new_version != "keep"
+
+    def _model_files(self, model: Any, tokenizer: Tokenizer) -> bytes:
+        directory = self.scratch / "model"
+        directory.mkdir()
+        save_skeleton(model, tokenizer, directory)
+        return pack_model(directory)
+
+    def _welcome(self) -> Welcome:
+        recipe, swarm = self.recipe, self.recipe.swarm
+        return Welcome(
+            protocol=PROTOCOL,
+            run=recipe.run.name,
+            incarnation=secrets.token_hex(8),
+            model_digest=model_digest(self.model_files),
+            is_adapter=recipe.lora is not None,
+            base=self.base,
+            attention=recipe.model.attention,
+            engine=recipe.engine.model_dump(),
+            on_new_version=self.rules.on_new_version,
+            heartbeat_s=swarm.silence_s / HEARTBEATS,
+            report_every_s=swarm.report_every_s,
+        )
+
+    def _make_examiner(self) -> Examiner:
+        secret = secrets.token_bytes(32)
+        return Examiner(
+            self._make_scorer,
+            Inspector(self.recipe.inspection, secret),
+            calibration=self._calibration(),
+            quarantine=Quarantine(self.run / "quarantine.jsonl"),
+            keep_versions=self._keep_versions,
+            to_hub=lambda action: self.hub.call(action),
+            on_release=self.desk.release,
+            on_conviction=self._convicted,
+        )
+
+    @staticmethod
+    def _calibration() -> Any:
+        from baton.swarm.verify import Calibration
+
+        return Calibration()
+
+    def _make_scorer(self) -> Rescorer:
+        dtype = torch_dtype(self.recipe.engine.dtype)
+        path, attention = self.recipe.model.path, self.attention
+        if self.recipe.lora is not None:
+            model = load_model(path, dtype=torch.float32, device=self.device, attention=attention)
+        else:
+            model = load_skeleton(self.scratch / "model", dtype=torch.float32, device=self.device, attention=attention)
+        return Rescorer(model, weights_dtype=dtype)
+
+    def _close(self, local: LocalWorkers) -> None:
+        local.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.shared is not None:
+            shutil.rmtree(self.shared, ignore_errors=True)
+
+    # ---- callbacks, in the hub's thread ------------------------------------------------------------------------------
+
+    def _to_worker(self, worker: int, message: Any) -> None:
+        self.hub.send(worker, message)
+
+    def _to_runner(self, message: FromPort) -> None:
+        if isinstance(message, Report) and message.finish_reason is not None:
+            self.pace.finish(time.monotonic(), self.desk.busy_since_s)
+        self.inbox.put(message)
+
+    def _hang_up(self, worker: int, cause: str) -> None:
+        self.hub.hang_up(worker, cause)
+
+    def _check(self, lease: Lease, grown: Trajectory, report: Report) -> str | None:
+        newest = max(self.hub.versions, default=-1)
+        return check_report(lease, report, self.limits, grown=grown, newest_version=newest, text=self.text)
+
+    def _violated(self, worker: int, sentence: str) -> None:
+        if self.examiner.violated(self.authors[worker], sentence, f"a report of worker {worker}") is None:
+            self.hub.hang_up(worker, sentence, is_final=True)
+            self.desk.leave(worker, "in quarantine")
+
+    def _finished(self, lease: Lease, trajectory: Trajectory, spans: tuple[Span, ...]) -> bool:
+        if not self._examines:
+            return False
+        return self.examiner.finished(lease, trajectory, [(self.authors[w], first, end) for w, first, end in spans])
+
+    def _convicted(self, conviction: Conviction) -> None:
+        """Hang up on all workers of a token, and have everything made again that is not trained."""
+        reason = conviction.verdict.reason
+        self.say(f"workers of the token {conviction.worker!r} are in quarantine: {reason}")
+        workers = [number for number, author in self.authors.items() if author.name == conviction.worker]
+        for number in workers:
+            self.hub.hang_up(number, f"in quarantine: {reason}", is_final=True)
+            self.desk.leave(number, "in quarantine")
+        self.desk.revoke(frozenset(workers), "quarantine")
+
+    def _admits(self, hello: Hello, grant: Grant) -> str | None:
+        if self.rules.on_new_version == "keep" and not grant.is_trusted:
+            return 'on_new_version = "keep" is for trusted workers: baton token create --role worker --trusted'
+        dtype = self.recipe.engine.dtype
+        if hello.worker_class.dtype != dtype:
+            return f"this run generates in {dtype}, not in {hello.worker_class.dtype}"
+        return None if grant.is_trusted else self.examiner.calibration.refusal(hello.worker_class)
+
+    def _joined(self, peer: Peer) -> None:
+        self.authors[peer.number] = Author(peer.grant.name, peer.worker_class, peer.grant.is_trusted)
+
+    # ---- status ------------------------------------------------------------------------------------------------------
+
+    def _status(self, hub: Hub) -> HubStatus:
+        table, port, counters = self.desk.table, self.port, hub.counters
+        rule = port.provisioning()
+        numbers = {"needed_per_s": rule.needed_per_s, "slack_s": rule.slack_s, "idle_share": rule.idle_share}
+        last = port.last
+        published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}
+        return HubStatus(
+            run=self.recipe.run.name,
+            lineage=self.lineage,
+            version=max(hub.versions, default=None),
+            versions=tuple(sorted(hub.versions)),
+            step=port.step,
+            workers=tuple(self._worker_status(peer) for peer in hub.peers.values()),
+            tasks=table.num_tasks,
+            waiting=table.num_waiting,
+            wasted_tokens=dict(table.wasted),
+            staleness=port.staleness,
+            publication=_known(published),
+            bytes_out={**counters.by_route, "total": counters.bytes_out},
+            provisioning=rule.sentence(),
+            rule=_known({"trajectories_per_s": rule.trajectories_per_s, "broadcast_s": rule.broadcast_s, **numbers}),
+            quarantine=tuple(_quarantined(c) for c in self.examiner.quarantine.convictions),
+            denied=counters.denied,
+            malformed=counters.malformed,
+            loop_delay_s=counters.loop_delay_s,
+            notes=tuple(a.fault for a in hub.parts.authenticators if a.fault),
+        )
+
+    def _worker_status(self, peer: Peer) -> WorkerStatus:
+        held = self.desk.table.workers.get(peer.number)
+        beat = peer.heartbeat
+        state = "serving" if peer.served is not None else "waiting"
+        if not peer.is_connected:
+            state = "cut off"
+        elif beat.fetching is not None:
+            state = "fetching"
+        return WorkerStatus(
+            name=peer.name,
+            worker_class=str(peer.worker_class),
+            address=peer.address,
+            state=state,
+            version=peer.served,
+            slots=peer.hello.slots,
+            leases=0 if held is None else len(held.leases),
+            tokens_per_s=peer.tokens_per_s(),
+            decoded_tokens=beat.stats.decoded_tokens,
+            fetched_bytes=beat.fetched_bytes,
+            fault=beat.fault,
+            is_trusted=peer.grant.is_trusted,
+            checked=self.examiner.counters.by_name.get(peer.grant.name, 0),
+        )
+
+
+class _TrainingChecks:
+    """The examiner as the port knows it: batches are of the run's own noise."""
+
+    def __init__(self, examiner: Examiner, noise_seed: int) -> None:
+        self._examiner, self._noise_seed = examiner, noise_seed
+
+    def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
+        """See `Checks`."""
+        self._examiner.published(version, tensors)
+
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
+        """See `Checks`."""
+        self._examiner.consumed(step, trajectories, self._noise_seed)
+
+    def close(self) -> None:
+        """See `Checks`."""
+        self._examiner.close()
+
+
+def _known(values: Mapping[str, float | int | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _quarantined(conviction: Conviction) -> QuarantineStatus:
+    return QuarantineStatus(
+        conviction.worker,
+        conviction.verdict.reason,
+        tuple(sorted({step for _, step in conviction.trained})),
+        conviction.num_trained,
+        len(conviction.requeue),
+    )

@@ -1,0 +1,45 @@
+"""An embedded engine on a machine that has no copy of the model: built from its configuration, given weights later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from baton.errors import UserError
+from baton.policy.load import end_ids, load_skeleton, torch_device, torch_dtype
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.types import PolicyVersion
+
+
+def set_up_torch(threads: int) -> None:
+    """Fix the number of threads and switch deterministic algorithms on."""
+    torch.set_num_threads(threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs several per cent
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def skeleton_engine(
+    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
+) -> EmbeddedEngine:
+    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+
+    base: tensors of the model that adapters are published for. Raises UserError for a model that cannot be driven.
+    """
+    dtype = torch_dtype(settings.dtype)
+    model = load_skeleton(directory, dtype=dtype, device=torch_device(device), attention=attention)
+    if base is not None:
+        missing, unexpected = model.load_state_dict(dict(base), strict=False)
+        tied = set(getattr(model, "all_tied_weights_keys", {}))
+        if unexpected or set(missing) - tied:
+            raise UserError(f"the base model does not fit its configuration: {[*unexpected, *missing][:3]}")
+    tokenizer = load_tokenizer(str(directory))
+    return EmbeddedEngine(model, tokenizer, settings, PolicyVersion("", -1), end_ids(model, tokenizer))

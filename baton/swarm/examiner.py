@@ -1,0 +1,264 @@
+"""Scores again what workers hand in, in a thread of its own, and says who is not to be believed.
+
+    hub's thread: finished ─▶ Inspector: check it? ─▶ queue ─▶ this thread: score, judge ─▶ hub's thread: verdict
+                                                                                             ├─ release it for training
+                                                                                             └─ Conviction: quarantine
+
+A trajectory that is being checked is held back from training until its verdict. Each segment is scored under its own
+version, of which the last ones are kept here; what is older goes unchecked. `keep` exchanges weights under running
+trajectories, whose tokens no single version explains: then only trusted workers are admitted, and nothing is scored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+import msgspec
+
+from baton.rollout.rescored import Claim, Rescored
+from baton.swarm.desk import Key
+from baton.swarm.inspector import Conviction, Inspector
+from baton.swarm.verify import Calibration, Verdict, WorkerClass, judge, violation
+from baton.types import Lease, PolicyVersion, Trajectory
+
+MAX_BATCH = 64
+"""Trajectories that are scored together."""
+PATIENCE_S = 120.0
+"""A trajectory whose verdict does not come in so long is released unchecked, and counted."""
+
+
+class Scorer(Protocol):
+    """Scores claims under one version at a time."""
+
+    def load(self, tensors: Mapping[str, Any], version: int) -> None:
+        """Take a version's weights."""
+        ...
+
+    def score(self, claims: Sequence[Claim]) -> list[Rescored]:
+        """Score the claims' tokens of the loaded version."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who wrote a part of a trajectory."""
+
+    name: str
+    """Of the token: all its workers have one account."""
+    worker_class: WorkerClass
+    is_trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    key: Key
+    claim: Claim
+    parts: tuple[tuple[Author, int, int], ...]
+    """(author, first token, end) to be judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The verdict on one author's part of a trajectory."""
+
+    key: Key
+    author: Author
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class ExaminerCounters:
+    """Of the examiner's life."""
+
+    checked: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    unchecked: int = 0
+    """Wanted to be checked, and not: too old, or too late."""
+    by_name: dict[str, int] = field(default_factory=dict)
+
+
+class Quarantine:
+    """Convictions, kept in a file of JSON lines: a restart forgets none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.convictions: list[Conviction] = []
+        if path.exists():
+            lines = path.read_bytes().splitlines()
+            self.convictions = [msgspec.json.decode(line, type=Conviction) for line in lines if line.strip()]
+
+    def add(self, conviction: Conviction) -> None:
+        """Keep one."""
+        self.convictions.append(conviction)
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(conviction) + b"\n")
+
+    def reason(self, name: str) -> str | None:
+        """Why the workers of a token are in quarantine; None where they are not."""
+        found = next((c for c in self.convictions if c.worker == name), None)
+        return None if found is None else f"in quarantine: {found.verdict.reason}"
+
+
+class Examiner:
+    """The checks of one hub. All but `published`, `consumed` and `close` is called in the hub's thread."""
+
+    def __init__(
+        self,
+        make_scorer: Callable[[], Scorer],
+        inspector: Inspector,
+        calibration: Calibration,
+        quarantine: Quarantine,
+        *,
+        keep_versions: int,
+        to_hub: Callable[[Callable[[], None]], None],
+        on_release: Callable[[Key], None],
+        on_conviction: Callable[[Conviction], None],
+    ) -> None:
+        """make_scorer: called in the examiner's thread, when there is something to score. to_hub: see `Hub.call`."""
+        self.inspector, self.calibration, self.quarantine = inspector, calibration, quarantine
+        self.counters = ExaminerCounters()
+        self._on_release, self._on_conviction = on_release, on_conviction
+        self._make_scorer, self._to_hub = make_scorer, to_hub
+        self._keep = keep_versions
+        self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
+        self._held: dict[Key, float] = {}
+        """Trajectory → until when its verdict is waited for."""
+        self._cases: SimpleQueue[_Case | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        for conviction in quarantine.convictions:
+            inspector.restore(conviction)
+
+    # ---- from the runner's side --------------------------------------------------------------------------------------
+
+    def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
+        """Keep a version to score by; the oldest beyond the bound is let go."""
+        self._tensors[version.number] = tensors
+        while len(self._tensors) > self._keep:
+            self._tensors.popitem(last=False)
+
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]], noise_seed: int) -> None:
+        """(group id, sample index) of the trajectories in a batch."""
+        names = [_name((noise_seed, *pair)) for pair in trajectories]
+        self._to_hub(lambda: self.inspector.consumed(names, step))
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        if self._thread is not None:
+            self._cases.put(None)
+            self._thread.join(10.0)
+
+    # ---- in the hub's thread -----------------------------------------------------------------------------------------
+
+    def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[tuple[Author, int, int]]) -> bool:
+        """A trajectory is complete; say whether it is held back to be checked."""
+        key = (lease.noise_seed, trajectory.group_id, trajectory.sample_index)
+        wanted = []
+        for author, first, end in parts:
+            if self.quarantine.reason(author.name) is None:
+                self.inspector.joined(author.name, is_trusted=author.is_trusted)
+                if self.inspector.finished(author.name, _name(key)):
+                    wanted.append((author, first, end))
+        if not wanted:
+            return False
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="examiner", daemon=True)
+            self._thread.start()
+        self._held[key] = time.monotonic() + PATIENCE_S
+        self._cases.put(_Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), tuple(wanted)))
+        return True
+
+    def violated(self, author: Author, sentence: str, name: str) -> Conviction | None:
+        """A worker has said what no honest one says."""
+        conviction = self.inspector.violated(author.name, name, violation(sentence))
+        if conviction is not None:
+            self._convict(conviction)
+        return conviction
+
+    def tick(self) -> None:
+        """Release what has waited for its verdict too long."""
+        now_s = time.monotonic()
+        for key in [key for key, until_s in self._held.items() if now_s > until_s]:
+            self.counters.unchecked += 1
+            self._release(key)
+
+    def _rule(self, key: Key, rulings: Sequence[Ruling]) -> None:
+        """Take the verdicts on one trajectory."""
+        for ruling in rulings:
+            name = ruling.author.name
+            self.counters.by_name[name] = self.counters.by_name.get(name, 0) + 1
+            tolerance = self.calibration.tolerance(ruling.author.worker_class)
+            conviction = self.inspector.judged(name, _name(key), ruling.verdict, tolerance)
+            if conviction is not None:
+                self._convict(conviction)
+        self._release(key)
+
+    def _convict(self, conviction: Conviction) -> None:
+        self.quarantine.add(conviction)
+        self._on_conviction(conviction)
+
+    def _release(self, key: Key) -> None:
+        if self._held.pop(key, None) is not None:
+            self._on_release(key)
+
+    # ---- in the examiner's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        scorer: Scorer | None = None
+        while (cases := self._take()) is not None:
+            scorer = scorer or self._make_scorer()
+            begin_s = time.monotonic()
+            self._examine(scorer, cases)
+            self.counters.seconds += time.monotonic() - begin_s
+
+    def _take(self) -> list[_Case] | None:
+        """Wait for a case, and take those that wait behind it; None at the end."""
+        cases: list[_Case] = []
+        case = self._cases.get()
+        while case is not None:
+            cases.append(case)
+            if len(cases) == MAX_BATCH:
+                return cases
+            try:
+                case = self._cases.get_nowait()
+            except Empty:
+                return cases
+        return cases or None
+
+    def _examine(self, scorer: Scorer, cases: Sequence[_Case]) -> None:
+        scores: dict[Key, list[Rescored]] = {case.key: [] for case in cases}
+        for number in sorted({v for case in cases for v in case.claim.trajectory.policy_versions}):
+            tensors = self._tensors.get(number)
+            if tensors is None:
+                continue
+            concerned = [case for case in cases if number in case.claim.trajectory.policy_versions]
+            scorer.load(tensors, number)
+            for case, rescored in zip(concerned, scorer.score([case.claim for case in concerned]), strict=True):
+                scores[case.key].append(rescored)
+        for case in cases:
+            self.counters.checked += 1
+            self.counters.tokens += sum(len(rescored.places) for rescored in scores[case.key])
+            rulings = self._judged(case, scores[case.key])
+            self._to_hub(lambda key=case.key, rulings=rulings: self._rule(key, rulings))  # type: ignore[misc]
+
+    def _judged(self, case: _Case, scores: Sequence[Rescored]) -> list[Ruling]:
+        rulings = []
+        for author, first, end in case.parts:
+            if author.is_trusted:
+                self.calibration.observe(author.worker_class, scores)
+            tolerance = self.calibration.tolerance(author.worker_class)
+            rulings.append(Ruling(case.key, author, judge(scores, tolerance, first=first, end=end)))
+        return rulings
+
+
+def _name(key: Key) -> str:
+    """A trajectory's name, evaluations apart."""
+    noise_seed, group_id, sample_index = key
+    return f"{group_id}/{sample_index}@{noise_seed}"

@@ -1,0 +1,184 @@
+"""`baton worker` and `baton status`: the two ends of a swarm that are not the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import UserError
+
+if TYPE_CHECKING:
+    from baton.rollout.engine import Engine
+    from baton.swarm.messages import Welcome
+    from baton.swarm.status import HubStatus
+
+STATUS_DEADLINE_S = 10.0
+MAX_STATUS_BYTES = 16 * 1024 * 1024
+
+out = Console()
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="Where the hub is, such as https://hub.example:7000.")]
+TokenPath = Annotated[
+    Path, typer.Option("--token-file", help="File with the token that the run's owner gave you (baton token create).")
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Send the token over plain HTTP to another machine: it can be read.")
+]
+Authority = Annotated[
+    Path | None, typer.Option("--ca", help="PEM file with the authority behind the hub's certificate.")
+]
+
+
+def worker(
+    url: Url,
+    token_file: TokenPath,
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    insecure: Insecure = False,
+    ca: Authority = None,
+) -> None:
+    """Generate for a run anywhere: join its hub, fetch its weights, grow its trajectories.
+
+    Opens the one connection itself, so it works behind NAT; comes back by itself when the network or the hub does.
+    Ctrl-C puts down what runs, reports it and leaves.
+    """
+    from baton.swarm.auth import read_token_file
+    from baton.swarm.listen import check_url, client_ssl
+    from baton.swarm.worker import SwarmWorker, WorkerOptions
+
+    base = check_url(url, insecure)
+    options = WorkerOptions(
+        base,
+        read_token_file(token_file),
+        client_ssl(base, ca),
+        slots=slots,
+        device=_device_name(device),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    asyncio.run(_run(SwarmWorker(options, lambda *built: _make_engine(*built, slots, threads, device))))
+
+
+async def _run(one: Any) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, one.leave)
+    await one.run()
+
+
+def _make_engine(
+    welcome: Welcome,
+    directory: Path,
+    base: Mapping[str, Any] | None,
+    slots: int | None,
+    threads: int,
+    device: str,
+) -> Engine:
+    from baton.rollout.engines.skeleton import set_up_torch, skeleton_engine
+
+    set_up_torch(threads)
+    settings = welcome.engine_settings()
+    if slots is not None:
+        settings = settings.model_copy(update={"slots": slots})
+    return skeleton_engine(directory, base, settings, device=device, attention=welcome.attention)
+
+
+def _device_name(device: str) -> str:
+    """What decides a device's rounding: the name of a GPU, or `cpu`."""
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    from baton.policy.load import torch_device
+
+    found = torch_device(device)
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+
+
+def status(
+    url: Url,
+    token_file: TokenPath,
+    insecure: Insecure = False,
+    ca: Authority = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")] = False,
+) -> None:
+    """Show a hub's workers, versions, leases, transfers and quarantine; needs a token of the role admin."""
+    from baton.swarm.status import HubStatus
+
+    body = _get(url, token_file, insecure, ca)
+    if as_json:
+        sys.stdout.write(json.dumps(json.loads(body), indent=2) + "\n")
+        return
+    _print_status(msgspec.json.decode(body, type=HubStatus))
+
+
+def _get(url: str, token_file: Path, insecure: bool, ca: Path | None) -> bytes:
+    from baton.swarm.auth import read_token_file
+    from baton.swarm.listen import check_url, client_ssl
+
+    base = check_url(url, insecure)
+    request = urllib.request.Request(
+        f"{base}/status", headers={"Authorization": f"Bearer {read_token_file(token_file)}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=STATUS_DEADLINE_S, context=client_ssl(base, ca)) as response:
+            body: bytes = response.read(MAX_STATUS_BYTES)
+            return body
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode("utf-8", "replace")
+        raise UserError(f"the hub at {base} answers {error.code}: {said} (baton token create --role admin)") from error
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        raise UserError(f"there is no hub at {base}: {getattr(error, 'reason', error)}") from error
+
+
+def _print_status(status: HubStatus) -> None:
+    version = "none" if status.version is None else str(status.version)
+    out.print(
+        f"run {status.run}, step {status.step}; version {version} published; {status.tasks} trajectories wanted, "
+        f"{status.waiting} of them waiting",
+        highlight=False,
+    )
+    table = Table(box=None, header_style="bold")
+    for name in ("worker", "state", "version", "leases / slots", "tokens/s", "fetched MB", "checked", "class", "from"):
+        table.add_column(name, justify="left" if name in ("worker", "state", "class", "from") else "right")
+    for one in status.workers:
+        table.add_row(
+            one.name + (" (trusted)" if one.is_trusted else ""),
+            one.state + (f": {one.fault}" if one.fault else ""),
+            "–" if one.version is None else str(one.version),
+            f"{one.leases} / {one.slots}",
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.fetched_bytes / 1e6:,.1f}",
+            str(one.checked),
+            one.worker_class,
+            one.address,
+        )
+    out.print(table)
+    out.print(status.provisioning, highlight=False)
+    if status.staleness:
+        shares = ", ".join(f"{name} {value:.2g}" for name, value in status.staleness.items())
+        out.print(f"staleness of the last batch: {shares}", highlight=False)
+    sent = ", ".join(f"{route} {num / 1e6:,.1f} MB" for route, num in status.bytes_out.items())
+    out.print(f"sent: {sent}", highlight=False)
+    if status.wasted_tokens:
+        causes = ", ".join(f"{cause} {num}" for cause, num in status.wasted_tokens.items())
+        out.print(f"tokens made in vain: {causes}", highlight=False)
+    for one in status.quarantine:
+        steps = f"trained in steps {', '.join(map(str, one.trained_steps))}" if one.trained_steps else "never trained"
+        out.print(f"[red]in quarantine[/red]: {one.name}: {one.reason} ({steps})", highlight=False)
+    for note in status.notes:
+        out.print(f"[yellow]{note}[/yellow]", highlight=False)
