@@ -201,7 +201,7 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
         temperature=recipe.rollout.temperature,
         total_steps=recipe.run.steps,
         max_staleness=recipe.rules().max_staleness,
-        publish_dtype=recipe.weights.publish_dtype(recipe.engine.dtype),
+        publish_dtype=torch_dtype(recipe.weights.published_in(recipe.engine.dtype)),
         version=PolicyVersion(secrets.token_hex(4), 0),
         max_new_tokens=recipe.rollout.max_new_tokens,
         reference=_load_reference(recipe, master),

@@ -6,7 +6,8 @@
     ├── EngineFault                     an engine or its worker failed; names the worker and the lease
     ├── DeadlineExceeded                something was waited for too long; names who
     ├── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
-    └── StorageFault                    a file could not be written; names it and where the run can go on from
+    ├── StorageFault                    a file could not be written; names it and where the run can go on from
+    └── WeightsFault                    a policy version cannot be published or fetched; names it and who is at fault
 
 Staleness, an abort and a full buffer are outcomes, not errors. Our own invariants are `assert` with a message.
 """
@@ -38,3 +39,7 @@ class TrainingDiverged(BatonError):
 
 class StorageFault(BatonError):
     """A file could not be written: the disk is full, say."""
+
+
+class WeightsFault(BatonError):
+    """A policy version cannot be published, or not be had whole and verified; what was held before is untouched."""

@@ -70,7 +70,13 @@ def worker(
         device=_device_name(device),
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    asyncio.run(_run(SwarmWorker(options, lambda *built: _make_engine(*built, slots, threads, device))))
+    asyncio.run(
+        _run(
+            SwarmWorker(
+                options, lambda welcome, directory, base: _make_engine(welcome, directory, base, slots, threads, device)
+            )
+        )
+    )
 
 
 async def _run(one: Any) -> None:
@@ -131,9 +137,8 @@ def _get(url: str, token_file: Path, insecure: bool, ca: Path | None) -> bytes:
     from baton.swarm.listen import check_url, client_ssl
 
     base = check_url(url, insecure)
-    request = urllib.request.Request(
-        f"{base}/status", headers={"Authorization": f"Bearer {read_token_file(token_file)}"}
-    )
+    headers = {"Authorization": f"Bearer {read_token_file(token_file)}"}
+    request = urllib.request.Request(f"{base}/status", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=STATUS_DEADLINE_S, context=client_ssl(base, ca)) as response:
             body: bytes = response.read(MAX_STATUS_BYTES)
@@ -177,8 +182,8 @@ def _print_status(status: HubStatus) -> None:
     if status.wasted_tokens:
         causes = ", ".join(f"{cause} {num}" for cause, num in status.wasted_tokens.items())
         out.print(f"tokens made in vain: {causes}", highlight=False)
-    for one in status.quarantine:
-        steps = f"trained in steps {', '.join(map(str, one.trained_steps))}" if one.trained_steps else "never trained"
-        out.print(f"[red]in quarantine[/red]: {one.name}: {one.reason} ({steps})", highlight=False)
+    for bad in status.quarantine:
+        steps = f"trained in steps {', '.join(map(str, bad.trained_steps))}" if bad.trained_steps else "never trained"
+        out.print(f"[red]in quarantine[/red]: {bad.name}: {bad.reason} ({steps})", highlight=False)
     for note in status.notes:
         out.print(f"[yellow]{note}[/yellow]", highlight=False)

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster", "model", "workload", "plan"),
     ("metrics", "journal", "buffer", "cost"),
     ("policy",),
-    ("tasks", "rollout", "trainer", "planner"),
+    ("tasks", "rollout", "trainer", "planner", "weights"),
     ("evaluation", "launch"),
     ("swarm",),
     ("runs",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """From the bottom up, as the code has it; a unit imports only from layers below its own, and from itself."""
-TORCH_UNITS = {"policy", "trainer", "build", "footprint", "warmstart", "bench", "profile", "hosting"}
+TORCH_UNITS = {"policy", "trainer", "weights", "hosting", "build", "footprint", "warmstart", "bench", "profile"}
 """Units that may import torch and what stands on it, at import time. Of rollout, only the engines."""
 TORCH_PACKAGES = {"torch", "transformers", "tokenizers"}
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
@@ -105,6 +105,10 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.algorithms",
         "baton.trainer.trainer",
         "baton.planner.solve",
+        "baton.weights.settings",
+        "baton.weights.store",
+        "baton.weights.sources",
+        "baton.weights.delta",
     ],
 )
 def test_planning_and_simulating_need_no_torch(module: str) -> None:

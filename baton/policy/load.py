@@ -52,13 +52,15 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention
+        )
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the model's configuration makes no causal LM: {first_line(error)}") from error
-    model.to(device)
-    model.eval()
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()  # type: ignore[no-untyped-call]
     return model
 
 

@@ -9,6 +9,7 @@ from blake3 import blake3
 from transformers import PreTrainedModel
 
 from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
+from baton.policy.digest import identity_digest
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -30,12 +31,22 @@ def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
+def as_published(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return copies of tensors as they are published: those of floating point in `dtype`, others as they are."""
+    return {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in tensors.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without the library's: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return blake3 (hexadecimal) over a tensor's bytes: row-major, as they lie in memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return blake3(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return blake3 (hexadecimal) over name, dtype, shape and bytes of each tensor, in sorted order of the names."""
-    digest = blake3()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        # The header states how many bytes follow it, so no two sets of tensors share one stream.
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """Return what identifies published weights: a digest over name, dtype, shape and `tensor_digest` of each."""
+    return identity_digest((n, dtype_name(t.dtype), tuple(t.shape), tensor_digest(t)) for n, t in tensors.items())

@@ -44,6 +44,7 @@ class WorkerPort(Protocol):
 
     def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
         """(group id, sample index) of the trajectories in the batch of a step."""
+        return
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the worker's own metrics of a train step that has these."""

@@ -209,8 +209,7 @@ class Hub:
             ssl = self.listen.ssl_context()
             site = web.TCPSite(runner, self.listen.host, self.listen.port, ssl_context=ssl, shutdown_timeout=1.0)
             await site.start()
-            assert site._server is not None
-            self._port = site._server.sockets[0].getsockname()[1]
+            self._port = runner.addresses[0][1]
             self._started.set()
             await self._tick()
         finally:
@@ -298,7 +297,7 @@ class Hub:
         digest = request.match_info["digest"]
         if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise web.HTTPBadRequest(text="a chunk is named by its digest, 64 hexadecimal digits")
-        return await self._stored(lambda: self.parts.store.read_chunk(digest), "chunk")
+        return await self._stored(lambda: self.parts.store.get_chunk(digest), "chunk")
 
     async def _stored(self, read: Callable[[], bytes], route: str) -> web.Response:
         try:

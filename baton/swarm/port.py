@@ -198,7 +198,10 @@ class SwarmPort:
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
         live = [*kept, *held]
         hub.versions = {number: v for number, v in hub.versions.items() if v in live}
-        self._futures.append(self._publishing.submit(parts.store.collect, live))
+        self._futures.append(self._publishing.submit(self._collect, live))
+
+    def _collect(self, live: list[PolicyVersion]) -> None:
+        self._parts.store.collect(live)
 
 
 def _doing(peer: Peer) -> str:

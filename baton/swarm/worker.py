@@ -170,10 +170,13 @@ class SwarmWorker:
             if not isinstance(welcome, Welcome):
                 raise ConnectionLost("the hub did not welcome this worker")
             check_protocol(welcome)
-            tasks = [asyncio.create_task(self._send(line)), asyncio.create_task(self._beat(line, welcome.heartbeat_s))]
+            tasks: list[asyncio.Task[None]] = [
+                asyncio.create_task(self._send(line)),
+                asyncio.create_task(self._beat(line, welcome.heartbeat_s)),
+            ]
             self._line = line
             tasks.append(asyncio.create_task(self._listen(line, welcome)))
-            leaving = asyncio.create_task(self._is_leaving.wait())
+            leaving = asyncio.ensure_future(self._is_leaving.wait())
             try:
                 await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if self._is_leaving.is_set():

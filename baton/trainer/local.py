@@ -27,7 +27,7 @@ from baton.policy.logprobs import (
 from baton.policy.packing import prefer_packed_attention
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
-from baton.policy.tensors import published_tensors, trained_tensors, weights_digest
+from baton.policy.tensors import as_published, published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.advantages import check_groups
 from baton.trainer.alarms import Alarms

@@ -1,0 +1,133 @@
+"""Verified manifests and chunks from sources that are not trusted, for one fetch; and the record of who gave what."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from blake3 import blake3
+
+from baton.errors import BatonError, DeadlineExceeded, WeightsFault
+from baton.types import PolicyVersion
+from baton.weights.manifest import Chunk, Manifest, decode_manifest, name_of
+from baton.weights.sources import ChunkCache, Source
+
+Got = TypeVar("Got")
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What a fetch took, also where it failed."""
+
+    want: PolicyVersion
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
+    """Of chunks and manifests; what was refused counts too."""
+    faults: list[str] = field(default_factory=list)
+    """What went wrong on the way, each with the source it came from."""
+    bad_sources: set[str] = field(default_factory=set)
+    """Sources that gave what is not what was asked for, as opposed to nothing."""
+    num_steps: int = 0
+    """Versions that the way led through; 0 where no chunk was needed."""
+    seconds: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """All that came from sources."""
+        return sum(self.bytes_by_source.values())
+
+
+class Gather:
+    """Asks one source after another until one gives what was asked for."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        cache: ChunkCache | None,
+        record: Fetched,
+        *,
+        avoided: set[str],
+        order: random.Random,
+        deadline_s: float,
+    ) -> None:
+        """avoided: names of sources that come last; grows by those that turn out bad."""
+        self._sources, self._cache, self.record = sources, cache, record
+        self._avoided, self._order = avoided, order
+        self._deadline_s = deadline_s
+        self._deadline = time.monotonic() + deadline_s
+
+    def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, Source]:
+        """Return a version's manifest and who gave it, not asking some. Raises WeightsFault where nobody has it."""
+
+        def check(data: bytes) -> Manifest:
+            manifest = decode_manifest(data)
+            if manifest.version != version:
+                raise WeightsFault(f"it is the manifest of {name_of(manifest.version)}")
+            return manifest
+
+        asked = [source for source in self._sources if source.name not in without]
+        what = f"the manifest of {name_of(version)}"
+        return self._first(asked, lambda source: source.manifest(version), check, what)
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Return a chunk's bytes. Raises WeightsFault where nobody has them, StorageFault where the disk is full."""
+
+        def check(data: bytes) -> bytes:
+            if len(data) != chunk.size:
+                raise WeightsFault(f"it has {len(data)} bytes instead of {chunk.size}")
+            if blake3(data).hexdigest() != chunk.digest:
+                raise WeightsFault(f"its {chunk.size} bytes have another digest")
+            return data
+
+        if self._cache is not None and (kept := self._cache.get(chunk.digest)) is not None:
+            try:
+                return check(kept)
+            except WeightsFault as error:
+                self.record.faults.append(f"cache: chunk {chunk.digest[:8]} is refused: {error}")
+        what = f"chunk {chunk.digest[:8]}"
+        data, _ = self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)
+        if self._cache is not None:
+            self._cache.put(chunk.digest, data)
+        return data
+
+    def blame(self, source: Source, what: str) -> None:
+        """Note that a source gave something wrong; it comes last from now on."""
+        self.record.faults.append(f"{source.name}: {what}")
+        self.record.bad_sources.add(source.name)
+        self._avoided.add(source.name)
+
+    def check_deadline(self, waited_for: str) -> None:
+        """Raise DeadlineExceeded when the fetch has taken too long."""
+        if time.monotonic() > self._deadline:
+            said = "; ".join(self.record.faults[-3:]) or "no fault"
+            raise DeadlineExceeded(
+                f"{name_of(self.record.want)} was not there after {self._deadline_s:g} s, waiting for {waited_for} "
+                f"(so far: {said})"
+            )
+
+    def _first(
+        self, sources: Sequence[Source], ask: Callable[[Source], bytes], check: Callable[[bytes], Got], what: str
+    ) -> tuple[Got, Source]:
+        """Return the first answer that passes the check, and its source."""
+        shuffled = self._order.sample(list(sources), len(sources))
+        for source in sorted(shuffled, key=lambda source: source.name in self._avoided):
+            self.check_deadline(f"{what} from {source.name}")
+            try:
+                data = ask(source)
+            except (OSError, BatonError) as error:
+                self.record.faults.append(f"{source.name}: does not give {what}: {error}")
+                continue
+            counted = self.record.bytes_by_source
+            counted[source.name] = counted.get(source.name, 0) + len(data)
+            try:
+                return check(data), source
+            except WeightsFault as error:
+                self.blame(source, f"{what} is refused: {error}")
+        self.check_deadline(f"{what} from any source")
+        asked = ", ".join(source.name for source in sources) or "no source"
+        raise WeightsFault(
+            f"{name_of(self.record.want)} cannot be had: {what} came from nobody ({asked}): "
+            + "; ".join(self.record.faults[-len(self._sources) :])
+        )

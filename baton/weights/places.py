@@ -1,0 +1,151 @@
+"""Where files lie: a directory of this machine, or anything that fsspec knows. A file is whole or absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+
+from baton.errors import StorageFault
+from baton.files import flush_to_disk
+
+
+class Place(Protocol):
+    """Files by name, with "/" between folders. What cannot be read raises OSError."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file that is whole or absent whenever the process dies. Raises StorageFault when it cannot be."""
+        ...
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return a file's bytes, or the first `limit` + 1 of a longer one. Raises OSError when there is none."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Return a file's size, or None when there is none."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of all files below a folder, unfinished ones included."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+    def settle(self) -> None:
+        """Return once everything written so far outlives a power cut."""
+        ...
+
+
+class LocalPlace:
+    """A directory. Files are written beside their name, flushed, then renamed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._unsettled: set[Path] = set()
+        """Folders with new names in them."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """See `Place`."""
+        path = self._root / name
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        try:
+            for folder in reversed(path.relative_to(self._root).parents):
+                if not (self._root / folder).is_dir():
+                    (self._root / folder).mkdir(parents=True, exist_ok=True)
+                    self._unsettled.add((self._root / folder).parent)
+            unfinished.write_bytes(data)
+            flush_to_disk(unfinished)
+            unfinished.replace(path)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise StorageFault(f"{path} cannot be written ({error.strerror or error}); nothing refers to it") from error
+        self._unsettled.add(path.parent)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """See `Place`."""
+        with (self._root / name).open("rb") as file:
+            return file.read(limit + 1)
+
+    def size(self, name: str) -> int | None:
+        """See `Place`."""
+        try:
+            return (self._root / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """See `Place`."""
+        top = self._root / folder
+        return [(Path(at) / file).relative_to(self._root).as_posix() for at, _, files in os.walk(top) for file in files]
+
+    def remove(self, name: str) -> None:
+        """See `Place`."""
+        (self._root / name).unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """See `Place`."""
+        while self._unsettled:
+            folder = self._unsettled.pop()
+            if folder.is_dir():
+                flush_to_disk(folder)
+
+
+class RemotePlace:
+    """A bucket or another machine's disk. Object stores show a file once it is whole; elsewhere its digest decides."""
+
+    def __init__(self, url: str) -> None:
+        self._files: Any
+        self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self._root = root.rstrip("/")
+
+    def write(self, name: str, data: bytes) -> None:
+        """See `Place`."""
+        path = self._path(name)
+        try:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, data)
+        except OSError as error:
+            raise StorageFault(f"{path} cannot be written ({error}); nothing refers to it") from error
+
+    def read(self, name: str, limit: int) -> bytes:
+        """See `Place`."""
+        with self._files.open(self._path(name), "rb") as file:
+            return bytes(file.read(limit + 1))
+
+    def size(self, name: str) -> int | None:
+        """See `Place`."""
+        try:
+            return int(self._files.size(self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """See `Place`."""
+        try:
+            found = self._files.find(self._path(folder))
+        except FileNotFoundError:
+            return []
+        return [str(path)[len(self._root) + 1 :] for path in found]
+
+    def remove(self, name: str) -> None:
+        """See `Place`."""
+        if self._files.exists(self._path(name)):
+            self._files.rm_file(self._path(name))
+
+    def settle(self) -> None:
+        """See `Place`: a write returns once the other side has it."""
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def open_place(where: str | Path) -> Place:
+    """Return the place that a directory or a URL names."""
+    text = str(where)
+    if "://" in text and not text.startswith("file://"):
+        return RemotePlace(text)
+    return LocalPlace(Path(text.removeprefix("file://")).absolute())

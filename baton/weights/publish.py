@@ -1,0 +1,178 @@
+"""The trainer's side: a version becomes chunks and a manifest.
+
+    tensors ─▶ stretch ─▶ parts, coded against the last published version ─▶ chunks ─▶ store, the manifest last
+                                                                                │
+                          the new base, once the manifest is there ◀────────────┘
+
+Every version can be had from the one before it; one in `anchor_every` also whole, so that whoever holds the version
+before never fetches a whole one. An adapter is small and always whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from baton.errors import WeightsFault
+from baton.policy.adapters import is_adapter
+from baton.types import PolicyVersion
+from baton.weights.delta import encode
+from baton.weights.manifest import (
+    Chunk,
+    Kind,
+    Manifest,
+    Part,
+    TensorEntry,
+    Way,
+    check_version,
+    encode_manifest,
+    name_of,
+    tensors_digest,
+)
+from baton.weights.settings import WeightsSettings
+from baton.weights.shared import SharedMemory
+from baton.weights.store import Store
+from baton.weights.streams import Bytes
+from baton.weights.stretch import layout_of, pieces, stretched
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that others can fetch, and what it took."""
+
+    manifest: Manifest
+    bytes: int
+    """What one who holds the version before fetches, manifest apart; where there is none, the whole."""
+    whole_bytes: int | None
+    """What one who holds nothing fetches of this version, where it can be had whole."""
+    manifest_bytes: int
+    full_bytes: int
+    """Size of the tensors."""
+    density: float | None
+    """Share of the elements that changed since the version before, where there is one."""
+    seconds: float
+    is_new: bool = True
+    """False where it had been published before."""
+
+    @property
+    def kind(self) -> Kind:
+        """That of the manifest."""
+        return self.manifest.kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The last published version: its bytes, and how many versions ago one could be had whole."""
+
+    version: PolicyVersion
+    entries: tuple[TensorEntry, ...]
+    stretch: Bytes
+    since_whole: int
+
+
+class Publisher:
+    """Publishes the versions of a run, in the order of their numbers."""
+
+    def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None = None) -> None:
+        self._store, self._settings, self._shared = store, settings, shared
+        self._base: _Base | None = None
+
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> Published:
+        """Make a version visible to those who read the store; the same one again changes nothing.
+
+        Raises WeightsFault for tensors that are not the version's or another content under its number, and StorageFault
+        where something cannot be written; then the version is not visible, and it can be published again.
+        """
+        begin = time.perf_counter()
+        entries, stretch = stretched(tensors)
+        digest = tensors_digest(entries)
+        version = msgspec.structs.replace(version, digest=version.digest or digest)
+        check_version(version)
+        if version.digest != digest:
+            raise WeightsFault(f"{name_of(version)} is refused: the tensors given have the digest {digest[:8]}")
+        there = self._store.find(version.lineage, version.number)
+        if there is not None and there.version != version:
+            raise WeightsFault(f"{name_of(version)} is refused: {name_of(there.version)} is published already")
+        density = None
+        manifest = there
+        if manifest is None:
+            manifest, density = self._written(version, entries, stretch, adapter=is_adapter(tensors))
+        if self._shared is not None:
+            self._shared.write(version, entries, stretch)
+        self._store.put_manifest(manifest)
+        since = 0 if manifest.whole is not None or self._base is None else self._base.since_whole + 1
+        self._base = _Base(version, entries, stretch, since)
+        way = manifest.delta or manifest.whole
+        return Published(
+            manifest,
+            bytes=0 if way is None else way.size,
+            whole_bytes=None if manifest.whole is None else manifest.whole.size,
+            manifest_bytes=len(encode_manifest(manifest)),
+            full_bytes=stretch.size,
+            density=density,
+            seconds=time.perf_counter() - begin,
+            is_new=there is None,
+        )
+
+    def _written(
+        self, version: PolicyVersion, entries: tuple[TensorEntry, ...], stretch: Bytes, *, adapter: bool
+    ) -> tuple[Manifest, float | None]:
+        """Write the chunks of all ways to a version; return its manifest, not yet written, and the density."""
+        base, ways, density = self._base, [], None
+        if (
+            base is not None
+            and not adapter
+            and base.version.lineage == version.lineage
+            and base.version.number < version.number
+            and layout_of(base.entries) == layout_of(entries)
+        ):
+            way, density = self._way(base, entries, stretch)
+            ways.append(way)
+        is_due = base is None or base.since_whole + 1 >= self._settings.anchor_every
+        if all(way.base is not None for way in ways) and (is_due or not ways or ways[0].size > stretch.size // 2):
+            whole, _ = self._way(None, entries, stretch)
+            ways = [way for way in ways if way.size < whole.size] + [whole]
+        return Manifest(version, entries, tuple(ways), is_adapter=adapter), density
+
+    def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], stretch: Bytes) -> tuple[Way, float]:
+        """Code a stretch, whole or against a base, and write its chunks; return the way and the density."""
+        parts, chunks = [], _Chunks(self._store, self._settings.chunk_bytes)
+        changed = elements = 0
+        for begin, end, word in pieces(entries):
+            before = None if base is None else base.stretch[begin:end]
+            coded = encode(stretch[begin:end], before, word)
+            chunks.add(coded.data)
+            parts.append(Part(end - begin, word, coded.coding, len(coded.data)))
+            changed, elements = changed + coded.num_changed, elements + (end - begin) // word
+        needs_base = base is not None and any(part.coding != "full" for part in parts)
+        way = Way(base.version if base is not None and needs_base else None, tuple(parts), chunks.finish())
+        return way, changed / max(1, elements)
+
+
+class _Chunks:
+    """Cuts coded bytes into chunks and writes each as soon as it is full."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._store, self._size = store, size
+        self._waiting = bytearray()
+        self._written: list[Chunk] = []
+
+    def add(self, data: bytes) -> None:
+        """Append bytes."""
+        self._waiting += data
+        while len(self._waiting) >= self._size:
+            self._put(self._size)
+
+    def finish(self) -> tuple[Chunk, ...]:
+        """Write what is left and return all chunks."""
+        if self._waiting:
+            self._put(len(self._waiting))
+        return tuple(self._written)
+
+    def _put(self, size: int) -> None:
+        self._written.append(self._store.put_chunk(bytes(self._waiting[:size])))
+        del self._waiting[:size]

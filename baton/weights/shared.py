@@ -1,0 +1,96 @@
+"""Versions for workers of the same machine: one safetensors file each in memory, mapped instead of copied."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from baton.errors import StorageFault, WeightsFault
+from baton.types import PolicyVersion
+from baton.weights.manifest import TensorEntry, check_version, name_of
+from baton.weights.streams import Bytes
+
+_NAMES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""dtypes as safetensors calls them."""
+
+
+class SharedMemory:
+    """A directory such as /dev/shm/…, of this class alone: what else of its names lies there is removed in time."""
+
+    def __init__(self, directory: Path, *, keep: int = 2) -> None:
+        """keep: latest versions that stay; a mapping outlives its file."""
+        self.directory, self._keep = directory, keep
+
+    def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], stretch: Bytes) -> None:
+        """Write a version's file, whole or not at all, and remove old ones. Raises StorageFault.
+
+        Through `write`, not through a mapping: full memory is then an error and not the end of the process.
+        """
+        path = self._path(version)
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.directory.glob("*.safetensors.unfinished"):
+                leftover.unlink()
+            with unfinished.open("wb") as file:
+                file.write(_header(entries))
+                file.write(stretch.data)
+            unfinished.replace(path)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise StorageFault(f"{path} cannot be written ({error.strerror or error})") from error
+        files = sorted(self.directory.glob("*.safetensors"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+        for old in files[: -self._keep]:
+            if old != path:
+                old.unlink()
+
+    def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
+        """Map a version's tensors, not verified; None where it is not there. Raises WeightsFault for a damaged file."""
+        path = self._path(version)
+        try:
+            return load_file(path)
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, OSError) as error:
+            raise WeightsFault(f"{path} does not hold {name_of(version)}: {error}") from error
+
+    def _path(self, version: PolicyVersion) -> Path:
+        check_version(version)
+        return self.directory / f"{version.lineage}-{version.number:09d}-{version.digest[:16]}.safetensors"
+
+
+def _header(entries: tuple[TensorEntry, ...]) -> bytes:
+    """What stands before the stretch in a safetensors file: its length, then JSON, to a multiple of eight bytes."""
+    described, at = {}, 0
+    for entry in entries:
+        described[entry.name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (at, at + entry.num_bytes),
+        }
+        at += entry.num_bytes
+    text = msgspec.json.encode(described)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

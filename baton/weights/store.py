@@ -1,0 +1,164 @@
+"""Chunks and manifests where others can read them: data first, marker last.
+
+    chunks/3f/3f09…                    a chunk, under its own digest: written once, never changed
+    versions/<lineage>/000000012       a manifest: the marker. A version exists from the moment this file does
+
+One process writes to a store, its run's; any number read. A chunk that no manifest refers to is one whose version is
+being written, or whose writer died: `collect` removes the latter. Files of other names are nobody's business here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from baton.errors import WeightsFault
+from baton.types import PolicyVersion
+from baton.weights.manifest import (
+    MAX_CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    name_of,
+)
+from baton.weights.places import Place, open_place
+
+_CHUNK: Final = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})(\.unfinished)?")
+_VERSION: Final = re.compile(r"versions/([A-Za-z0-9_-]{1,64})/([0-9]{9,16})(\.unfinished)?")
+
+
+class Store:
+    """A content-addressed store in a directory, or at any URL that fsspec opens. Safe to use from several threads."""
+
+    def __init__(self, where: str | Path) -> None:
+        self.name = str(where)
+        self._place: Place = open_place(where)
+        self._lock = threading.RLock()
+        self._unmarked: set[str] = set()
+        """Chunks put since the last manifest: not garbage, though nothing refers to them yet."""
+        self._lineage: str | None = None
+        """That of the last publication."""
+        self._manifests: dict[tuple[str, int], Manifest] = {}
+        """Those that `collect` has read: they never change."""
+
+    def put_chunk(self, data: bytes) -> Chunk:
+        """Write a chunk, unless it is there already. Raises StorageFault."""
+        chunk = Chunk(blake3(data).hexdigest(), len(data))
+        with self._lock:
+            self._unmarked.add(chunk.digest)
+            if self._place.size(_chunk_name(chunk.digest)) != chunk.size:
+                self._place.write(_chunk_name(chunk.digest), data)
+        return chunk
+
+    def has(self, digest: str) -> bool:
+        """Whether there is a chunk of this digest."""
+        return self._place.size(_chunk_name(digest)) is not None
+
+    def get_chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
+        """Return what is kept under a digest, not verified, at most `size` + 1 bytes. Raises OSError for nothing."""
+        return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))
+
+    def put_manifest(self, manifest: Manifest) -> None:
+        """Make a version visible, all at once; all its chunks must be there. The same one again changes nothing.
+
+        Raises WeightsFault when its lineage has this number with another content already, and StorageFault.
+        """
+        version = manifest.version
+        data = encode_manifest(manifest)
+        with self._lock:
+            there = self.find(version.lineage, version.number)
+            if there is not None and there.version != version:
+                raise WeightsFault(f"{name_of(version)} is refused: {name_of(there.version)} is published already")
+            if there is None:
+                self._place.settle()
+                self._place.write(_version_name(version), data)
+                self._place.settle()
+            self._unmarked.clear()
+            self._lineage = version.lineage
+
+    def find(self, lineage: str, number: int) -> Manifest | None:
+        """Return the manifest of a number, or None when it is not published; a damaged marker marks nothing."""
+        try:
+            manifest = decode_manifest(self.read_manifest(PolicyVersion(lineage, number)))
+        except (FileNotFoundError, WeightsFault):
+            return None
+        return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
+
+    def read_manifest(self, version: PolicyVersion) -> bytes:
+        """Return the bytes of a version's manifest, not verified. Raises OSError when it is not published."""
+        return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
+
+    def versions(self) -> list[PolicyVersion]:
+        """Return all published versions by lineage and number, without their digests."""
+        return sorted(
+            (PolicyVersion(found[1], int(found[2])) for found in self._matches("versions", _VERSION) if not found[3]),
+            key=lambda version: (version.lineage, version.number),
+        )
+
+    def latest(self, lineage: str) -> PolicyVersion | None:
+        """Return the version of the highest number of a lineage, with its digest, or None."""
+        numbers = (version.number for version in reversed(self.versions()) if version.lineage == lineage)
+        return next((found.version for number in numbers if (found := self.find(lineage, number)) is not None), None)
+
+    def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
+        """Remove what no machine needs any more, and return the number of files removed.
+
+        Kept are each version that somebody has or wants (`live`) and the latest `keep` of the lineage published to last
+        (of every lineage before the first publication); and, from each of these, all back to an anchor. Manifests
+        go before their chunks, so that a version is never visible without its data.
+        """
+        with self._lock:
+            kept = self._needed(list(live), keep)
+            chunks = {chunk.digest for manifest in kept.values() for chunk in manifest.chunks} | self._unmarked
+            versions = self._matches("versions", _VERSION)
+            doomed = [f.string for f in versions if f[3] or (f[1], int(f[2])) not in kept]
+            doomed += [f.string for f in self._matches("chunks", _CHUNK) if f[3] or f[2] not in chunks]
+            for name in doomed:
+                self._place.remove(name)
+            self._manifests = kept
+            return len(doomed)
+
+    def _needed(self, live: list[PolicyVersion], keep: int) -> dict[tuple[str, int], Manifest]:
+        """The manifests of all versions to keep."""
+        by_lineage: dict[str, list[int]] = {}
+        for version in self.versions():
+            by_lineage.setdefault(version.lineage, []).append(version.number)
+        roots = {(version.lineage, version.number) for version in live}
+        for lineage, numbers in by_lineage.items():
+            if self._lineage in (None, lineage):
+                roots |= {(lineage, number) for number in numbers[-keep:]}
+        kept: dict[tuple[str, int], Manifest] = {}
+        for root in roots:
+            at: tuple[str, int] | None = root
+            while at is not None and at not in kept and at[1] in by_lineage.get(at[0], ()):
+                manifest = self._manifests.get(at) or self.find(*at)
+                if manifest is None:
+                    break
+                kept[at] = manifest
+                base = manifest.base if manifest.whole is None else None
+                at = None if base is None else (base.lineage, base.number)
+        return kept
+
+    def _matches(self, folder: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        return [found for name in self._place.names(folder) if (found := pattern.fullmatch(name)) is not None]
+
+
+def _chunk_name(digest: str) -> str:
+    name = f"chunks/{digest[:2]}/{digest}"
+    if not _CHUNK.fullmatch(name):
+        raise WeightsFault(f"{digest[:80]!r} is no digest of a chunk")
+    return name
+
+
+def _version_name(version: PolicyVersion) -> str:
+    name = f"versions/{version.lineage}/{version.number:09d}"
+    if not _VERSION.fullmatch(name):
+        raise WeightsFault(f"{name_of(version)} cannot be the name of a file")
+    return name
