@@ -22,7 +22,7 @@ from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.engines.rescore import Rescorer
 from baton.swarm.audit import Audit
-from baton.swarm.auth import Authenticator, Grant, Role, TokenFile
+from baton.swarm.auth import Authenticator, Grant, Role, TokenFile, write_private
 from baton.swarm.checks import Limits, check_report
 from baton.swarm.desk import Desk, Outside, Span
 from baton.swarm.examiner import Author, Examiner, Quarantine
@@ -149,7 +149,7 @@ class _Host:
             self.listen,
         )
         port = self.hub.start()
-        (self.scratch / "token").write_text(own_token)
+        write_private(self.scratch / "token", own_token.encode())
         url = self.listen.url(port)
         if swarm.serve is not None:
             self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")

@@ -70,13 +70,11 @@ def worker(
         device=_device_name(device),
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    asyncio.run(
-        _run(
-            SwarmWorker(
-                options, lambda welcome, directory, base: _make_engine(welcome, directory, base, slots, threads, device)
-            )
-        )
-    )
+
+    def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
+        return _make_engine(welcome, directory, base, slots, threads, device)
+
+    asyncio.run(_run(SwarmWorker(options, make_engine)))
 
 
 async def _run(one: Any) -> None:

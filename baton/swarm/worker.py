@@ -130,6 +130,8 @@ class SwarmWorker:
                     try:
                         await self._serve()
                     except (ConnectionLost, aiohttp.ClientError, OSError, TimeoutError) as error:
+                        if self._is_leaving.is_set():
+                            return
                         if time.monotonic() - began_s > LONGEST_WAIT_S:
                             wait_s = 0.0
                         wait_s = min(LONGEST_WAIT_S, max(0.5, 2 * wait_s))
@@ -170,13 +172,13 @@ class SwarmWorker:
             if not isinstance(welcome, Welcome):
                 raise ConnectionLost("the hub did not welcome this worker")
             check_protocol(welcome)
-            tasks: list[asyncio.Task[None]] = [
+            tasks: list[asyncio.Task[Any]] = [
                 asyncio.create_task(self._send(line)),
                 asyncio.create_task(self._beat(line, welcome.heartbeat_s)),
             ]
             self._line = line
             tasks.append(asyncio.create_task(self._listen(line, welcome)))
-            leaving = asyncio.ensure_future(self._is_leaving.wait())
+            leaving: asyncio.Task[Any] = asyncio.create_task(self._is_leaving.wait())
             try:
                 await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if self._is_leaving.is_set():
