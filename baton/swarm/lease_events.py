@@ -23,7 +23,7 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class WorkerHeard(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A sign of life."""
+    """A sign of life, with what the worker serves; `LeaseGrew` is one too."""
 
     at_s: float
     worker: int
@@ -84,7 +84,11 @@ class LeaseFinished(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class LeasePutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The worker has put the trajectory down, or refused it."""
+    """The worker has put the trajectory down, or refused it.
+
+    Who refuses what it should be able to serve is given nothing before it is heard of again: else it would get the same
+    task at once, and hold it for ever.
+    """
 
     at_s: float
     lease: int

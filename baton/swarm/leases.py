@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from baton.swarm.lease_events import (
@@ -44,9 +44,8 @@ from baton.swarm.lease_events import (
     WorkerJoined,
     WorkerLeft,
 )
-
-_SPEED_MEMORY = 0.9
-"""Weight of what was known of a worker's speed before each report."""
+from baton.swarm.places import Places
+from baton.swarm.tracked import Ask, TrackedLease, TrackedTask, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,71 +68,23 @@ class LeaseRules:
     """Leases given beyond a worker's slots, by slot, when no slot is free anywhere: they wait there for the next."""
 
 
-@dataclass(slots=True)
-class Worker:
-    """One worker as the table sees it."""
-
-    number: int
-    slots: int
-    weight: float
-    heard_s: float
-    moved_s: float
-    version: int | None = None
-    decoded_tokens: int = -1
-    speed: float | None = None
-    """Tokens a second of one lease."""
-    leases: set[int] = field(default_factory=set)
-    stamp: int = 0
-    """Of its latest note among the places."""
-
-
-@dataclass(slots=True)
-class _Lease:
-    number: int
-    task: int
-    worker: int
-    base: int
-    length: int
-    granted_s: float
-    grew_s: float
-    recalled_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Task:
-    number: int
-    version: int
-    is_exact: bool
-    committed: int
-    max_tokens: int
-    leases: list[_Lease] = field(default_factory=list)
-    """That workers hold: none while it waits, two while it is relieved."""
-    rested: list[_Lease] = field(default_factory=list)
-    """Put down while another is still out."""
-    is_aborting: bool = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether nobody holds it."""
-        return not self.leases
-
-
 class LeaseTable:
     """The decisions of a hub about its workers."""
 
     def __init__(self, rules: LeaseRules) -> None:
         self.rules = rules
-        self.workers: dict[int, Worker] = {}
+        self.num_waiting = 0
+        """Tasks that nobody holds."""
         self.wasted: Counter[str] = Counter()
         """Tokens by cause."""
-        self._tasks: dict[int, _Task] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._tasks: dict[int, TrackedTask] = {}
+        self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
-        self._num_speeds, self._sum_speeds = 0, 0.0
-        self._waiting: dict[tuple[int, bool], list[int]] = {}
-        """(version, is_exact) → heap of tasks, the oldest first; notes out of date are passed over."""
-        self._places: dict[int, list[tuple[bool, float, int, int]]] = {}
-        """Version served → heap of (no slot is free, load, worker, stamp); likewise."""
+        self._places = Places(rules.prefetch)
+        self._waiting: dict[Ask, list[int]] = {}
+        """Heaps of tasks, the oldest first; notes out of date are passed over."""
+        self._may_grant = False
+        """Whether something waits, or a place is free, that was not before."""
         self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
             WorkerJoined: self._joined,
             WorkerHeard: self._heard,
@@ -155,9 +106,9 @@ class LeaseTable:
         return commands
 
     @property
-    def num_waiting(self) -> int:
-        """Tasks that nobody holds."""
-        return sum(task.is_waiting for task in self._tasks.values())
+    def workers(self) -> dict[int, Worker]:
+        """By number."""
+        return self._places.workers
 
     @property
     def num_tasks(self) -> int:
@@ -183,8 +134,7 @@ class LeaseTable:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _joined(self, event: WorkerJoined, commands: list[Command]) -> None:
-        assert event.worker not in self.workers, f"worker {event.worker} joined twice"
-        self.workers[event.worker] = Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s)
+        self._places.add(Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s))
 
     def _heard(self, event: WorkerHeard, commands: list[Command]) -> None:
         worker = self.workers.get(event.worker)
@@ -198,11 +148,9 @@ class LeaseTable:
             self._offer(worker)
 
     def _left(self, event: WorkerLeft, commands: list[Command]) -> None:
-        worker = self.workers.pop(event.worker, None)
+        worker = self._places.remove(event.worker)
         if worker is None:
             return
-        if worker.speed is not None:
-            self._num_speeds, self._sum_speeds = self._num_speeds - 1, self._sum_speeds - worker.speed
         for number in sorted(worker.leases):
             self._end(self._leases[number], commands)
 
@@ -210,7 +158,7 @@ class LeaseTable:
 
     def _wanted(self, event: TaskWanted, commands: list[Command]) -> None:
         assert event.task not in self._tasks, f"task {event.task} is wanted twice"
-        task = _Task(event.task, event.version, event.is_exact, event.num_tokens, event.max_tokens)
+        task = TrackedTask(event.task, (event.version, event.is_exact), event.num_tokens, event.max_tokens)
         self._tasks[event.task] = task
         self._queue(task)
 
@@ -220,6 +168,7 @@ class LeaseTable:
             return
         task.is_aborting = True
         if task.is_waiting:
+            self.num_waiting -= 1
             self._rest(task, commands)
         for lease in task.leases:
             lease.recalled_s = event.at_s
@@ -241,9 +190,8 @@ class LeaseTable:
         if lease is None:
             return
         task, worker = self._tasks[lease.task], self.workers[lease.worker]
-        if event.at_s > lease.grew_s:
-            self._measure(worker, event.num_tokens / (event.at_s - lease.grew_s))
-        lease.grew_s = worker.moved_s = event.at_s
+        self._places.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
+        lease.grew_s = worker.moved_s = worker.heard_s = event.at_s
         before, lease.length = lease.length, lease.length + event.num_tokens
         if self.rules.restarts:
             self._waste("regenerated", min(lease.length, task.committed) - before, commands)
@@ -268,10 +216,14 @@ class LeaseTable:
 
     def _put_down(self, event: LeasePutDown, commands: list[Command]) -> None:
         lease = self._leases.get(event.lease)
-        if lease is not None:
-            self._end(lease, commands)
+        if lease is None:
+            return
+        worker, task = self.workers[lease.worker], self._tasks[lease.task]
+        if not task.is_aborting and worker.serves(*task.ask):  # it refused: else it would be given the same at once
+            worker.version = None
+        self._end(lease, commands)
 
-    def _end(self, lease: _Lease, commands: list[Command]) -> None:
+    def _end(self, lease: TrackedLease, commands: list[Command]) -> None:
         """A lease is over, and its task is not finished."""
         task = self._tasks[lease.task]
         self._forget(lease)
@@ -288,7 +240,7 @@ class LeaseTable:
             else:
                 self._queue(task)
 
-    def _overtake_all(self, task: _Task, lease: _Lease, commands: list[Command]) -> None:
+    def _overtake_all(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
         """Keep the longest of the branches that were put down."""
         longest = max((*task.rested, lease), key=lambda one: (one.length, -one.number))
         prefix = task.committed
@@ -298,21 +250,21 @@ class LeaseTable:
                 self._overtaken(other, prefix, commands)
         task.rested = []
 
-    def _overtaken(self, lease: _Lease, prefix: int, commands: list[Command]) -> None:
+    def _overtaken(self, lease: TrackedLease, prefix: int, commands: list[Command]) -> None:
         """Count what a lease made beyond the prefix that all share; with `restarts` that was counted before."""
         if not self.rules.restarts:
             self._waste("overtaken", lease.length - max(prefix, lease.base), commands)
 
-    def _commits(self, task: _Task) -> bool:
+    def _commits(self, task: TrackedTask) -> bool:
         """Whether what a lease reports is the trajectory's at once: it is alone, or makes the same tokens as others."""
         return self.rules.restarts or len(task.leases) + len(task.rested) == 1
 
-    def _commit(self, task: _Task, lease: _Lease, commands: list[Command]) -> None:
+    def _commit(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
         if lease.length > task.committed:
             task.committed = lease.length
             commands.append(Commit(task.number, lease.number, lease.length))
 
-    def _rest(self, task: _Task, commands: list[Command]) -> None:
+    def _rest(self, task: TrackedTask, commands: list[Command]) -> None:
         del self._tasks[task.number]
         commands.append(PutDown(task.number))
 
@@ -321,7 +273,7 @@ class LeaseTable:
             self.wasted[cause] += num_tokens
             commands.append(Waste(cause, num_tokens))
 
-    def _forget(self, lease: _Lease) -> None:
+    def _forget(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
         worker = self.workers.get(lease.worker)
         if worker is not None:
@@ -330,101 +282,76 @@ class LeaseTable:
 
     # ---- granting ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, task: _Task) -> None:
-        heapq.heappush(self._waiting.setdefault((task.version, task.is_exact), []), task.number)
+    def _offer(self, worker: Worker) -> None:
+        self._places.offer(worker)
+        self._may_grant = True
+
+    def _queue(self, task: TrackedTask) -> None:
+        self.num_waiting += 1
+        self._may_grant = True
+        heapq.heappush(self._waiting.setdefault(task.ask, []), task.number)
 
     def _grant_all(self, at_s: float, commands: list[Command]) -> None:
         """Give what waits to whoever has a place and the right version, the oldest first."""
-        for key in sorted(self._waiting):
-            heap = self._waiting[key]
-            while heap:
-                task = self._tasks.get(heap[0])
-                if task is None or not task.is_waiting:
-                    heapq.heappop(heap)
-                    continue
-                worker = self._emptiest(*key)
-                if worker is None:
-                    break
-                heapq.heappop(heap)
+        if not self._may_grant:
+            return
+        self._may_grant = False
+        nowhere: set[Ask] = set()
+        while (task := self._oldest_waiting(nowhere)) is not None:
+            worker = self._places.emptiest(*task.ask)
+            if worker is None:
+                nowhere.add(task.ask)
+            else:
+                heapq.heappop(self._waiting[task.ask])
+                self.num_waiting -= 1
                 self._grant(task, worker, at_s, commands)
-            if not heap:
-                del self._waiting[key]
 
-    def _grant(self, task: _Task, worker: Worker, at_s: float, commands: list[Command]) -> None:
+    def _oldest_waiting(self, nowhere: set[Ask]) -> TrackedTask | None:
+        """Return the oldest task that waits and does not ask for what nobody has room for."""
+        oldest: TrackedTask | None = None
+        for ask in [*self._waiting]:
+            heap, task = self._waiting[ask], None
+            while heap and ((task := self._tasks.get(heap[0])) is None or not task.is_waiting or task.ask != ask):
+                heapq.heappop(heap)
+            if not heap or task is None:
+                del self._waiting[ask]
+            elif ask not in nowhere and (oldest is None or task.number < oldest.number):
+                oldest = task
+        return oldest
+
+    def _grant(self, task: TrackedTask, worker: Worker, at_s: float, commands: list[Command]) -> None:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
-        lease = _Lease(number, task.number, worker.number, base, base, at_s, at_s)
+        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s)
         if not worker.leases:
             worker.moved_s = at_s  # it stood still because it had nothing to do
         self._leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
-        self._offer(worker)
+        self._places.offer(worker)
         commands.append(Grant(worker.number, number, task.number, base))
-
-    def _emptiest(self, version: int, is_exact: bool, *, needs_slot: bool = False) -> Worker | None:
-        """Return the least loaded worker that may serve a version."""
-        served = (v for v in self._places if (v == version if is_exact else v >= version))
-        tops = [top for v in served if (top := self._top(self._places[v])) is not None]
-        if not tops:
-            return None
-        is_full, _, number, _ = min(tops)
-        return None if needs_slot and is_full else self.workers[number]
-
-    def _top(self, heap: list[tuple[bool, float, int, int]]) -> tuple[bool, float, int, int] | None:
-        while heap:
-            worker = self.workers.get(heap[0][2])
-            if worker is not None and worker.stamp == heap[0][3]:
-                return heap[0]
-            heapq.heappop(heap)
-        return None
-
-    def _offer(self, worker: Worker) -> None:
-        """Note how full a worker is, after that has changed, while it has a place."""
-        worker.stamp += 1
-        num, slots = len(worker.leases), worker.slots
-        if worker.version is None or num >= slots + int(self.rules.prefetch * slots):
-            return
-        load = (num + 1) / (slots * worker.weight * self._relative_speed(worker))
-        heap = self._places.setdefault(worker.version, [])
-        heapq.heappush(heap, (num >= slots, load, worker.number, worker.stamp))
-        if len(heap) > 8 * len(self.workers) + 64:  # mostly out of date
-            heap[:] = [note for note in heap if note[2] in self.workers and self.workers[note[2]].stamp == note[3]]
-            heapq.heapify(heap)
-        for version in [v for v, notes in self._places.items() if not self._top(notes)]:
-            del self._places[version]
-
-    def _relative_speed(self, worker: Worker) -> float:
-        """Its speed over the mean of all that are known, within reason."""
-        if worker.speed is None:
-            return 1.0
-        return min(10.0, max(0.1, worker.speed * self._num_speeds / max(1e-9, self._sum_speeds)))
-
-    def _measure(self, worker: Worker, speed: float) -> None:
-        known = worker.speed
-        worker.speed = speed if known is None else _SPEED_MEMORY * known + (1 - _SPEED_MEMORY) * speed
-        self._num_speeds += known is None
-        self._sum_speeds += worker.speed - (known or 0.0)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def _tick(self, event: Tick, commands: list[Command]) -> None:
         now_s, rules = event.at_s, self.rules
         for worker in list(self.workers.values()):
-            worker.heard_s += event.delay_s
-            worker.moved_s += event.delay_s
+            worker.heard_s = min(now_s, worker.heard_s + event.delay_s)
+            worker.moved_s = min(now_s, worker.moved_s + event.delay_s)
             if now_s - worker.heard_s > rules.silence_s:
                 self._expel(worker, f"was not heard of for {rules.silence_s:.0f} s", now_s, commands)
             elif worker.leases and now_s - worker.moved_s > rules.wedge_s:
                 held = f"held {len(worker.leases)} leases"
                 self._expel(worker, f"{held} and made no token for {rules.wedge_s:.0f} s", now_s, commands)
         for lease in list(self._leases.values()):
-            lease.grew_s += event.delay_s
+            if event.delay_s:
+                lease.forgive(event.delay_s, now_s)
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.silence_s
             if is_unanswered or now_s - lease.grew_s > rules.starve_s:
                 commands.append(Drop(lease.worker, lease.number))
                 self._end(lease, commands)
-        if rules.relief and not any(task.is_waiting for task in self._tasks.values()):
+        self._grant_all(now_s, commands)
+        if rules.relief:
             self._relieve(now_s, commands)
 
     def _expel(self, worker: Worker, cause: str, now_s: float, commands: list[Command]) -> None:
@@ -432,29 +359,36 @@ class LeaseTable:
         self._left(WorkerLeft(now_s, worker.number, cause), commands)
 
     def _relieve(self, now_s: float, commands: list[Command]) -> None:
-        """Give the slowest leases to free workers too, where those may well be through first.
+        """Give the slowest leases to free workers too, the fastest first, where those may well be through first.
 
-        How long a trajectory becomes nobody knows; both are compared by the time for all that it may still get.
+        Nothing that waits could go there. How long a trajectory becomes nobody knows; both are compared by the time
+        for all that it may still get.
         """
-        for here_s, task in sorted(self._stragglers(now_s), key=lambda one: (-one[0], one[1].number)):
-            worker = self._emptiest(task.version, task.is_exact, needs_slot=True)
-            if worker is None:
-                return
-            if worker.number == task.leases[0].worker or not worker.speed:
-                continue
-            start = 0 if self.rules.restarts else task.committed
-            if here_s > self.rules.relief * (task.max_tokens - start) / worker.speed:
+        free = self._places.free()
+        if not free:
+            return
+        able: dict[Ask, list[Worker]] = {}
+        for here_s, task in sorted(self._stragglers(now_s, free[-1]), key=lambda one: (-one[0], one[1].number)):
+            if task.ask not in able:
+                able[task.ask] = [worker for worker in free if worker.serves(*task.ask)]
+            while able[task.ask] and not able[task.ask][-1].has_slot:
+                able[task.ask].pop()
+            others = (w for w in reversed(able[task.ask]) if w.has_slot and w.number != task.leases[0].worker)
+            worker = next(others, None)
+            if worker is not None and self._is_worth(task, here_s, worker):
                 self._grant(task, worker, now_s, commands)
 
-    def _stragglers(self, now_s: float) -> list[tuple[float, _Task]]:
-        """(seconds that it may still take, task) of the tasks that could be relieved."""
+    def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
+        """(seconds that it may still take, task) of the tasks that the fastest worker would relieve."""
         found = []
-        for task in self._tasks.values():
-            if task.is_aborting or len(task.leases) != 1:
-                continue
-            lease = task.leases[0]
-            age_s = now_s - lease.granted_s
-            if age_s >= self.rules.relief_after_s:
-                rate = max(lease.length - lease.base, 1) / age_s
-                found.append(((task.max_tokens - lease.length) / rate, task))
+        for lease in self._leases.values():
+            task, age_s = self._tasks[lease.task], now_s - lease.granted_s
+            if len(task.leases) == 1 and not task.is_aborting and age_s >= self.rules.relief_after_s:
+                here_s = (task.max_tokens - lease.length) * age_s / max(lease.length - lease.base, 1)
+                if self._is_worth(task, here_s, fastest):
+                    found.append((here_s, task))
         return found
+
+    def _is_worth(self, task: TrackedTask, here_s: float, worker: Worker) -> bool:
+        left = task.max_tokens - (0 if self.rules.restarts else task.committed)
+        return here_s * self._places.speed(worker) > self.rules.relief * left

@@ -1,0 +1,99 @@
+"""Who has room for one more lease: workers by the version they serve, the emptiest first."""
+
+from __future__ import annotations
+
+import heapq
+
+from baton.swarm.tracked import Worker
+
+_SPEED_MEMORY = 0.9
+"""Weight of what was known of a worker's speed before each report."""
+
+_Note = tuple[bool, float, int, Worker]
+"""(no slot is free, load with one lease more, stamp, worker)"""
+
+
+class Places:
+    """Where leases may go. Finding and filling a place costs the same for ten workers and for ten thousand."""
+
+    def __init__(self, prefetch: float) -> None:
+        self.workers: dict[int, Worker] = {}
+        self._prefetch = prefetch
+        self._stamp = 0
+        self._num_speeds, self._sum_speeds = 0, 0.0
+        self._notes: dict[int, list[_Note]] = {}
+        """Version → heap of notes; those out of date are passed over."""
+
+    def add(self, worker: Worker) -> None:
+        """Take in a worker, which serves nothing yet."""
+        assert worker.number not in self.workers, f"worker {worker.number} joined twice"
+        assert worker.weight > 0, f"worker {worker.number} has the weight {worker.weight}, which must be above 0"
+        self.workers[worker.number] = worker
+
+    def remove(self, number: int) -> Worker | None:
+        """Forget a worker."""
+        worker = self.workers.pop(number, None)
+        if worker is not None:
+            worker.stamp = -1
+            if worker.speed is not None:
+                self._num_speeds, self._sum_speeds = self._num_speeds - 1, self._sum_speeds - worker.speed
+        return worker
+
+    def offer(self, worker: Worker) -> None:
+        """Note how full a worker is, after its leases or its version have changed."""
+        worker.stamp = self._stamp = self._stamp + 1
+        num, slots = len(worker.leases), worker.slots
+        if worker.version is None or num >= slots + int(self._prefetch * slots):
+            return
+        notes = self._notes.get(worker.version)
+        if notes is None:
+            for version in [v for v, old in self._notes.items() if not self._top(old)]:
+                del self._notes[version]
+            notes = self._notes[worker.version] = []
+        load = (num + 1) / (slots * worker.weight * self._relative_speed(worker))
+        heapq.heappush(notes, (num >= slots, load, worker.stamp, worker))
+        if len(notes) > 8 * len(self.workers) + 64:  # mostly out of date
+            notes[:] = [note for note in notes if note[3].stamp == note[2]]
+            heapq.heapify(notes)
+
+    def emptiest(self, version: int, is_exact: bool) -> Worker | None:
+        """Return the least loaded worker that may serve a version; one with a free slot comes first."""
+        if is_exact:
+            top = self._top(self._notes.get(version, []))
+            return None if top is None else top[3]
+        tops = [top for v, notes in self._notes.items() if v >= version and (top := self._top(notes)) is not None]
+        return min(tops)[3] if tops else None
+
+    def free(self) -> list[Worker]:
+        """Return the workers with a free slot, the fastest last."""
+        if not any(top is not None and not top[0] for top in map(self._top, self._notes.values())):
+            return []
+        found = [w for w in self.workers.values() if w.version is not None and w.has_slot]
+        return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
+
+    def speed(self, worker: Worker) -> float:
+        """Return what a worker makes of one lease in a second; what it likely makes, when that was not seen yet."""
+        return worker.speed or self._sum_speeds / max(1, self._num_speeds)
+
+    def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
+        """Learn from a report. Sums, not a mean of rates: late reports come in bursts, with no time between."""
+        known = worker.speed
+        worker.grown_tokens = _SPEED_MEMORY * worker.grown_tokens + num_tokens
+        worker.grown_s = _SPEED_MEMORY * worker.grown_s + seconds
+        speed = worker.speed
+        if speed is not None:
+            self._num_speeds += known is None
+            self._sum_speeds += speed - (known or 0.0)
+
+    def _relative_speed(self, worker: Worker) -> float:
+        """Its speed over the mean of all that are known, within reason."""
+        if worker.speed is None:
+            return 1.0
+        return min(10.0, max(0.1, worker.speed * self._num_speeds / max(1e-9, self._sum_speeds)))
+
+    def _top(self, notes: list[_Note]) -> _Note | None:
+        while notes:
+            if notes[0][3].stamp == notes[0][2]:
+                return notes[0]
+            heapq.heappop(notes)
+        return None

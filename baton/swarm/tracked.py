@@ -1,0 +1,84 @@
+"""What the lease table keeps of each worker, task and lease."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Ask = tuple[int, bool]
+"""(version, whether exactly that one is wanted)"""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker as the lease table sees it."""
+
+    number: int
+    slots: int
+    weight: float
+    heard_s: float
+    moved_s: float
+    version: int | None = None
+    """None while it is given nothing."""
+    decoded_tokens: int = -1
+    grown_tokens: float = 0.0
+    """Of late …"""
+    grown_s: float = 0.0
+    """… and the time that its leases took for them, all together."""
+    leases: set[int] = field(default_factory=set)
+    stamp: int = 0
+    """Of its latest note among the places; notes of other stamps are out of date."""
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of one lease, of late; None before the first were seen."""
+        return self.grown_tokens / self.grown_s if self.grown_s else None
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one of its slots is free."""
+        return len(self.leases) < self.slots
+
+    def serves(self, version: int, is_exact: bool) -> bool:
+        """Whether it may grow what asks for exactly, or at least, a version."""
+        return self.version is not None and (self.version == version if is_exact else self.version >= version)
+
+
+@dataclass(slots=True, eq=False)
+class TrackedLease:
+    """One worker's attempt at a task."""
+
+    number: int
+    task: int
+    worker: int
+    base: int
+    length: int
+    granted_s: float
+    grew_s: float
+    recalled_s: float | None = None
+
+    def forgive(self, delay_s: float, now_s: float) -> None:
+        """Let no time have passed for as long as nobody listened."""
+        self.granted_s = min(now_s, self.granted_s + delay_s)
+        self.grew_s = min(now_s, self.grew_s + delay_s)
+        if self.recalled_s is not None:
+            self.recalled_s = min(now_s, self.recalled_s + delay_s)
+
+
+@dataclass(slots=True, eq=False)
+class TrackedTask:
+    """A trajectory that somebody wants grown."""
+
+    number: int
+    ask: Ask
+    committed: int
+    max_tokens: int
+    leases: list[TrackedLease] = field(default_factory=list)
+    """That workers hold: none while it waits, two while it is relieved."""
+    rested: list[TrackedLease] = field(default_factory=list)
+    """Put down while another is still out."""
+    is_aborting: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nobody holds it."""
+        return not self.leases

@@ -1,0 +1,313 @@
+"""The lease table against its laws, on random schedules (lease_world.py) and on small ones worked by hand.
+
+CI draws a fixed few; `BATON_SCHEDULES=5000 pytest tests/swarm/test_leases.py` draws as many as you like.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lease_world import World
+
+from baton.swarm.lease_events import (
+    Command,
+    Commit,
+    Drop,
+    Expel,
+    Finish,
+    Grant,
+    LeaseFinished,
+    LeaseGrew,
+    LeasePutDown,
+    PutDown,
+    Recall,
+    TaskAborted,
+    TaskWanted,
+    Tick,
+    Waste,
+    WorkerHeard,
+    WorkerJoined,
+    WorkerLeft,
+)
+from baton.swarm.leases import LeaseRules, LeaseTable
+
+SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
+
+
+@st.composite
+def all_rules(draw: st.DrawFn) -> LeaseRules:
+    return LeaseRules(
+        restarts=draw(st.booleans()),
+        silence_s=draw(st.sampled_from([3.0, 6.0])),
+        wedge_s=draw(st.sampled_from([3.0, 8.0])),
+        starve_s=20.0,
+        relief=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        relief_after_s=draw(st.sampled_from([0.0, 1.0, 4.0])),
+        prefetch=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+    )
+
+
+@settings(
+    max_examples=SCHEDULES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+@given(all_rules(), st.integers(0, 2**32 - 1), st.integers(0, 200))
+def test_laws_hold_at_every_event(rules, seed, num_faulty):
+    """One state each, append only, conservation, places, versions, oldest first, work conserving, no hang."""
+    rng = random.Random(seed)
+    world = World(
+        rules,
+        choose=lambda n: rng.randrange(n),
+        length=lambda t, n: 1 + random.Random(f"{seed}/{t}/{0 if rules.restarts else n}").randrange(30),
+    )
+    for _ in range(num_faulty):
+        world.step()
+    world.run(limit_s=150.0)
+
+
+def table_of(*slots: int, weights: tuple[float, ...] = (), **rules: object) -> LeaseTable:
+    """A table whose workers all serve version 1 at 0 s."""
+    table = LeaseTable(LeaseRules(**rules))  # type: ignore[arg-type]
+    for worker, num in enumerate(slots):
+        table.handle(WorkerJoined(0.0, worker, num, weights[worker] if weights else 1.0))
+        table.handle(WorkerHeard(0.0, worker, 1, 0))
+    return table
+
+
+def want(table: LeaseTable, task: int, at_s: float = 0.0, *, max_tokens: int = 100, version: int = 1) -> list[Command]:
+    return table.handle(TaskWanted(at_s, task, version, True, 0, max_tokens))
+
+
+def with_straggler(*, restarts: bool) -> LeaseTable:
+    """At 10 s, worker 0 has made 10 tokens of task 0, and worker 1 is through with 100 of task 1."""
+    table = table_of(1, 1, restarts=restarts, relief=2.0, relief_after_s=5.0)
+    assert want(table, 0) == [Grant(0, 0, 0, 0)]
+    assert want(table, 1) == [Grant(1, 1, 1, 0)]
+    assert table.handle(LeaseGrew(10.0, 0, 10)) == [Commit(0, 0, 10)]
+    assert table.handle(LeaseGrew(10.0, 1, 100)) == [Commit(1, 1, 100)]
+    assert table.handle(LeaseFinished(10.0, 1)) == [Finish(1, 1)]
+    return table
+
+
+def test_relief_grows_a_branch_of_its_own_and_the_first_finish_commits():
+    table = with_straggler(restarts=False)
+    # 90 tokens at 1 a second are 90 s here; at 10 a second 9 s there, and 90 > 2 x 9
+    assert table.handle(Tick(10.0)) == [Grant(1, 2, 0, 10)]
+    assert table.handle(Tick(11.0)) == [], "two leases at most"
+    assert table.handle(LeaseGrew(12.0, 0, 2)) == [], "nothing is committed while there are two branches"
+    assert table.handle(LeaseGrew(14.0, 2, 40)) == []
+    assert table.handle(LeaseFinished(14.0, 2)) == [Commit(0, 2, 50), Finish(0, 2), Drop(0, 0), Waste("overtaken", 2)]
+    assert table.handle(LeaseGrew(15.0, 0, 3)) == table.handle(LeaseFinished(15.0, 0)) == []
+    assert dict(table.wasted) == {"overtaken": 2}
+
+
+def test_the_straggler_may_finish_first():
+    table = with_straggler(restarts=False)
+    table.handle(Tick(10.0))
+    table.handle(LeaseGrew(12.0, 2, 20))
+    table.handle(LeaseGrew(13.0, 0, 7))
+    assert table.handle(LeaseFinished(13.0, 0)) == [Commit(0, 0, 17), Finish(0, 0), Drop(1, 2), Waste("overtaken", 20)]
+
+
+def test_relief_in_sync_makes_the_same_tokens_again_and_only_new_ones_are_committed():
+    table = with_straggler(restarts=True)
+    # from the prompt: 100 tokens at 10 a second are 10 s there, and 90 > 2 x 10
+    assert table.handle(Tick(10.0)) == [Grant(1, 2, 0, 0)]
+    assert table.handle(LeaseGrew(12.0, 0, 2)) == [Commit(0, 0, 12)]
+    assert table.handle(LeaseGrew(14.0, 2, 40)) == [Waste("regenerated", 12), Commit(0, 2, 40)]
+    assert table.handle(LeaseGrew(14.0, 0, 1)) == [Waste("regenerated", 1)]
+    assert table.handle(LeaseGrew(15.0, 2, 10)) == [Commit(0, 2, 50)]
+    assert table.handle(LeaseFinished(15.0, 2)) == [Finish(0, 2), Drop(0, 0)]
+    assert table.wasted.total() == 10 + 2 + 40 + 1 + 10 - 50  # reported less committed
+
+
+@pytest.mark.parametrize(("lost", "kept", "committed", "wasted"), [(0, 2, 30, 2), (2, 0, 12, 20)])
+def test_when_one_of_two_branches_is_lost_the_other_is_the_trajectory(lost, kept, committed, wasted):
+    table = with_straggler(restarts=False)
+    table.handle(Tick(10.0))
+    table.handle(LeaseGrew(12.0, 0, 2))
+    table.handle(LeaseGrew(12.0, 2, 20))
+    gone = 0 if lost == 0 else 1
+    said = table.handle(WorkerLeft(13.0, gone, "cut"))
+    assert said == [Waste("overtaken", wasted), Commit(0, kept, committed)]
+
+
+def test_of_two_branches_that_are_put_down_the_longer_is_kept():
+    table = with_straggler(restarts=False)
+    table.handle(Tick(10.0))
+    assert table.handle(TaskAborted(11.0, 0)) == [Recall(0, 0), Recall(1, 2)]
+    table.handle(LeaseGrew(12.0, 2, 20))
+    assert table.handle(LeasePutDown(12.0, 2)) == []
+    assert table.handle(LeaseGrew(13.0, 0, 3)) == []
+    assert table.handle(LeasePutDown(13.0, 0)) == [Commit(0, 2, 30), Waste("overtaken", 3), PutDown(0)]
+
+
+def test_a_big_slow_worker_that_is_nearly_idle_does_not_keep_its_straggler():
+    """It is the emptiest of all, and no relief for itself; the fast one has three of four slots taken."""
+    table = table_of(64, 4, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    for task in range(4):
+        want(table, task, max_tokens=1000)
+    assert all(table.handle(LeaseGrew(10.0, lease, 10)) for lease in range(4))
+    for lease in range(4):
+        table.handle(LeasePutDown(10.0, lease)) if lease else None
+    assert len(table.workers[0].leases) == 1, "leases 1 to 3 were refused, so they went to worker 1"
+    assert len(table.workers[1].leases) == 3
+    assert all(table.handle(LeaseGrew(11.0, lease, 100)) for lease in (4, 5, 6))
+    table.handle(WorkerHeard(11.0, 0, 1, 40))
+    assert table.handle(Tick(11.0)) == [Grant(1, 7, 0, 10)]
+
+
+def test_a_newcomer_of_unknown_speed_is_taken_for_an_average_one():
+    table = table_of(1, 1, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    want(table, 0)
+    want(table, 1)
+    table.handle(LeaseGrew(10.0, 0, 10))
+    table.handle(LeaseGrew(10.0, 1, 90))  # 5 a second on average
+    table.handle(WorkerJoined(10.0, 2, 1))
+    assert table.handle(WorkerHeard(10.0, 2, 1, 0)) == []
+    assert table.handle(Tick(10.0)) == [Grant(2, 2, 0, 10)]
+
+
+def test_reports_in_a_burst_do_not_make_a_worker_fast():
+    table = table_of(1)
+    want(table, 0)
+    for report in range(10):
+        table.handle(LeaseGrew(10.0 + report * 1e-6, 0, 10))
+    speed = table.workers[0].speed
+    assert speed is not None
+    assert speed < 10 * 2  # 100 tokens in 10 s; the mean of the reports' rates would be millions
+
+
+def test_a_silent_worker_loses_its_leases_to_the_next_from_the_last_report():
+    for restarts, base in ((False, 7), (True, 0)):
+        table = table_of(1, silence_s=30.0, restarts=restarts, relief=0.0)
+        want(table, 0)
+        table.handle(LeaseGrew(1.0, 0, 7))
+        table.handle(WorkerJoined(20.0, 1, 1))
+        table.handle(WorkerHeard(20.0, 1, 1, 0))
+        assert not table.handle(Tick(31.0))
+        assert table.handle(Tick(31.5)) == [
+            Expel(0, "was not heard of for 30 s"),
+            Grant(1, 1, 0, base),
+        ]
+        assert table.handle(LeaseGrew(32.0, 0, 5)) == [], "what still comes from the dead is ignored"
+        new = table.handle(LeaseGrew(33.0, 1, 9))
+        assert new == ([Waste("regenerated", 7), Commit(0, 1, 9)] if restarts else [Commit(0, 1, 16)])
+
+
+def test_a_hub_that_was_held_up_blames_nobody():
+    table = table_of(2, 1, silence_s=30.0, wedge_s=60.0, starve_s=90.0)
+    for task in range(3):
+        want(table, task)
+    table.handle(LeaseGrew(1.0, 1, 5))
+    table.handle(TaskAborted(2.0, 0))
+    assert table.handle(Tick(103.0, 100.0)) == []
+    assert table.handle(Tick(103.0, 0.0)) == []
+    assert table.handle(WorkerHeard(104.0, 0, 1, 1)) == table.handle(WorkerHeard(104.0, 1, 1, 1)) == []
+    lease = next(iter(table.leases_of(0)))
+    worker = 0 if lease in table.workers[0].leases else 1
+    assert table.handle(Tick(132.5))[:2] == [Drop(worker, lease), PutDown(0)], "2 s, 100 s, and then 30 s unanswered"
+
+
+def test_a_delay_is_not_forgiven_twice():
+    """Who was heard of after the delay is not taken for alive in the future."""
+    table = table_of(1, silence_s=30.0)
+    table.handle(WorkerHeard(103.0, 0, 1, 1))
+    assert table.handle(Tick(103.0, 100.0)) == []
+    assert [type(c) for c in table.handle(Tick(133.5))] == [Expel]
+
+
+def test_a_wedged_worker_is_expelled_though_its_heart_beats():
+    table = table_of(1, silence_s=30.0, wedge_s=60.0)
+    for at_s in range(0, 100, 10):
+        assert table.handle(WorkerHeard(at_s, 0, 1, 0)) == []
+        assert table.handle(Tick(at_s)) == [], "idle is not wedged"
+    want(table, 0, 100.0)
+    for at_s in range(100, 170, 10):
+        table.handle(WorkerHeard(at_s, 0, 1, 0))
+        said = table.handle(Tick(at_s + 0.5))
+        assert said == ([] if at_s < 160 else [Expel(0, "held 1 leases and made no token for 60 s")])
+
+
+def test_a_lease_that_starves_goes_elsewhere_though_its_worker_is_busy():
+    table = table_of(2, starve_s=50.0, wedge_s=20.0, silence_s=20.0, relief=0.0)
+    want(table, 0)
+    want(table, 1)
+    for at_s in range(0, 50, 10):
+        assert table.handle(LeaseGrew(at_s + 1.0, 1, 1)) == [Commit(1, 1, at_s // 10 + 1)]
+        assert table.handle(Tick(at_s + 2.0)) == []
+    table.handle(WorkerHeard(50.0, 0, 1, 5))
+    assert table.handle(Tick(50.5)) == [Drop(0, 0), Grant(0, 2, 0, 0)]
+
+
+def test_a_plan_s_shares_are_honoured_while_there_is_room():
+    table = table_of(100, 100, weights=(3.0, 1.0))
+    for task in range(100):
+        want(table, task)
+    assert [len(worker.leases) for worker in table.workers.values()] == [75, 25]
+
+
+def test_leases_beyond_the_slots_are_given_last_and_the_oldest_first():
+    """Two workers of four slots and a quarter more: ten places, of which eight are slots."""
+    table = table_of(4, 4, prefetch=0.25)
+    said = [want(table, task) for task in range(12)]
+    assert [c[0].worker for c in said[8:10]] == [0, 1]
+    assert said[10] == said[11] == []
+    assert table.num_waiting == 2
+    lease = said[0][0].lease
+    assert table.handle(LeaseFinished(1.0, lease)) == [Finish(0, lease), Grant(said[0][0].worker, 10, 10, 0)]
+
+
+def test_who_refuses_is_not_asked_again_before_it_is_heard_of():
+    table = table_of(1)
+    assert want(table, 0) == [Grant(0, 0, 0, 0)]
+    assert table.handle(LeasePutDown(1.0, 0)) == []
+    assert table.num_waiting == 1
+    assert table.handle(WorkerHeard(2.0, 0, 1, 0)) == [Grant(0, 1, 0, 0)]
+    table.handle(WorkerHeard(3.0, 0, 2, 0))  # it has moved on: no wonder that it refuses version 1
+    want(table, 1, 3.0, version=2)
+    assert table.handle(LeasePutDown(3.0, 1)) == [Grant(0, 2, 1, 0)]
+
+
+def test_a_worker_four_times_as_fast_does_four_fifths():
+    world = World(LeaseRules(prefetch=0.25), choose=lambda n: n - 1, length=lambda t, n: 20)
+    slow, fast = world.join(4, 2.0, 0), world.join(4, 8.0, 0)
+    for _ in range(400):
+        world.want(is_exact=True)
+    world.run(500.0, heal=False)
+    assert world.finished_by[fast.number] / 400 == pytest.approx(0.8, rel=0.1)
+    assert world.finished_by[slow.number] > 0
+
+
+def test_an_exact_version_is_never_granted_to_another():
+    """10,000 interleavings of publishing, granting, refusing and crashing."""
+    num_grants = 0
+    for seed in range(10_000):
+        rng = random.Random(seed)
+        table, serves, asked, held = LeaseTable(LeaseRules()), {}, {}, []
+        for number in range(12):
+            kind, worker = rng.randrange(5), rng.randrange(3)
+            if kind == 0 and worker in serves:
+                del serves[worker]
+                said = table.handle(WorkerLeft(number, worker, "crash"))
+            elif kind <= 1 and worker not in serves:
+                serves[worker] = None
+                said = table.handle(WorkerJoined(number, worker, 2))
+            elif kind <= 2 and worker in serves:
+                serves[worker] = rng.choice([None, 0, 1, 2])
+                said = table.handle(WorkerHeard(number, worker, serves[worker], 0))
+            elif kind == 3 and held:
+                lease = held.pop(rng.randrange(len(held)))
+                said = table.handle(rng.choice([LeasePutDown, LeaseFinished])(number, lease))
+            else:
+                asked[number] = rng.randrange(3)
+                said = table.handle(TaskWanted(number, number, asked[number], True, 0, 9))
+            for command in said:
+                if isinstance(command, Grant):
+                    num_grants += 1
+                    held.append(command.lease)
+                    assert serves[command.worker] == asked[command.task]
+    assert num_grants > 10_000
