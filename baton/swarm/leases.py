@@ -179,6 +179,7 @@ class LeaseTable:
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
+        self.num_waiting -= task.is_waiting
         for lease in task.leases:
             commands.append(Drop(lease.worker, lease.number))
             self._forget(lease)
