@@ -128,17 +128,7 @@ def build_loop(
     held_out = mixture.held_out(recipe.eval.num_prompts)
     trainer = build_trainer(recipe, tokenizer)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
-    with ExitStack() as undo:
-        if not recipe.swarm.is_on:
-            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
-            undo.callback(port.close)
-        run = _open_run(recipe, trainer, tokenizer, place, threads)
-        if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said)
-            undo.callback(port.close)
-        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
-        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
-        undo.pop_all()
+    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, runner = _rollout_side(recipe, port, stream, judge, tokenizer, journal)
     return Loop(
@@ -164,6 +154,24 @@ def build_loop(
         last_checkpoint=place.checkpoint,
         should_stop=should_stop,
     )
+
+
+def _open(
+    recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place: _Place, threads: int, observer: Observer
+) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
+    """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
+    with ExitStack() as undo:
+        if not recipe.swarm.is_on:
+            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
+            undo.callback(port.close)
+        run = _open_run(recipe, trainer, tokenizer, place, threads)
+        if recipe.swarm.is_on:
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said)
+            undo.callback(port.close)
+        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
+        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
+        undo.pop_all()
+    return run, port, metrics, journal
 
 
 def _rollout_side(

@@ -1,11 +1,7 @@
 """The hub: one port, where workers take leases and weights and hand in what they have grown.
 
     GET /worker                        WebSocket (messages.py); role worker
-    GET /model                         configuration and tokenizer; role worker, relay
-    GET /weights/manifest/LINEAGE/N    a version's manifest; role worker, relay
-    GET /weights/chunk/DIGEST          a chunk; role worker, relay
-    GET /status, /metrics              JSON, Prometheus; role admin
-    GET /health                        "ok", for anybody
+    everything else                    requests.py
 
 | task       | consumes          | produces          | waits for       | unblocked by                |
 |------------|-------------------|-------------------|-----------------|-----------------------------|
@@ -21,13 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
-import msgspec
 from aiohttp import WSMsgType, web
 
 from baton.errors import BatonError, DeadlineExceeded, UserError
@@ -50,6 +45,7 @@ from baton.swarm.messages import (
     decode_from_worker,
 )
 from baton.swarm.peers import Outgoing, Peer
+from baton.swarm.requests import Requests
 from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
 
@@ -115,6 +111,7 @@ class Hub:
         """Published and still of use, by number."""
         self.slots = 0
         """Of all workers that can be spoken to; read by the runner's thread."""
+        self._requests = Requests(self)
         self._by_session: dict[str, int] = {}
         self._next_worker = 0
         self._connections = 0
@@ -197,12 +194,7 @@ class Hub:
     async def _main(self) -> None:
         app = web.Application(client_max_size=MAX_FRAME_BYTES)
         app.router.add_get("/worker", self._worker)
-        app.router.add_get("/model", self._model)
-        app.router.add_get("/weights/manifest/{lineage}/{number}", self._manifest)
-        app.router.add_get("/weights/chunk/{digest}", self._chunk)
-        app.router.add_get("/status", self._status)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/health", self._health)
+        self._requests.add_routes(app.router)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         try:
@@ -245,76 +237,10 @@ class Hub:
             self.hang_up(peer.number, denied.reason, is_final=True)
             self.parts.desk.leave(peer.number, "token")
 
-    # ---- requests ----------------------------------------------------------------------------------------------------
-
-    def _admit(self, request: web.Request, roles: Collection[Role]) -> Grant:
-        """Return who is asking. Raises HTTPUnauthorized or HTTPForbidden, with a line in the audit."""
-        header = request.headers.get("Authorization")
-        denied: Denied | None = None
-        for authenticator in self.parts.authenticators:
-            try:
-                grant = authenticator.check(header, roles)
-            except Denied as error:
-                denied = error if denied is None or error.status > denied.status else denied
-                continue
-            banned = self.parts.is_banned(grant.name)
-            if banned is None:
-                return grant
-            denied = Denied(403, banned, grant.name)
-            break
-        assert denied is not None, "a hub without authenticators"
-        self.counters.denied += 1
-        route = request.match_info.route.resource
-        self.parts.audit.denied(denied, request.remote or "", route.canonical if route else "")
-        kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
-        raise kind(text=denied.reason)
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
-    async def _status(self, request: web.Request) -> web.Response:
-        self._admit(request, {Role.ADMIN})
-        return web.Response(body=msgspec.json.encode(self.parts.status(self)), content_type="application/json")
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        self._admit(request, {Role.ADMIN})
-        return web.Response(text=self.parts.prometheus(self))
-
-    async def _model(self, request: web.Request) -> web.Response:
-        self._admit(request, {Role.WORKER, Role.RELAY})
-        return self._body(self.parts.model, "model")
-
-    async def _manifest(self, request: web.Request) -> web.Response:
-        self._admit(request, {Role.WORKER, Role.RELAY})
-        lineage, number = request.match_info["lineage"], request.match_info["number"]
-        if not number.isascii() or not number.isdigit() or len(number) > 15:
-            raise web.HTTPBadRequest(text="a version's number has up to 15 digits")
-        version = PolicyVersion(lineage, int(number))
-        return await self._stored(lambda: self.parts.store.read_manifest(version), "manifest")
-
-    async def _chunk(self, request: web.Request) -> web.Response:
-        self._admit(request, {Role.WORKER, Role.RELAY})
-        digest = request.match_info["digest"]
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise web.HTTPBadRequest(text="a chunk is named by its digest, 64 hexadecimal digits")
-        return await self._stored(lambda: self.parts.store.get_chunk(digest), "chunk")
-
-    async def _stored(self, read: Callable[[], bytes], route: str) -> web.Response:
-        try:
-            body = await self._loop.run_in_executor(None, read)
-        except (BatonError, OSError) as error:
-            raise web.HTTPNotFound(text=str(error)[:500]) from error
-        return self._body(body, route)
-
-    def _body(self, body: bytes, route: str) -> web.Response:
-        self.counters.bytes_out += len(body)
-        self.counters.by_route[route] = self.counters.by_route.get(route, 0) + len(body)
-        return web.Response(body=body, content_type="application/octet-stream")
-
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     async def _worker(self, request: web.Request) -> web.WebSocketResponse:
-        grant = self._admit(request, {Role.WORKER})
+        grant = self._requests.admit(request, {Role.WORKER})
         if self._connections >= MAX_CONNECTIONS:
             raise web.HTTPServiceUnavailable(text=f"the hub has {MAX_CONNECTIONS} connections already")
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=5.0, compress=False)

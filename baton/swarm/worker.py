@@ -29,9 +29,8 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import BatonError, EngineFault, UserError
+from baton.errors import EngineFault, UserError
 from baton.rollout.engine import Engine, EngineStats
-from baton.swarm import have_want as hw
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
@@ -51,15 +50,12 @@ from baton.swarm.messages import (
     encode,
 )
 from baton.swarm.outbox import Outbox
+from baton.swarm.refresher import Refresher
 from baton.swarm.transfer import MAX_MODEL_BYTES, HttpSource, get_bounded, model_digest, unpack_model
 from baton.swarm.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
-from baton.weights.fetch import Fetcher
-from baton.weights.shared import SharedMemory
-from baton.weights.sources import Source
 
-FETCH_DEADLINE_S = 3600.0
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
@@ -104,16 +100,11 @@ class SwarmWorker:
         self._options, self._make_engine = options, make_engine
         self._session = secrets.token_hex(16)
         self._outbox = Outbox()
-        self._have_want = hw.HaveWant()
-        self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
-        self._want: Want | None = None
         self._line: _Line | None = None
         self._fault: Exception | None = None
         self._is_leaving = asyncio.Event()
-        self._fetched_bytes = 0
-        self._fetches: set[asyncio.Task[None]] = set()
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
@@ -122,8 +113,8 @@ class SwarmWorker:
         connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
         wait_s = 0.0
         async with aiohttp.ClientSession(connector=connector) as self._http:
-            self._sources: list[Source] = [HttpSource(self._http, self._loop, self._options.url, self._options.token)]
-            self._fetcher = Fetcher(self._sources)
+            source = HttpSource(self._http, self._loop, self._options.url, self._options.token)
+            self._refresher = Refresher(source, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
@@ -206,7 +197,7 @@ class SwarmWorker:
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
-        have, leases = self._have_want.have, self._outbox.leases
+        have, leases = self._refresher.have, self._outbox.leases
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
     async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
@@ -228,14 +219,8 @@ class SwarmWorker:
             await asyncio.sleep(every_s)
 
     def _heartbeat(self) -> Heartbeat:
-        fetching = self._have_want.fetching
-        return Heartbeat(
-            self._have_want.have,
-            self._stats,
-            None if fetching is None else fetching.number,
-            self._fetched_bytes,
-            self._have_want.last_cause[:1000],
-        )
+        now = self._refresher
+        return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
     async def _say_goodbye(self, line: _Line) -> None:
         """What runs is put down, what it has is reported, and everything is sent."""
@@ -273,8 +258,7 @@ class SwarmWorker:
             case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
-                self._want = message
-                self._consider(hw.Wanted(time.monotonic(), message.version))
+                self._refresher.want(message)
             case Rejected():
                 self._rejected(message)
             case Welcome():
@@ -302,7 +286,7 @@ class SwarmWorker:
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            base = await asyncio.to_thread(self._fetcher.fetch, welcome.base, deadline_s=FETCH_DEADLINE_S)
+            base = await self._refresher.fetch_base(welcome.base)
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
         built: asyncio.Future[None] = self._loop.create_future()
 
@@ -358,39 +342,7 @@ class SwarmWorker:
         if self._line is not None and self._line.is_open:
             self._line.outgoing.put_nowait(message)
 
-    # ---- versions ----------------------------------------------------------------------------------------------------
-
-    def _consider(self, event: hw.Event) -> None:
-        for command in self._have_want.handle(event):
-            match command:
-                case hw.Fetch(version=version):
-                    task = asyncio.create_task(self._fetch(version))
-                    self._fetches.add(task)
-                    task.add_done_callback(self._fetches.discard)
-                case hw.Activate(version=version):
-                    self._activate(version)
-                case hw.WakeAt(at_s=at_s):
-                    delay_s = max(0.0, at_s - time.monotonic())
-                    self._loop.call_later(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
-
-    async def _fetch(self, version: PolicyVersion) -> None:
-        want = self._want
-        shared = SharedMemory(Path(want.shared)) if want is not None and want.shared else None
-        self._fetcher.shared = shared
-        try:
-            tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
-        except (BatonError, OSError) as error:
-            self._options.say(f"version {version.number} could not be fetched: {error}")
-            self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
-            return
-        finally:
-            if self._fetcher.last is not None:
-                self._fetched_bytes += self._fetcher.last.num_bytes
-        self._fetched = {version: tensors}
-        self._consider(hw.Fetched(time.monotonic(), version))
-
-    def _activate(self, version: PolicyVersion) -> None:
-        tensors = self._fetched.pop(version)
+    def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine
         assert engine is not None, "a version is fetched before there is an engine"
 
@@ -402,5 +354,5 @@ class SwarmWorker:
         engine.do(act)
 
     def _activated(self, version: PolicyVersion) -> None:
-        self._consider(hw.Activated(time.monotonic(), version))
+        self._refresher.activated(version)
         self._say(self._heartbeat())

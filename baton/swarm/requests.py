@@ -1,0 +1,106 @@
+"""The hub's port apart from its workers' connections: who may ask, model files, weights, status.
+
+GET /model                         configuration and tokenizer; role worker, relay
+GET /weights/manifest/LINEAGE/N    a version's manifest; role worker, relay
+GET /weights/chunk/DIGEST          a chunk; role worker, relay
+GET /status, /metrics              JSON, Prometheus; role admin
+GET /health                        "ok", for anybody
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from baton.errors import BatonError
+from baton.swarm.auth import Denied, Grant, Role
+from baton.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from baton.swarm.hub import Hub
+
+
+class Requests:
+    """Answers what is asked of a hub over plain HTTP. All in the hub's thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Say what is answered where."""
+        router.add_get("/model", self._model)
+        router.add_get("/weights/manifest/{lineage}/{number}", self._manifest)
+        router.add_get("/weights/chunk/{digest}", self._chunk)
+        router.add_get("/status", self._status)
+        router.add_get("/metrics", self._metrics)
+        router.add_get("/health", self._health)
+
+    def admit(self, request: web.Request, roles: Collection[Role]) -> Grant:
+        """Return who is asking. Raises HTTPUnauthorized or HTTPForbidden, with a line in the audit."""
+        header = request.headers.get("Authorization")
+        denied: Denied | None = None
+        for authenticator in self._hub.parts.authenticators:
+            try:
+                grant = authenticator.check(header, roles)
+            except Denied as error:
+                denied = error if denied is None or error.status > denied.status else denied
+                continue
+            banned = self._hub.parts.is_banned(grant.name)
+            if banned is None:
+                return grant
+            denied = Denied(403, banned, grant.name)
+            break
+        assert denied is not None, "a hub without authenticators"
+        self._hub.counters.denied += 1
+        route = request.match_info.route.resource
+        self._hub.parts.audit.denied(denied, request.remote or "", route.canonical if route else "")
+        kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
+        raise kind(text=denied.reason)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self.admit(request, {Role.ADMIN})
+        return web.Response(
+            body=msgspec.json.encode(self._hub.parts.status(self._hub)), content_type="application/json"
+        )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.admit(request, {Role.ADMIN})
+        return web.Response(text=self._hub.parts.prometheus(self._hub))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self.admit(request, {Role.WORKER, Role.RELAY})
+        return self._body(self._hub.parts.model, "model")
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        self.admit(request, {Role.WORKER, Role.RELAY})
+        lineage, number = request.match_info["lineage"], request.match_info["number"]
+        if not number.isascii() or not number.isdigit() or len(number) > 15:
+            raise web.HTTPBadRequest(text="a version's number has up to 15 digits")
+        version = PolicyVersion(lineage, int(number))
+        return await self._stored(lambda: self._hub.parts.store.read_manifest(version), "manifest")
+
+    async def _chunk(self, request: web.Request) -> web.Response:
+        self.admit(request, {Role.WORKER, Role.RELAY})
+        digest = request.match_info["digest"]
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise web.HTTPBadRequest(text="a chunk is named by its digest, 64 hexadecimal digits")
+        return await self._stored(lambda: self._hub.parts.store.get_chunk(digest), "chunk")
+
+    async def _stored(self, read: Callable[[], bytes], route: str) -> web.Response:
+        try:
+            body = await asyncio.get_running_loop().run_in_executor(None, read)
+        except (BatonError, OSError) as error:
+            raise web.HTTPNotFound(text=str(error)[:500]) from error
+        return self._body(body, route)
+
+    def _body(self, body: bytes, route: str) -> web.Response:
+        self._hub.counters.bytes_out += len(body)
+        self._hub.counters.by_route[route] = self._hub.counters.by_route.get(route, 0) + len(body)
+        return web.Response(body=body, content_type="application/octet-stream")
