@@ -235,7 +235,6 @@ class LeaseTable:
         for other in (*task.rested, lease):
             if other is not longest:
                 self._overtaken(other, prefix, commands)
-        task.rested = []
 
     def _overtaken(self, lease: TrackedLease, prefix: int, commands: list[Command]) -> None:
         """Count what a lease made beyond the prefix that all share; with `restarts` there is no such thing."""
