@@ -249,12 +249,10 @@ class LeaseTable:
         for other in (*task.rested, lease):
             if other is not longest:
                 self._overtaken(other, prefix, commands)
-        task.rested = []
 
     def _overtaken(self, lease: TrackedLease, prefix: int, commands: list[Command]) -> None:
-        """Count what a lease made beyond the prefix that all share; with `restarts` that was counted before."""
-        if not self.rules.restarts:
-            self._waste("overtaken", lease.length - max(prefix, lease.base), commands)
+        """Count what a lease made beyond the prefix that all share; with `restarts` there is no such thing."""
+        self._waste("overtaken", lease.length - max(prefix, lease.base), commands)
 
     def _commits(self, task: TrackedTask) -> bool:
         """Whether what a lease reports is the trajectory's at once: it is alone, or makes the same tokens as others."""

@@ -207,6 +207,8 @@ class World:
         assert grant.base == (0 if self.rules.restarts else len(task.committed))
         if task.live:  # relief
             assert len(worker.held) < worker.slots, "relief is for a free slot"
+            waiting = [t for t in self.tasks.values() if t.is_waiting]
+            assert not any(t.suits(worker.told_version) for t in waiting), "what waits comes before relief"
             assert not any(self.holder[n] is worker for n in task.live)
             self.reliefs.append(grant)
         else:

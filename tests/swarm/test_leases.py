@@ -171,6 +171,39 @@ def test_a_newcomer_of_unknown_speed_is_taken_for_an_average_one():
     assert table.handle(Tick(10.0)) == [Grant(2, 2, 0, 10)]
 
 
+def test_the_worst_straggler_is_relieved_first_and_only_what_is_left_is_weighed():
+    """Worker 1 makes 20 a second and gets one free slot; worker 0 has made 60 and 50 of 100 in 10 s."""
+    table = table_of(2, 1, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    said = [want(table, task)[0] for task in range(3)]
+    fast = next(grant for grant in said if grant.worker == 1)
+    best, worst = (grant for grant in said if grant.worker == 0)
+    table.handle(LeaseGrew(10.0, best.lease, 60))
+    table.handle(LeaseGrew(10.0, worst.lease, 50))
+    table.handle(LeaseGrew(10.0, fast.lease, 200))
+    table.handle(LeaseFinished(10.0, fast.lease))
+    # the worst: 50 tokens at 5 a second are 10 s, there 2.5 s; all 100 would be 5 s, and 10 is not above 2 x 5
+    assert table.handle(Tick(10.0)) == [Grant(1, 3, worst.task, 50)]
+
+
+def test_a_delay_of_the_hub_makes_no_stragglers():
+    table = with_straggler(restarts=True)
+    assert table.handle(Tick(10.0, 100.0)) == []
+
+
+def test_while_there_is_room_the_faster_worker_is_given_more():
+    """1 and 3 tokens a second are half and one and a half of the mean."""
+    table = table_of(40, 40)
+    want(table, 0)
+    want(table, 1)
+    table.handle(LeaseGrew(10.0, 0, 10))
+    table.handle(LeaseGrew(10.0, 1, 30))
+    table.handle(LeaseFinished(10.0, 0))
+    table.handle(LeaseFinished(10.0, 1))
+    for task in range(2, 42):
+        want(table, task, 10.0)
+    assert [len(worker.leases) for worker in table.workers.values()] == [10, 30]
+
+
 def test_reports_in_a_burst_do_not_make_a_worker_fast():
     table = table_of(1)
     want(table, 0)
