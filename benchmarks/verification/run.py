@@ -3,7 +3,7 @@
     python benchmarks/verification/run.py      # about three minutes of two cores
 
 Ten train steps of the quickstart make version 10, which all workers are asked for, and version 9, which some serve in
-its stead. The hub scores in float32 on one thread. Raw results: results/.
+its stead. The hub scores on one thread. Raw results: results/.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from baton.types import Lease, PolicyVersion, Report, SamplingParams, Segment, T
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 GROUPS, GROUP_SIZE, CALIBRATING = 1024, 8, 64
-"""Honest trajectories of each class: 1024 × 8 are judged, after 64 × 8 others have calibrated it."""
+"""Prompts; 64 × 8 trajectories of others calibrate each class."""
 ATTACKED = 64
 """Groups of each attack: 64 × 8 trajectories."""
 WINDOW, ORDERS = 64, 100
 """Checked trajectories that are judged together, and random orders of them that workers are made of."""
 STEPS, SEED = 10, 3
 CLASSES = {
-    "float32, 1 thread": ("float32", 1),
-    "float32, 2 threads": ("float32", 2),
-    "bfloat16, 1 thread": ("bfloat16", 1),
+    "float32": ("float32", "float32", 1, GROUPS),
+    "float32, 2 threads": ("float32", "float32", 2, GROUPS // 4),
+    "bfloat16": ("bfloat16", "bfloat16", 1, GROUPS),
+    "bfloat16, scored in float32": ("bfloat16", "float32", 1, GROUPS),
 }
+"""The engine's dtype, the hub's, the engine's threads, and groups of honest trajectories."""
 CHECKS = (1, 2, 4, 8, 16, 32, 64)
 
 Tensors = dict[str, torch.Tensor]
@@ -116,7 +118,7 @@ def of(answer: Trajectory, ids: Sequence[int], logprobs: Sequence[float]) -> Tra
     return msgspec.structs.replace(answer, segments=(Segment(tuple(ids), tuple(logprobs), STEPS),))
 
 
-# ---- what dishonest workers do: leases and honest answers in, what they send in out -----------------------------------
+# ---- what dishonest workers do: leases and honest answers in, what they send in out ----------------------------------
 
 Attack = Callable[[World, list[Lease], list[Trajectory]], list[Trajectory]]
 
@@ -211,17 +213,19 @@ def attacks(versions: dict[int, Tensors], dtype: str) -> dict[str, Attack]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def honest_class(world: World, threads: int) -> tuple[dict[str, Any], Tolerance, list[Trajectory], list[Verdict]]:
+def honest_class(
+    world: World, threads: int, groups: int
+) -> tuple[dict[str, Any], Tolerance, list[Trajectory], list[Verdict]]:
     """Calibrate a class and judge its honest workers; return the row, the tolerance, answers and verdicts."""
     torch.set_num_threads(threads)
     engine = world.engine(world.weights)
-    learning, judged = world.leases(range(GROUPS, GROUPS + CALIBRATING)), world.leases(range(GROUPS))
+    learning, judged = world.leases(range(GROUPS, GROUPS + CALIBRATING)), world.leases(range(groups))
     teaching = grow(engine, learning)
     begin_s = time.perf_counter()
     answers = grow(engine, judged)
     generate_s = time.perf_counter() - begin_s
     torch.set_num_threads(1)
-    calibration, worker_class = Calibration(), WorkerClass("cpu", world.dtype, "embedded")
+    calibration, worker_class = Calibration(), WorkerClass(processor(), world.dtype, "embedded")
     calibration.observe(worker_class, world.scores(learning, teaching))
     begin_s = time.perf_counter()
     scores = world.scores(judged, answers)
@@ -234,11 +238,12 @@ def honest_class(world: World, threads: int) -> tuple[dict[str, Any], Tolerance,
     row = {
         "trajectories": len(answers),
         "tokens": tokens,
-        "tolerance": {k: getattr(tolerance, k) for k in ("logprob", "draw_gap", "mean_logprob")},
+        "tolerance": {k: getattr(tolerance, k) for k in ("logprob", "draw_gap", "typical")},
         "mismatch_kl": calibration.mismatch_kl(worker_class),
         "largest_logprob_difference": float(differences.max()),
         "largest_draw_gap": float(gaps.max()),
         "tokens_with_a_gap": int((gaps > 0).sum()),
+        "equal_to_the_bit": float((differences == 0).mean()),
         "suspect": sum(v.outcome is Outcome.SUSPECT for v in verdicts),
         "bad": sum(v.outcome is Outcome.BAD for v in verdicts),
         "bad_under_default": sum(judge([s], default).outcome is Outcome.BAD for s in scores),
@@ -271,9 +276,9 @@ def attacked(world: World, attack: Attack, honest: list[Trajectory], tolerance: 
     verdicts = [judge([s], tolerance) for s in scores]
     differs = [a.token_ids != h.token_ids for a, h in zip(sent, honest, strict=False)]
     bad = [v.outcome is Outcome.BAD for v in verdicts]
-    rng, found = random.Random(0), []
-    for _ in range(ORDERS):
-        found.append(checks_until_conviction(rng.sample(verdicts, WINDOW), tolerance) or WINDOW + 1)
+    rng = random.Random(0)
+    orders = [rng.sample(verdicts, WINDOW) for _ in range(ORDERS)]
+    found = [checks_until_conviction(order, tolerance) or WINDOW + 1 for order in orders]
     tests = [v.test for v in verdicts if v.outcome is Outcome.BAD]
     return {
         "trajectories": len(sent),
@@ -281,7 +286,6 @@ def attacked(world: World, attack: Attack, honest: list[Trajectory], tolerance: 
         "bad": sum(bad),
         "bad_of_those_with_other_tokens": sum(b for b, d in zip(bad, differs, strict=True) if d),
         "by_test": {str(test): tests.count(test) for test in sorted(set(tests), key=str)},
-        "mean_logprob_difference": float(np.mean([v.mean_difference for v in verdicts])),
         "found_within_checks": {str(n): float(np.mean([f <= n for f in found])) for n in CHECKS},
         "example": next((v.reason for v in verdicts if v.outcome is Outcome.BAD), None),
     }
@@ -310,16 +314,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         versions = trained_versions(Path(scratch))
     honest_rows, attack_rows = {}, {}
-    for name, (dtype, threads) in CLASSES.items():
+    for name, (dtype, hub_dtype, threads, groups) in CLASSES.items():
         published = {
             number: {key: tensor.to(torch_dtype(dtype)) for key, tensor in tensors.items()}
             for number, tensors in versions.items()
         }
-        model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"))
+        model = load_model(recipe.model.path, dtype=torch_dtype(hub_dtype), device=torch.device("cpu"))
         scorer = Rescorer(model, weights_dtype=torch_dtype(dtype))
         scorer.load(published[STEPS], STEPS)
         world = World(recipe, prompts, dtype, published[STEPS], scorer)
-        row, tolerance, answers, _ = honest_class(world, threads)
+        row, tolerance, answers, _ = honest_class(world, threads, groups)
         honest_rows[name] = row
         print(name, json.dumps(row), flush=True)
         if threads > 1:
@@ -353,11 +357,9 @@ def processor() -> str:
 
 def tables(honest: dict[str, dict[str, Any]], attack: dict[str, dict[str, Any]]) -> str:
     """One row per class, and one per attack and class."""
-    lines = [
-        "| honest class | trajectories | bad | suspect | workers of 64 checks convicted | largest logprob difference / gap, "
-        "nats | tolerance | mismatch KL | rescoring ÷ generating, tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["honest class", "trajectories", "bad", "suspect", "workers of 64 checks convicted", "equal to the bit"]
+    head += ["largest logprob difference / gap, nats", "tolerance / typical", "mismatch KL"]
+    lines = header([*head, "rescoring ÷ generating, tokens/s"])
     for name, r in honest.items():
         tolerance = r["tolerance"]
         cells = [
@@ -366,22 +368,21 @@ def tables(honest: dict[str, dict[str, Any]], attack: dict[str, dict[str, Any]])
             f"{r['bad']}",
             f"{r['suspect']}",
             f"{r['workers_convicted']} of {r['workers_of_64_checks']}",
+            f"{r['equal_to_the_bit']:.0%}",
             f"{r['largest_logprob_difference']:.2g} / {r['largest_draw_gap']:.2g}",
-            f"{tolerance['logprob']:.2g} / {tolerance['draw_gap']:.2g}",
+            f"{tolerance['logprob']:.2g} / {tolerance['typical']:.1g}",
             f"{r['mismatch_kl']:.1e}",
             f"{r['rescore_tokens_per_s']:,.0f} ÷ {r['generate_tokens_per_s']:,.0f} = "
             f"{r['rescoring_over_generating']:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    within = "".join(f" {n} |" for n in CHECKS)
-    lines += ["", f"| attack | class | found in one trajectory | by | found within checks:{within}"]
-    lines.append("|---|---|---|---|" + "---|" * (1 + len(CHECKS)))
-    lines[-2] = f"| attack | class | other tokens | found in one trajectory | by |{within}"
+    head = ["attack", "class", "other tokens", "found in one trajectory", "by"]
+    lines += ["", *header([*head, *(f"worker found within {n}" for n in CHECKS)])]
     for key, r in attack.items():
         name, _, class_name = key.partition(" | ")
         cells = [
             name,
-            class_name.split(",")[0],
+            class_name,
             f"{r['with_other_tokens'] / r['trajectories']:.0%}",
             f"{r['bad'] / r['trajectories']:.1%}",
             ", ".join(f"{test} {count}" for test, count in r["by_test"].items()),
@@ -389,6 +390,11 @@ def tables(honest: dict[str, dict[str, Any]], attack: dict[str, dict[str, Any]])
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def header(names: Sequence[str]) -> list[str]:
+    """The first two lines of a table."""
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
 
 
 if __name__ == "__main__":
