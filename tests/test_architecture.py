@@ -104,6 +104,8 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.algorithms",
         "baton.trainer.trainer",
         "baton.planner.solve",
+        "baton.swarm.checks",
+        "baton.swarm.inspector",
     ],
 )
 def test_planning_and_simulating_need_no_torch(module: str) -> None:

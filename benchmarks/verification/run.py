@@ -50,7 +50,7 @@ CLASSES = {
     "float32": ("float32", "float32", 1, GROUPS),
     "float32, 2 threads": ("float32", "float32", 2, GROUPS // 4),
     "bfloat16": ("bfloat16", "bfloat16", 1, GROUPS),
-    "bfloat16, scored in float32": ("bfloat16", "float32", 1, GROUPS),
+    "bfloat16, scored in float32": ("bfloat16", "float32", 1, GROUPS // 4),
 }
 """The engine's dtype, the hub's, the engine's threads, and groups of honest trajectories."""
 CHECKS = (1, 2, 4, 8, 16, 32, 64)
@@ -213,10 +213,8 @@ def attacks(versions: dict[int, Tensors], dtype: str) -> dict[str, Attack]:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def honest_class(
-    world: World, threads: int, groups: int
-) -> tuple[dict[str, Any], Tolerance, list[Trajectory], list[Verdict]]:
-    """Calibrate a class and judge its honest workers; return the row, the tolerance, answers and verdicts."""
+def honest_class(world: World, threads: int, groups: int) -> tuple[dict[str, Any], Tolerance, list[Trajectory]]:
+    """Calibrate a class and judge its honest workers; return the row, the tolerance and the answers."""
     torch.set_num_threads(threads)
     engine = world.engine(world.weights)
     learning, judged = world.leases(range(GROUPS, GROUPS + CALIBRATING)), world.leases(range(groups))
@@ -257,7 +255,7 @@ def honest_class(
         "rescore_tokens_per_s": tokens / rescore_s,
         "rescoring_over_generating": generate_s / rescore_s,
     }
-    return row, tolerance, answers, verdicts
+    return row, tolerance, answers
 
 
 def checks_until_conviction(verdicts: Sequence[Verdict], tolerance: Tolerance) -> int | None:
@@ -305,7 +303,7 @@ def trained_versions(scratch: Path) -> dict[int, Tensors]:
 def main() -> None:
     """Measure everything and write the tables."""
     os.chdir(ROOT)
-    begin_s = time.perf_counter()
+    begin_s, load = time.perf_counter(), os.getloadavg()
     torch.set_num_threads(1)
     recipe = load_recipe(Recipe, Path("recipes/quickstart.toml"))
     tokenizer = load_tokenizer(recipe.model.path)
@@ -323,7 +321,7 @@ def main() -> None:
         scorer = Rescorer(model, weights_dtype=torch_dtype(dtype))
         scorer.load(published[STEPS], STEPS)
         world = World(recipe, prompts, dtype, published[STEPS], scorer)
-        row, tolerance, answers, _ = honest_class(world, threads, groups)
+        row, tolerance, answers = honest_class(world, threads, groups)
         honest_rows[name] = row
         print(name, json.dumps(row), flush=True)
         if threads > 1:
@@ -336,6 +334,7 @@ def main() -> None:
         "commit": git.stdout.strip(),
         "processor": processor(),
         "cores": os.cpu_count(),
+        "load_average": load,
         "torch": torch.__version__,
         "seconds": time.perf_counter() - begin_s,
         "honest": honest_rows,
