@@ -109,6 +109,8 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.weights.store",
         "baton.weights.sources",
         "baton.weights.delta",
+        "baton.swarm.checks",
+        "baton.swarm.inspector",
     ],
 )
 def test_planning_and_simulating_need_no_torch(module: str) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from baton.swarm.inspector import InspectionSettings, Inspector
 from baton.swarm.verify import Outcome, Tolerance, Verdict, violation
 
-TOLERANCE = Tolerance(logprob=0.1, draw_gap=0.2, mean_logprob=0.02)
-HONEST = Verdict(Outcome.HONEST, "", num_tokens=100, sum_difference=0.5)
+TOLERANCE = Tolerance(logprob=0.1, draw_gap=0.2)
+HONEST = Verdict(Outcome.HONEST, "", num_tokens=100, beyond_typical=20)
 SUSPECT = Verdict(Outcome.SUSPECT, "a few tokens", "draw", num_tokens=100, beyond_draw=3)
 BAD = Verdict(Outcome.BAD, "token 3 is forged", "logprob", num_tokens=1)
 

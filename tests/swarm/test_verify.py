@@ -25,7 +25,8 @@ from verify_cases import (
 )
 
 from baton.policy.load import end_ids
-from baton.rollout.rescored import Rescored
+from baton.rollout.engines.rescore import Rescorer
+from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.verify import (
     DEFAULTS,
     Calibration,
@@ -38,6 +39,7 @@ from baton.swarm.verify import (
 )
 from baton.types import FinishReason
 
+BF16 = WorkerClass("a processor", "bfloat16", "embedded")
 WAYS = [{}, {"temperature": 1.5}, {"temperature": 0.5}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 10}]
 
 
@@ -189,7 +191,7 @@ def test_a_single_token_of_the_workers_own_choice_is_found():
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
-LOOSE = Tolerance(logprob=0.1, draw_gap=0.2, mean_logprob=0.02)
+LOOSE = Tolerance(logprob=0.1, draw_gap=0.2, typical=0.01)
 
 
 def made(differences, gaps=None, tails=None, temperature=1.0, first=0):
@@ -222,12 +224,9 @@ def test_one_token_just_beyond_the_tolerance_convicts_nobody_and_one_far_beyond_
 
 
 def test_many_tokens_beyond_the_tolerance_are_suspect_and_more_are_bad():
-    """40 tokens of which 0.2 % may be beyond: 1, 2 happen, 3 once in 3000 times, 5 less than once in 10^7."""
+    """40 tokens of which 0.2 % may be: 2 happen once in a hundred times, 3 in 3000, 6 less than once in 10^8."""
     by_count = [judge([made([0.12] * k + [0.0] * (40 - k))], LOOSE).outcome for k in range(7)]
-    assert by_count[:2] == [Outcome.HONEST] * 2
-    assert Outcome.SUSPECT in by_count
-    assert by_count[-1] is Outcome.BAD
-    assert by_count == sorted(by_count, key=list(Outcome).index)
+    assert by_count == [Outcome.HONEST] * 3 + [Outcome.SUSPECT] * 3 + [Outcome.BAD]
 
 
 def test_what_is_no_number_is_bad():
@@ -256,12 +255,35 @@ def test_only_a_workers_own_tokens_are_held_against_it():
 
 
 def test_small_differences_add_up_over_trajectories():
-    """0.03 a token is within the tolerance of each token, but not of the mean of a thousand."""
-    each = [judge([made([0.03] * 100)], LOOSE) for _ in range(10)]
+    """0.03 a token is within the tolerance of each, but 40 % at most may be off by more than 0.01: here 70 % are.
+
+    Of 10 tokens 7 prove little; of 100 they prove it: 100 · KL(0.7 ‖ 0.4) = 18.4, and e^−18.4 is below 10^−7.
+    """
+    each = [judge([made([0.03] * 7 + [0.0] * 3)], LOOSE) for _ in range(10)]
     assert {v.outcome for v in each} == {Outcome.HONEST}
-    assert pooled(each[:9], LOOSE).outcome is Outcome.HONEST
+    assert pooled(each[:2], LOOSE).outcome is Outcome.HONEST
     found = pooled(each, LOOSE)
-    assert (found.outcome, found.test, found.num_tokens) == (Outcome.BAD, "mean", 1000)
+    assert (found.outcome, found.test, found.num_tokens) == (Outcome.BAD, "typical", 100)
+
+
+def test_quantised_weights_are_found_within_bfloat16_rounding_by_a_hub_that_rounds_alike():
+    """int8 is about as fine as bfloat16; but most honest tokens are rounded to the very bit as the hub's are."""
+    leases = [lease(i, k) for i in range(12) for k in range(4)]
+    alike = Rescorer(near(policy(), 0.0).bfloat16())
+    alike.load(dict(policy().named_parameters()), 0)
+
+    def scores(weights):
+        answers = grow(engine(weights, "bfloat16"), leases)
+        return alike.score([Claim(a, g.sampling, g.noise_seed) for g, a in zip(leases, answers, strict=True)])
+
+    calibration, right = Calibration(min_tokens=500), scores(policy())
+    calibration.observe(BF16, right[::2])
+    tolerance = calibration.tolerance(BF16)
+    assert pooled([judge([s], tolerance) for s in right[1::2]], tolerance).outcome is Outcome.HONEST
+    assert {judge([s], tolerance).outcome for s in right[1::2]} == {Outcome.HONEST}
+    found = pooled([judge([s], tolerance) for s in scores(quantised(policy()))[1::2]], tolerance)
+    assert found.outcome is Outcome.BAD
+    assert found.beyond_typical > tolerance.often * found.num_tokens
 
 
 def test_nothing_to_check_is_honest():
@@ -282,8 +304,6 @@ def test_the_chance_of_tokens_beyond_bounds_what_counting_finds():
 
 # ---- worker classes --------------------------------------------------------------------------------------------------
 
-BF16 = WorkerClass("cpu", "bfloat16", "embedded")
-
 
 def noisy(sigma, count, seed=0):
     rng = random.Random(seed)
@@ -300,12 +320,12 @@ def test_a_class_has_its_dtypes_default_until_enough_is_known():
 
 
 def test_a_tolerance_follows_what_trusted_workers_show_with_half_as_much_headroom():
-    """|N(0, σ)| exceeds 3.09 σ in 0.2 % of cases, and is 0.798 σ in the mean."""
+    """|N(0, σ)| exceeds 3.09 σ in 0.2 % of cases, and 1.28 σ in 20 %."""
     calibration = Calibration()
     calibration.observe(BF16, noisy(0.05, 400))
     found = calibration.tolerance(BF16)
     assert found.logprob == pytest.approx(1.5 * 3.09 * 0.05, rel=0.1)
-    assert found.mean_logprob == pytest.approx(1.5 * 0.798 * 0.05, rel=0.05)
+    assert found.typical == pytest.approx(1.5 * 1.28 * 0.05, rel=0.05)
     assert found.draw_gap >= 2 * found.logprob
 
 
@@ -332,7 +352,7 @@ def test_a_class_that_samples_from_another_policy_is_refused(sigma, is_admitted)
     assert calibration.mismatch_kl(BF16) == pytest.approx(sigma**2 / 2, rel=0.35)
     assert (calibration.refusal(BF16) is None) is is_admitted
     if not is_admitted:
-        assert "embedded in bfloat16 on cpu are not admitted" in calibration.refusal(BF16)
+        assert "embedded in bfloat16 on a processor are not admitted" in calibration.refusal(BF16)
 
 
 def test_no_class_is_refused_on_a_handful_of_tokens():
