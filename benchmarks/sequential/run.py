@@ -57,9 +57,11 @@ class Swarm:
             process.wait(20)
 
 
-def run(
-    name: str, directory: Path, steps: int, workers: int, at: dict[int, Callable[[Swarm], None]]
-) -> dict[str, object]:
+Events = dict[int, Callable[[Swarm], None]]
+"""Step → what happens to the workers once it is done."""
+
+
+def run(name: str, directory: Path, steps: int, workers: int, at: Events) -> dict[str, object]:
     """Train once, and say what came of it."""
     overrides = [
         f"run.name={name}", f"run.directory={directory}", f"run.steps={steps}", "run.threads=1",
