@@ -81,6 +81,7 @@ class SwarmPort:
         self._futures: deque[Future[None]] = deque()
         self.last: Published | None = None
         """The last publication."""
+        self._is_closed = False
         self.train_s = 0.0
         self.step = 0
         self.staleness: dict[str, float] = {}
@@ -168,6 +169,7 @@ class SwarmPort:
 
     def close(self) -> None:
         """See `WorkerPort`: hangs up on everybody; this machine's own workers end."""
+        self._is_closed = True
         self._publishing.shutdown(wait=True, cancel_futures=True)
         if self._parts.checks is not None:
             self._parts.checks.close()
@@ -198,7 +200,8 @@ class SwarmPort:
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
         live = [*kept, *held]
         hub.versions = {number: v for number, v in hub.versions.items() if v in live}
-        self._futures.append(self._publishing.submit(self._collect, live))
+        if not self._is_closed:
+            self._futures.append(self._publishing.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:
         self._parts.store.collect(live)
