@@ -173,6 +173,7 @@ class _Host:
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
                 self._keep_versions,
+                () if self.base is None else (self.base,),
                 self.inbox,
                 self.pace,
             )
