@@ -37,6 +37,7 @@ from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
 from baton.swarm.status import HubStatus, QuarantineStatus, WorkerStatus, prometheus
 from baton.swarm.transfer import model_digest, pack_model
+from baton.swarm.verify import Calibration
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
 from baton.weights.publish import Publisher
 from baton.weights.shared import SharedMemory
@@ -91,8 +92,7 @@ class _Host:
         self.pace = Pace()
         self.authors: dict[int, Author] = {}
         """By worker number, also of workers that are gone."""
-        device, attention = torch_device(recipe.model.device), recipe.model.attention
-        model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"), attention=attention)
+        model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"))
         self.model_files, self.base = self._model_files(model, tokenizer), None
         self.store = Store(recipe.weights.store or run / "weights")
         self.publisher = Publisher(
@@ -109,7 +109,6 @@ class _Host:
             end_ids=end_ids(model, tokenizer),
         )
         self.text = lambda ids: tokenizer.text(ids, keep_special=True)
-        self.device, self.attention = device, attention
         self.desk = Desk(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
             Outside(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
@@ -221,28 +220,21 @@ class _Host:
         return Examiner(
             self._make_scorer,
             Inspector(self.recipe.inspection, secret),
-            calibration=self._calibration(),
-            quarantine=Quarantine(self.run / "quarantine.jsonl"),
+            Calibration(),
+            Quarantine(self.run / "quarantine.jsonl"),
             keep_versions=self._keep_versions,
             to_hub=lambda action: self.hub.call(action),
             on_release=self.desk.release,
             on_conviction=self._convicted,
         )
 
-    @staticmethod
-    def _calibration() -> Any:
-        from baton.swarm.verify import Calibration
-
-        return Calibration()
-
     def _make_scorer(self) -> Rescorer:
-        dtype = torch_dtype(self.recipe.engine.dtype)
-        path, attention = self.recipe.model.path, self.attention
+        """In the engines' dtype: then honest tokens are mostly scored to the same bits, and small lies stand out."""
+        dtype, attention = torch_dtype(self.recipe.engine.dtype), self.recipe.model.attention
+        device = torch_device(self.recipe.model.device)
         if self.recipe.lora is not None:
-            model = load_model(path, dtype=torch.float32, device=self.device, attention=attention)
-        else:
-            model = load_skeleton(self.scratch / "model", dtype=torch.float32, device=self.device, attention=attention)
-        return Rescorer(model, weights_dtype=dtype)
+            return Rescorer(load_model(self.recipe.model.path, dtype=dtype, device=device, attention=attention))
+        return Rescorer(load_skeleton(self.scratch / "model", dtype=dtype, device=device, attention=attention))
 
     def _close(self, local: LocalWorkers) -> None:
         local.close()
