@@ -32,10 +32,11 @@ from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import Listen
 from baton.swarm.local import LocalWorkers
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
+from baton.swarm.overview import overview
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
-from baton.swarm.status import HubStatus, QuarantineStatus, WorkerStatus, prometheus
+from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.transfer import model_digest, pack_model
 from baton.swarm.verify import Calibration
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
@@ -147,6 +148,11 @@ class _Host:
             ),
             self.listen,
         )
+        self.port = self._make_port(own_token)
+        return self.port
+
+    def _make_port(self, own_token: str) -> SwarmPort:
+        recipe, swarm = self.recipe, self.recipe.swarm
         port = self.hub.start()
         write_private(self.scratch / "token", own_token.encode())
         url = self.listen.url(port)
@@ -160,7 +166,7 @@ class _Host:
             say=self.say,
             device=recipe.model.device,
         )
-        self.port = SwarmPort(
+        return SwarmPort(
             PortParts(
                 self.hub,
                 self.publisher,
@@ -177,7 +183,6 @@ class _Host:
                 self.pace,
             )
         )
-        return self.port
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -287,62 +292,11 @@ class _Host:
             return f"this run generates in {dtype}, not in {hello.worker_class.dtype}"
         return None if grant.is_trusted else self.examiner.calibration.refusal(hello.worker_class)
 
+    def _status(self, hub: Hub) -> HubStatus:
+        return overview(hub, self.port, self.examiner, lineage=self.lineage)
+
     def _joined(self, peer: Peer) -> None:
         self.authors[peer.number] = Author(peer.grant.name, peer.worker_class, peer.grant.is_trusted)
-
-    # ---- status ------------------------------------------------------------------------------------------------------
-
-    def _status(self, hub: Hub) -> HubStatus:
-        table, port, counters = self.desk.table, self.port, hub.counters
-        rule = port.provisioning()
-        numbers = {"needed_per_s": rule.needed_per_s, "slack_s": rule.slack_s, "idle_share": rule.idle_share}
-        last = port.last
-        published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}
-        return HubStatus(
-            run=self.recipe.run.name,
-            lineage=self.lineage,
-            version=max(hub.versions, default=None),
-            versions=tuple(sorted(hub.versions)),
-            step=port.step,
-            workers=tuple(self._worker_status(peer) for peer in hub.peers.values()),
-            tasks=table.num_tasks,
-            waiting=table.num_waiting,
-            wasted_tokens=dict(table.wasted),
-            staleness=port.staleness,
-            publication=_known(published),
-            bytes_out={**counters.by_route, "total": counters.bytes_out},
-            provisioning=rule.sentence(),
-            rule=_known({"trajectories_per_s": rule.trajectories_per_s, "broadcast_s": rule.broadcast_s, **numbers}),
-            quarantine=tuple(_quarantined(c) for c in self.examiner.quarantine.convictions),
-            denied=counters.denied,
-            malformed=counters.malformed,
-            loop_delay_s=counters.loop_delay_s,
-            notes=tuple(a.fault for a in hub.parts.authenticators if a.fault),
-        )
-
-    def _worker_status(self, peer: Peer) -> WorkerStatus:
-        held = self.desk.table.workers.get(peer.number)
-        beat = peer.heartbeat
-        state = "serving" if peer.served is not None else "waiting"
-        if not peer.is_connected:
-            state = "cut off"
-        elif beat.fetching is not None:
-            state = "fetching"
-        return WorkerStatus(
-            name=peer.name,
-            worker_class=str(peer.worker_class),
-            address=peer.address,
-            state=state,
-            version=peer.served,
-            slots=peer.hello.slots,
-            leases=0 if held is None else len(held.leases),
-            tokens_per_s=peer.tokens_per_s(),
-            decoded_tokens=beat.stats.decoded_tokens,
-            fetched_bytes=beat.fetched_bytes,
-            fault=beat.fault,
-            is_trusted=peer.grant.is_trusted,
-            checked=self.examiner.counters.by_name.get(peer.grant.name, 0),
-        )
 
 
 class _TrainingChecks:
@@ -362,17 +316,3 @@ class _TrainingChecks:
     def close(self) -> None:
         """See `Checks`."""
         self._examiner.close()
-
-
-def _known(values: Mapping[str, float | int | None]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if value is not None}
-
-
-def _quarantined(conviction: Conviction) -> QuarantineStatus:
-    return QuarantineStatus(
-        conviction.worker,
-        conviction.verdict.reason,
-        tuple(sorted({step for _, step in conviction.trained})),
-        conviction.num_trained,
-        len(conviction.requeue),
-    )
