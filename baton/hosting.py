@@ -173,7 +173,8 @@ class _Host:
                 self.store,
                 str(self.shared or ""),
                 local.look_after,
-                lambda: self._close(local),
+                local.close,
+                self._clean_up,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
@@ -242,8 +243,7 @@ class _Host:
             return Rescorer(load_model(self.recipe.model.path, dtype=dtype, device=device, attention=attention))
         return Rescorer(load_skeleton(self.scratch / "model", dtype=dtype, device=device, attention=attention))
 
-    def _close(self, local: LocalWorkers) -> None:
-        local.close()
+    def _clean_up(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
         if self.shared is not None:
             shutil.rmtree(self.shared, ignore_errors=True)

@@ -41,6 +41,7 @@ from baton.swarm.messages import (
     Leaving,
     Malformed,
     Rejected,
+    RunOver,
     Want,
     Welcome,
     decode_from_worker,
@@ -151,10 +152,12 @@ class Hub:
         if self._fault is not None:
             raise self._fault
 
-    def stop(self) -> None:
-        """Hang up on everybody and end the thread. May be called twice."""
+    def stop(self, *, is_over: bool = False) -> None:
+        """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerPort.close`."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            if is_over:
+                self.call(self._dismiss)
+            self.call(self._stopping.set)
             self._thread.join(START_DEADLINE_S)
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
@@ -216,6 +219,14 @@ class Hub:
             await self._tick()
         finally:
             await runner.cleanup()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    def _dismiss(self) -> None:
+        for peer in self.peers.values():
+            self.send(peer.number, RunOver())
 
     async def _tick(self) -> None:
         last_s = time.monotonic()

@@ -89,6 +89,10 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     has_ended: bool = False
 
 
+class RunOver(msgspec.Struct, frozen=True, tag=True):
+    """The run is complete: there is nothing more to do, now or later."""
+
+
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The worker is not wanted; the connection ends after this."""
 
@@ -139,7 +143,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The worker goes, on purpose; all it had has been reported."""
 
 
-FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Rejected
+FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)

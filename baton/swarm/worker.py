@@ -43,6 +43,7 @@ from baton.swarm.messages import (
     Hello,
     Leaving,
     Rejected,
+    RunOver,
     Want,
     Welcome,
     check_protocol,
@@ -267,6 +268,9 @@ class SwarmWorker:
                 self._refresher.want(message)
             case Rejected():
                 self._rejected(message)
+            case RunOver():
+                self._options.say("the run is complete")
+                self.leave()
             case Welcome():
                 raise ConnectionLost("the hub welcomed this worker twice")
 
