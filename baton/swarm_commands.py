@@ -107,15 +107,17 @@ def _make_engine(
 
 
 def _device_name(device: str) -> str:
-    """What decides a device's rounding: the name of a GPU, or `cpu`."""
+    """What decides a device's rounding: the name of the GPU or processor."""
+    from baton.runs import processor_name
+
     if device == "cpu":
-        return "cpu"
+        return processor_name()
     import torch
 
     from baton.policy.load import torch_device
 
     found = torch_device(device)
-    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else processor_name()
 
 
 def relay(
