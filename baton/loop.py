@@ -304,8 +304,8 @@ class Loop:
             "perf/trajectories_per_s": sum(len(g.members) for g in groups) / step_time_s,
             **failure_metrics(groups),
         }
-        if rows:  # else the batch was a recorded one
-            values["perf/generate_tokens_per_s"] = generated / (waited["generate"] + hidden_s)
+        if rows:  # else the batch was a recorded one, or had been generated before
+            values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
         if self.rollout.mode == "async":
             values["time/generate_hidden"] = hidden_s

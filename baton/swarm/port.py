@@ -68,6 +68,8 @@ class PortParts:
     trajectories_per_step: int
     keep_versions: int
     """Published versions that stay fetchable and scorable."""
+    pinned: tuple[PolicyVersion, ...]
+    """Versions that stay whatever happens: the base model of adapters."""
     inbox: SimpleQueue[FromPort]
     pace: Pace
 
@@ -81,6 +83,7 @@ class SwarmPort:
         self._futures: deque[Future[None]] = deque()
         self.last: Published | None = None
         """The last publication."""
+        self._is_closed = False
         self.train_s = 0.0
         self.step = 0
         self.staleness: dict[str, float] = {}
@@ -168,6 +171,7 @@ class SwarmPort:
 
     def close(self) -> None:
         """See `WorkerPort`: hangs up on everybody; this machine's own workers end."""
+        self._is_closed = True
         self._publishing.shutdown(wait=True, cancel_futures=True)
         if self._parts.checks is not None:
             self._parts.checks.close()
@@ -196,9 +200,10 @@ class SwarmPort:
         hub.announce(Want(version, shared=parts.shared))
         kept = [hub.versions[number] for number in sorted(hub.versions)[-parts.keep_versions :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
-        live = [*kept, *held]
+        live = [*kept, *held, *parts.pinned]
         hub.versions = {number: v for number, v in hub.versions.items() if v in live}
-        self._futures.append(self._publishing.submit(self._collect, live))
+        if not self._is_closed:
+            self._futures.append(self._publishing.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:
         self._parts.store.collect(live)

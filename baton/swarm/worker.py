@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import DeadlineExceeded, EngineFault, UserError, WeightsFault
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError, WeightsFault
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -295,7 +295,10 @@ class SwarmWorker:
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            base = await self._refresher.fetch_base(welcome.base)
+            try:
+                base = await self._refresher.fetch_base(welcome.base)
+            except BatonError as error:
+                raise ConnectionLost(f"the base model could not be fetched: {error}") from error
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
 
         def build() -> None:
