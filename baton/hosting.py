@@ -120,7 +120,7 @@ class _Host:
 
     def open(self) -> SwarmPort:
         """Listen, and start this machine's workers."""
-        recipe, swarm = self.recipe, self.recipe.swarm
+        swarm = self.recipe.swarm
         own = TokenFile(self.scratch / "tokens.json")
         own_token = own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name="local", trusted=True)
         own.create(Role.ADMIN, LOCAL_TOKEN_LIFE_S, name="local-admin")
