@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import BatonError, EngineFault, UserError
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError, WeightsFault
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -42,6 +42,7 @@ from baton.swarm.messages import (
     Heartbeat,
     Hello,
     Leaving,
+    Malformed,
     Rejected,
     RunOver,
     Want,
@@ -67,6 +68,10 @@ MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 
 class ConnectionLost(Exception):
     """The hub is gone for now."""
+
+
+LOST = (ConnectionLost, WeightsFault, DeadlineExceeded)
+"""What another attempt may mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,9 @@ class SwarmWorker:
                     began_s = time.monotonic()
                     try:
                         await self._serve()
-                    except (ConnectionLost, aiohttp.ClientError, OSError, TimeoutError) as error:
+                        self._check_engine()
+                    except (*LOST, aiohttp.ClientError, OSError, TimeoutError) as error:
+                        self._check_engine()
                         if self._is_leaving.is_set():
                             return
                         if time.monotonic() - began_s > LONGEST_WAIT_S:
@@ -182,6 +189,9 @@ class SwarmWorker:
                 for task in (*tasks, leaving):
                     task.cancel()
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
+
+    def _check_engine(self) -> None:
+        """Raise EngineFault where the engine has ended: to connect again would be of no use."""
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -204,7 +214,10 @@ class SwarmWorker:
         message = await asyncio.wait_for(line.socket.receive(), max(deadline_s, CONNECT_DEADLINE_S))
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
-        return decode_from_hub(message.data)
+        try:
+            return decode_from_hub(message.data)
+        except Malformed as error:
+            raise ConnectionLost(f"the hub said what is no message: {error}") from error
 
     async def _send(self, line: _Line) -> None:
         while True:
@@ -224,19 +237,16 @@ class SwarmWorker:
 
     async def _say_goodbye(self, line: _Line) -> None:
         """What runs is put down, what it has is reported, and everything is sent."""
-        if self._engine is not None and self._engine.grower is not None:
-            done = asyncio.Event()
-            engine = self._engine
+        engine = self._engine
+        if engine is not None and engine.grower is not None:
+            grower = engine.grower
 
             def put_down() -> None:
-                assert engine.grower is not None
-                engine.say(engine.grower.flush())
-                engine.grower.drop_all()
-                self._loop.call_soon_threadsafe(done.set)
+                engine.say(grower.flush())
+                grower.drop_all()
 
-            engine.do(put_down)
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), CONNECT_DEADLINE_S)
+                await asyncio.wait_for(self._done_by(engine, put_down), CONNECT_DEADLINE_S)
         line.outgoing.put_nowait(Leaving())
         begin_s = time.monotonic()
         while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
@@ -283,8 +293,7 @@ class SwarmWorker:
         """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
         known, self._welcome = self._welcome, welcome
         if known is not None and known.incarnation != welcome.incarnation:
-            self._outbox.clear()
-            self._ask_engine(lambda grower: grower.drop_all())
+            await self._forget_all()
         if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
             raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
         if self._engine is not None:
@@ -301,21 +310,37 @@ class SwarmWorker:
             except BatonError as error:
                 raise ConnectionLost(f"the base model could not be fetched: {error}") from error
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
-        built: asyncio.Future[None] = self._loop.create_future()
 
         def build() -> None:
             with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
                 unpack_model(packed, Path(directory))
                 engine.grower = Grower(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
-            self._loop.call_soon_threadsafe(built.set_result, None)
 
-        engine.do(build)
         self._engine = engine
-        while not built.done() and self._fault is None:
-            await asyncio.wait([built], timeout=0.2)
+        await self._done_by(engine, build)
         if self._fault is not None:
             raise ConnectionLost(str(self._fault))
         self._options.say(f"ready: {welcome.run}")
+
+    async def _forget_all(self) -> None:
+        """Put down what is grown. After this nothing more comes of it: another hub's leases may have the same ids."""
+        engine = self._engine
+        if engine is not None:
+            await self._done_by(engine, lambda: None if engine.grower is None else engine.grower.drop_all())
+        self._outbox.clear()
+
+    async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
+        """Have something done in the engine's thread, and wait until it is, or the engine has ended."""
+        done = asyncio.Event()
+
+        def act() -> None:
+            action()
+            self._loop.call_soon_threadsafe(done.set)
+
+        engine.do(act)
+        while not done.is_set() and self._fault is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), 0.2)
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
