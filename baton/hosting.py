@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +33,7 @@ from baton.swarm.messages import PROTOCOL, Hello, Welcome
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
+from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, QuarantineStatus, WorkerStatus, prometheus
 from baton.swarm.transfer import model_digest, pack_model
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
@@ -84,9 +83,10 @@ class _Host:
         self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
         self.rules = recipe.rules()
         self.listen = check_swarm(recipe)
-        self.scratch = Path(tempfile.mkdtemp(prefix="baton-hub-"))
+        self.passing = Scratch(run / "scratch.txt")
+        self.scratch = self.passing.directory()
         memory = Path("/dev/shm")
-        self.shared = Path(tempfile.mkdtemp(prefix="baton-", dir=memory)) if memory.is_dir() else None
+        self.shared = self.passing.directory(memory) if memory.is_dir() else None
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         self.pace = Pace()
         self.authors: dict[int, Author] = {}
@@ -168,7 +168,8 @@ class _Host:
                 self.store,
                 str(self.shared or ""),
                 local.look_after,
-                lambda: self._close(local),
+                local.close,
+                self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
@@ -242,12 +243,6 @@ class _Host:
         else:
             model = load_skeleton(self.scratch / "model", dtype=torch.float32, device=self.device, attention=attention)
         return Rescorer(model, weights_dtype=dtype)
-
-    def _close(self, local: LocalWorkers) -> None:
-        local.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.shared is not None:
-            shutil.rmtree(self.shared, ignore_errors=True)
 
     # ---- callbacks, in the hub's thread ------------------------------------------------------------------------------
 

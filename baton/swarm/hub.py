@@ -35,6 +35,7 @@ from baton.swarm.messages import (
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
@@ -53,6 +54,8 @@ TICK_S = 1.0
 SEND_DEADLINE_S = 60.0
 PREPARE_DEADLINE_S = 1800.0
 """A worker may take so long to fetch a base model and build its engine, while its heart beats."""
+SILENT_HEARTBEATS = 12
+"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 MAX_CONNECTIONS = 4096
 START_DEADLINE_S = 30.0
 
@@ -255,8 +258,10 @@ class Hub:
             peer = self._seat(hello, grant, request.remote or "", outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
-            while (message := await self._read(socket)) is not None and self.peers.get(peer.number) is peer:
-                self._hear(peer, message)
+            silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
+            with suppress(TimeoutError):
+                while (message := await self._read(socket, silence_s)) is not None and self._has(peer):
+                    self._hear(peer, message)
         except (Malformed, TimeoutError) as error:
             self.counters.malformed += 1
             self.parts.audit.record("malformed", 400, str(error)[:300], request.remote or "", "/worker", grant.name)
@@ -286,9 +291,9 @@ class Hub:
             await asyncio.wait_for(socket.send_bytes(frame), SEND_DEADLINE_S)
             self.counters.bytes_out += len(frame)
 
-    async def _read(self, socket: web.WebSocketResponse) -> FromWorker | None:
-        """Return the worker's next message, or None when it is gone."""
-        frame = await asyncio.wait_for(socket.receive(), PREPARE_DEADLINE_S)
+    async def _read(self, socket: web.WebSocketResponse, deadline_s: float) -> FromWorker | None:
+        """Return the worker's next message, or None when it is gone. Raises TimeoutError."""
+        frame = await asyncio.wait_for(socket.receive(), deadline_s)
         if frame.type is not WSMsgType.BINARY:
             if frame.type is WSMsgType.TEXT:
                 raise Malformed("a text where a message was expected")
@@ -300,7 +305,7 @@ class Hub:
         """Wait until the worker is ready; its heart may beat meanwhile."""
         deadline_s = time.monotonic() + PREPARE_DEADLINE_S
         while time.monotonic() < deadline_s:
-            match await self._read(socket):
+            match await self._read(socket, PREPARE_DEADLINE_S):
                 case Hello() as hello:
                     return hello
                 case Heartbeat():
@@ -357,6 +362,7 @@ class Hub:
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
+                self.send(peer.number, Heard())
                 if peer.served != before:
                     self.parts.on_served(self)
             case Leaving():
@@ -367,6 +373,10 @@ class Hub:
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
+
+    def _has(self, peer: Peer) -> bool:
+        """Whether a worker has not been hung up on."""
+        return self.peers.get(peer.number) is peer
 
     def _alive(self, peer: Peer) -> None:
         self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)

@@ -61,8 +61,10 @@ class PortParts:
     """Directory in shared memory for this machine's workers; empty for none."""
     look_after: Callable[[], None]
     """Looks after the workers of this machine."""
-    close: Callable[[], None]
-    """Ends them, and removes what was only for this process."""
+    dismiss: Callable[[], None]
+    """Ends them."""
+    clear: Callable[[], None]
+    """Removes what was only for this process."""
     checks: Checks | None
     publish_every: int
     trajectories_per_step: int
@@ -173,9 +175,10 @@ class SwarmPort:
         self._publishing.shutdown(wait=True, cancel_futures=True)
         if self._parts.checks is not None:
             self._parts.checks.close()
-        self._parts.close()
+        self._parts.dismiss()
         self._parts.hub.stop()
         self._parts.hub.parts.audit.close()
+        self._parts.clear()
 
     def _look_after(self) -> None:
         """Raise what has failed elsewhere, and start again this machine's workers that have ended."""
@@ -198,7 +201,8 @@ class SwarmPort:
         hub.announce(Want(version, shared=parts.shared))
         kept = [hub.versions[number] for number in sorted(hub.versions)[-parts.keep_versions :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
-        live = [*kept, *held]
+        base = hub.parts.welcome.base
+        live = [*kept, *held, *([base] if base is not None else [])]
         hub.versions = {number: v for number, v in hub.versions.items() if v in live}
         if not self._is_closed:
             self._futures.append(self._publishing.submit(self._collect, live))

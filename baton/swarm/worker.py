@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import EngineFault, UserError
+from baton.errors import DeadlineExceeded, EngineFault, UserError, WeightsFault
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -39,9 +39,11 @@ from baton.swarm.messages import (
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
+    Malformed,
     Rejected,
     Want,
     Welcome,
@@ -59,9 +61,14 @@ from baton.types import FromWorker as FromEngine
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
+SILENT_HEARTBEATS = 12
+"""After so many without an answer there is no hub behind the connection any more, though nobody has hung up."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
+
+
+_NETWORK = (aiohttp.ClientError, OSError)
 
 
 class ConnectionLost(Exception):
@@ -120,7 +127,8 @@ class SwarmWorker:
                     began_s = time.monotonic()
                     try:
                         await self._serve()
-                    except (ConnectionLost, aiohttp.ClientError, OSError, TimeoutError) as error:
+                    except (ConnectionLost, Malformed, WeightsFault, DeadlineExceeded, *_NETWORK) as error:
+                        self._check_engine()
                         if self._is_leaving.is_set():
                             return
                         if time.monotonic() - began_s > LONGEST_WAIT_S:
@@ -142,6 +150,7 @@ class SwarmWorker:
     # ---- one connection ----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
+        self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
         connecting = self._http.ws_connect(
             self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
@@ -182,6 +191,9 @@ class SwarmWorker:
                 for task in (*tasks, leaving):
                     task.cancel()
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
+
+    def _check_engine(self) -> None:
+        """Raise what has ended the engine, if anything has: to connect again would be of no use."""
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -193,7 +205,7 @@ class SwarmWorker:
         for report in self._outbox.again():
             line.outgoing.put_nowait(report)
         while True:
-            self._obey_hub(await self._receive(line, welcome.heartbeat_s * 6))
+            self._obey_hub(await self._receive(line, welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
@@ -201,7 +213,10 @@ class SwarmWorker:
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
     async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
-        message = await asyncio.wait_for(line.socket.receive(), max(deadline_s, CONNECT_DEADLINE_S))
+        try:
+            message = await asyncio.wait_for(line.socket.receive(), deadline_s)
+        except TimeoutError as error:
+            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s") from error
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
         return decode_from_hub(message.data)
@@ -224,19 +239,15 @@ class SwarmWorker:
 
     async def _say_goodbye(self, line: _Line) -> None:
         """What runs is put down, what it has is reported, and everything is sent."""
-        if self._engine is not None and self._engine.grower is not None:
-            done = asyncio.Event()
-            engine = self._engine
+        engine = self._engine
+        if engine is not None and engine.grower is not None:
 
-            def put_down() -> None:
-                assert engine.grower is not None
-                engine.say(engine.grower.flush())
-                engine.grower.drop_all()
-                self._loop.call_soon_threadsafe(done.set)
+            def put_down(grower: Grower) -> None:
+                engine.say(grower.flush())
+                grower.drop_all()
 
-            engine.do(put_down)
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), CONNECT_DEADLINE_S)
+                await self._have_done(put_down)
         line.outgoing.put_nowait(Leaving())
         begin_s = time.monotonic()
         while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
@@ -259,6 +270,8 @@ class SwarmWorker:
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
                 self._refresher.want(message)
+            case Heard():
+                pass
             case Rejected():
                 self._rejected(message)
             case Welcome():
@@ -271,10 +284,11 @@ class SwarmWorker:
 
     async def _prepare(self, welcome: Welcome) -> None:
         """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
-        known, self._welcome = self._welcome, welcome
-        if known is not None and known.incarnation != welcome.incarnation:
+        known = self._welcome
+        if known is not None and known.incarnation != welcome.incarnation and self._engine is not None:
+            await self._have_done(lambda grower: grower.drop_all())  # its lease ids mean something else from here on
             self._outbox.clear()
-            self._ask_engine(lambda grower: grower.drop_all())
+        self._welcome = welcome
         if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
             raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
         if self._engine is not None:
@@ -315,6 +329,17 @@ class SwarmWorker:
                 action(engine.grower)
 
             engine.do(act)
+
+    async def _have_done(self, action: Callable[[Grower], None]) -> None:
+        """Have the engine do something, and return when it has and all that it reported before has been taken."""
+        done = asyncio.Event()
+
+        def act(grower: Grower) -> None:
+            action(grower)
+            self._loop.call_soon_threadsafe(done.set)
+
+        self._ask_engine(act)
+        await asyncio.wait_for(done.wait(), CONNECT_DEADLINE_S)
 
     def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
         """In the engine's thread."""
