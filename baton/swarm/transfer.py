@@ -50,6 +50,8 @@ class HttpSource:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(deadline_s)
+        except aiohttp.ServerTimeoutError as error:
+            raise DeadlineExceeded(f"{self.name} sent nothing for {_SILENCE_S:.0f} s") from error
         except TimeoutError as error:
             future.cancel()
             raise DeadlineExceeded(f"{self.name} did not send {size} bytes in {deadline_s:.0f} s") from error

@@ -117,9 +117,13 @@ class SwarmWorker:
     async def run(self) -> None:
         """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
         self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
+        tls = self._options.ssl or True
+        once = aiohttp.TCPConnector(ssl=tls, force_close=True)  # a kept connection may lead nowhere after a cut
         wait_s = 0.0
-        async with aiohttp.ClientSession(connector=connector) as self._http:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as self._http,
+            aiohttp.ClientSession(connector=once) as self._lines,
+        ):
             source = HttpSource(self._http, self._loop, self._options.url, self._options.token)
             self._refresher = Refresher(source, self._activate, self._options.say)
             try:
@@ -152,7 +156,7 @@ class SwarmWorker:
     async def _serve(self) -> None:
         self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
-        connecting = self._http.ws_connect(
+        connecting = self._lines.ws_connect(
             self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
         )
         try:
@@ -250,7 +254,7 @@ class SwarmWorker:
                 await self._have_done(put_down)
         line.outgoing.put_nowait(Leaving())
         begin_s = time.monotonic()
-        while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
+        while not (line.outgoing.empty() or line.socket.closed) and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
 
