@@ -70,6 +70,8 @@ class PortParts:
     trajectories_per_step: int
     keep_versions: int
     """Published versions that stay fetchable and scorable."""
+    pinned: tuple[PolicyVersion, ...]
+    """Versions that stay whatever happens: the base model of adapters."""
     inbox: SimpleQueue[FromPort]
     pace: Pace
 
@@ -201,8 +203,7 @@ class SwarmPort:
         hub.announce(Want(version, shared=parts.shared))
         kept = [hub.versions[number] for number in sorted(hub.versions)[-parts.keep_versions :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
-        base = hub.parts.welcome.base
-        live = [*kept, *held, *([base] if base is not None else [])]
+        live = [*kept, *held, *parts.pinned]
         hub.versions = {number: v for number, v in hub.versions.items() if v in live}
         if not self._is_closed:
             self._futures.append(self._publishing.submit(self._collect, live))

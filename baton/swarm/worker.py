@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import DeadlineExceeded, EngineFault, UserError, WeightsFault
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError, WeightsFault
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -124,8 +124,7 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as self._http,
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
-            source = HttpSource(self._http, self._loop, self._options.url, self._options.token)
-            self._refresher = Refresher(source, self._activate, self._options.say)
+            self._refresher = Refresher(self._source, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
@@ -260,6 +259,13 @@ class SwarmWorker:
 
     # ---- what the hub says -------------------------------------------------------------------------------------------
 
+    def _source(self, relay: str | None) -> HttpSource:
+        """The relay at a URL, or the hub itself."""
+        if relay is None:
+            return HttpSource(self._http, self._loop, self._options.url, self._options.token)
+        secret = "" if self._welcome is None else self._welcome.relay_secret
+        return HttpSource(self._http, self._loop, relay, secret, distance=0)
+
     def _obey_hub(self, message: FromHub) -> None:
         match message:
             case Lease():
@@ -304,7 +310,10 @@ class SwarmWorker:
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            base = await self._refresher.fetch_base(welcome.base)
+            try:
+                base = await self._refresher.fetch_base(welcome.base)
+            except BatonError as error:
+                raise ConnectionLost(f"the base model could not be fetched: {error}") from error
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
         built: asyncio.Future[None] = self._loop.create_future()
 
