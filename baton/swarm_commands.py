@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import urllib.error
@@ -54,6 +55,7 @@ def worker(
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     insecure: Insecure = False,
     ca: Authority = None,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Leave when standard input ends.")] = False,
 ) -> None:
     """Generate for a run anywhere: join its hub, fetch its weights, grow its trajectories.
 
@@ -79,13 +81,21 @@ def worker(
     def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
         return _make_engine(welcome, directory, base, slots, threads, device)
 
-    asyncio.run(_run(SwarmWorker(options, make_engine)))
+    asyncio.run(_run(SwarmWorker(options, make_engine), tied))
 
 
-async def _run(one: Any) -> None:
+async def _run(one: Any, is_tied: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, one.leave)
+
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            one.leave()
+
+    if is_tied:
+        loop.add_reader(sys.stdin.fileno(), on_input)
     await one.run()
 
 

@@ -38,6 +38,7 @@ from baton.swarm.messages import (
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
@@ -55,6 +56,8 @@ from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
 
 TICK_S = 1.0
+SILENT_HEARTBEATS = 12
+"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 START_DEADLINE_S = 30.0
 
 
@@ -294,8 +297,9 @@ class Hub:
             peer = self._seat(await line.read_hello(self.parts.say), grant, address, outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
+            silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
             while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
-                message = await line.read()
+                message = await line.read(silence_s)
                 if message is None:
                     return
                 self.counters.frames_in += 1
@@ -368,6 +372,7 @@ class Hub:
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
+                self.send(peer.number, Heard())
                 if peer.served != before:
                     self.parts.on_served(self)
             case Leaving():
@@ -378,6 +383,10 @@ class Hub:
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
+
+    def _has(self, peer: Peer) -> bool:
+        """Whether a worker has not been hung up on."""
+        return self.peers.get(peer.number) is peer
 
     def _alive(self, peer: Peer) -> None:
         self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)

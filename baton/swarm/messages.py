@@ -9,6 +9,7 @@
       ── Report · Retry ──────────────────▶
       ◀─────────────────────────────── Ack      reports up to here need not be said again
       ── Heartbeat ───────────────────────▶
+      ◀───────────────────────────── Heard      there is a hub: a worker that hears nothing for long connects anew
       ── Leaving · Fault ─────────────────▶
 
 The lease ids here are the hub's; every one is said once and never used again. Weights and model files go over HTTP.
@@ -95,6 +96,10 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
     """The run is complete: there is nothing more to do, now or later."""
 
 
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Heartbeat."""
+
+
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The worker is not wanted; the connection ends after this."""
 
@@ -145,7 +150,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The worker goes, on purpose; all it had has been reported."""
 
 
-FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Rejected | RunOver
+FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Heard | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)

@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError, WeightsFault
+from baton.errors import DeadlineExceeded, EngineFault, UserError, WeightsFault
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -39,6 +39,7 @@ from baton.swarm.messages import (
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
@@ -53,7 +54,7 @@ from baton.swarm.messages import (
 )
 from baton.swarm.outbox import Outbox
 from baton.swarm.refresher import Refresher
-from baton.swarm.transfer import MAX_MODEL_BYTES, HttpSource, get_bounded, model_digest, unpack_model
+from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
@@ -61,6 +62,8 @@ from baton.types import FromWorker as FromEngine
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
+SILENT_HEARTBEATS = 12
+"""After so many without an answer there is no hub behind the connection any more, though nobody has hung up."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
@@ -70,7 +73,7 @@ class ConnectionLost(Exception):
     """The hub is gone for now."""
 
 
-LOST = (ConnectionLost, WeightsFault, DeadlineExceeded)
+LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
 """What another attempt may mend."""
 
 
@@ -116,17 +119,20 @@ class SwarmWorker:
     async def run(self) -> None:
         """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
         self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
+        tls = self._options.ssl or True
+        once = aiohttp.TCPConnector(ssl=tls, force_close=True)  # a kept connection may lead nowhere after a cut
         wait_s = 0.0
-        async with aiohttp.ClientSession(connector=connector) as self._http:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as self._http,
+            aiohttp.ClientSession(connector=once) as self._lines,
+        ):
             self._refresher = Refresher(self._source, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
                     try:
                         await self._serve()
-                        self._check_engine()
-                    except (*LOST, aiohttp.ClientError, OSError, TimeoutError) as error:
+                    except LOST as error:
                         self._check_engine()
                         if self._is_leaving.is_set():
                             return
@@ -149,8 +155,9 @@ class SwarmWorker:
     # ---- one connection ----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
+        self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
-        connecting = self._http.ws_connect(
+        connecting = self._lines.ws_connect(
             self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
         )
         try:
@@ -191,7 +198,7 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """Raise EngineFault where the engine has ended: to connect again would be of no use."""
+        """Raise what has ended the engine, if anything has: to connect again would be of no use."""
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -203,7 +210,7 @@ class SwarmWorker:
         for report in self._outbox.again():
             line.outgoing.put_nowait(report)
         while True:
-            self._obey_hub(await self._receive(line, welcome.heartbeat_s * 6))
+            self._obey_hub(await self._receive(line, welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
@@ -211,7 +218,10 @@ class SwarmWorker:
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
     async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
-        message = await asyncio.wait_for(line.socket.receive(), max(deadline_s, CONNECT_DEADLINE_S))
+        try:
+            message = await asyncio.wait_for(line.socket.receive(), deadline_s)
+        except TimeoutError as error:
+            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s") from error
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
         try:
@@ -249,7 +259,7 @@ class SwarmWorker:
                 await asyncio.wait_for(self._done_by(engine, put_down), CONNECT_DEADLINE_S)
         line.outgoing.put_nowait(Leaving())
         begin_s = time.monotonic()
-        while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
+        while not (line.outgoing.empty() or line.socket.closed) and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
 
@@ -276,6 +286,8 @@ class SwarmWorker:
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
                 self._refresher.want(message)
+            case Heard():
+                pass
             case Rejected():
                 self._rejected(message)
             case RunOver():
@@ -298,17 +310,11 @@ class SwarmWorker:
             raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
         if self._engine is not None:
             return
-        headers = {"Authorization": f"Bearer {self._options.token}"}
-        packed = await get_bounded(self._http, self._options.url + "/model", headers, MAX_MODEL_BYTES)
-        if model_digest(packed) != welcome.model_digest:
-            raise ConnectionLost("the model's files are not those that the hub announced")
+        packed = await fetch_model(self._http, self._options.url, self._options.token, welcome.model_digest)
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            try:
-                base = await self._refresher.fetch_base(welcome.base)
-            except BatonError as error:
-                raise ConnectionLost(f"the base model could not be fetched: {error}") from error
+            base = await self._refresher.fetch_base(welcome.base)
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
 
         def build() -> None:
