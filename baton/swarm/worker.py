@@ -324,8 +324,7 @@ class SwarmWorker:
 
         self._engine = engine
         await self._done_by(engine, build)
-        if self._fault is not None:
-            raise ConnectionLost(str(self._fault))
+        self._check_engine()
         self._options.say(f"ready: {welcome.run}")
 
     async def _forget_all(self) -> None:
