@@ -74,6 +74,7 @@ def worker(
         read_token_file(token_file),
         client_ssl(base, ca),
         slots=slots,
+        store=store,
         device=_device_name(device),
         say=_say,
     )

@@ -58,6 +58,8 @@ from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
+from baton.weights.sources import StoreSource
+from baton.weights.store import Store
 
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
@@ -86,6 +88,8 @@ class WorkerOptions:
     ssl: SSLContext | None = None
     slots: int | None = None
     """In place of the recipe's engine.slots."""
+    store: str | None = None
+    """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
     device: str = "cpu"
     """For people, and for the class whose logprobs are compared."""
     engine: str = "embedded"
@@ -126,7 +130,8 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as self._http,
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
-            self._refresher = Refresher(self._source, self._activate, self._options.say)
+            near = [] if self._options.store is None else [StoreSource(Store(self._options.store))]
+            self._refresher = Refresher(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
@@ -157,9 +162,8 @@ class SwarmWorker:
     async def _serve(self) -> None:
         self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
-        connecting = self._lines.ws_connect(
-            self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
-        )
+        url = self._options.url + "/worker"
+        connecting = self._lines.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
         try:
             socket = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
         except aiohttp.WSServerHandshakeError as error:
