@@ -28,8 +28,10 @@ class Refresher:
         activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
-        """source: of a relay's URL, or the hub; near: asked before these; activate: have the engine switch to a version,
-        and call `activated` when it has."""
+        """source: of a relay's URL, or the hub; near: asked before these.
+
+        activate: have the engine switch to a version, and call `activated` when it has.
+        """
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._activate, self._say = activate, say

@@ -22,14 +22,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 import aiohttp
 
-from baton.errors import DeadlineExceeded, EngineFault, UserError, WeightsFault
+from baton.errors import EngineFault, UserError
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -43,19 +43,17 @@ from baton.swarm.messages import (
     Heartbeat,
     Hello,
     Leaving,
-    Malformed,
     Rejected,
     RunOver,
     Want,
     Welcome,
     check_protocol,
-    decode_from_hub,
-    encode,
 )
 from baton.swarm.outbox import Outbox
 from baton.swarm.refresher import Refresher
 from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verify import WorkerClass
+from baton.swarm.worker_line import LOST, ConnectionLost, WorkerLine
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
 from baton.weights.sources import StoreSource
@@ -69,14 +67,6 @@ SILENT_HEARTBEATS = 12
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
-
-
-class ConnectionLost(Exception):
-    """The hub is gone for now."""
-
-
-LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
-"""What another attempt may mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +86,6 @@ class WorkerOptions:
     say: Callable[[str], None] = print
 
 
-@dataclass(slots=True)
-class _Line:
-    """One connection, while it lasts."""
-
-    socket: aiohttp.ClientWebSocketResponse
-    outgoing: asyncio.Queue[FromWorker] = field(default_factory=asyncio.Queue)
-    is_open: bool = False
-    """Whether Hello has been said: before, reports wait in the outbox."""
-
-
 class SwarmWorker:
     """One worker process."""
 
@@ -115,7 +95,7 @@ class SwarmWorker:
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
-        self._line: _Line | None = None
+        self._line: WorkerLine | None = None
         self._fault: Exception | None = None
         self._is_leaving = asyncio.Event()
         self._engine: EngineThread | None = None
@@ -130,7 +110,7 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as self._http,
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
-            near = [] if self._options.store is None else [StoreSource(Store(self._options.store))]
+            near = [StoreSource(Store(self._options.store))] if self._options.store else []
             self._refresher = Refresher(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
@@ -174,15 +154,15 @@ class SwarmWorker:
                 ) from error
             raise
         async with socket:
-            line = _Line(socket)
-            welcome = await self._receive(line, CONNECT_DEADLINE_S)
+            line = WorkerLine(socket)
+            welcome = await line.receive(CONNECT_DEADLINE_S)
             if isinstance(welcome, Rejected):
                 self._rejected(welcome)
             if not isinstance(welcome, Welcome):
                 raise ConnectionLost("the hub did not welcome this worker")
             check_protocol(welcome)
             tasks: list[asyncio.Task[Any]] = [
-                asyncio.create_task(self._send(line)),
+                asyncio.create_task(line.send_all()),
                 asyncio.create_task(self._beat(line, welcome.heartbeat_s)),
             ]
             self._line = line
@@ -206,50 +186,31 @@ class SwarmWorker:
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    async def _listen(self, line: _Line, welcome: Welcome) -> None:
+    async def _listen(self, line: WorkerLine, welcome: Welcome) -> None:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
-        line.outgoing.put_nowait(self._hello(welcome, slots))
+        line.say(self._hello(welcome, slots))
         line.is_open = True
         for report in self._outbox.again():
-            line.outgoing.put_nowait(report)
+            line.say(report)
         while True:
-            self._obey_hub(await self._receive(line, welcome.heartbeat_s * SILENT_HEARTBEATS))
+            self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
         have, leases = self._refresher.have, self._outbox.leases
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
-    async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
-        try:
-            message = await asyncio.wait_for(line.socket.receive(), deadline_s)
-        except TimeoutError as error:
-            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s") from error
-        if message.type is not aiohttp.WSMsgType.BINARY:
-            raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
-        try:
-            return decode_from_hub(message.data)
-        except Malformed as error:
-            raise ConnectionLost(f"the hub said what is no message: {error}") from error
-
-    async def _send(self, line: _Line) -> None:
+    async def _beat(self, line: WorkerLine, every_s: float) -> None:
         while True:
-            message = await line.outgoing.get()
-            await asyncio.wait_for(line.socket.send_bytes(encode(message)), CONNECT_DEADLINE_S)
-            if isinstance(message, Fault):
-                raise ConnectionLost(message.text)
-
-    async def _beat(self, line: _Line, every_s: float) -> None:
-        while True:
-            line.outgoing.put_nowait(self._heartbeat())
+            line.say(self._heartbeat())
             await asyncio.sleep(every_s)
 
     def _heartbeat(self) -> Heartbeat:
         now = self._refresher
         return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
-    async def _say_goodbye(self, line: _Line) -> None:
+    async def _say_goodbye(self, line: WorkerLine) -> None:
         """What runs is put down, what it has is reported, and everything is sent."""
         engine = self._engine
         if engine is not None and engine.grower is not None:
@@ -261,11 +222,8 @@ class SwarmWorker:
 
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._done_by(engine, put_down), CONNECT_DEADLINE_S)
-        line.outgoing.put_nowait(Leaving())
-        begin_s = time.monotonic()
-        while not (line.outgoing.empty() or line.socket.closed) and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        line.say(Leaving())
+        await line.drain()
 
     # ---- what the hub says -------------------------------------------------------------------------------------------
 
@@ -383,11 +341,11 @@ class SwarmWorker:
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
         if self._line is not None:
-            self._line.outgoing.put_nowait(Fault(type(error).__name__, str(error)[:2000]))
+            self._line.say(Fault(type(error).__name__, str(error)[:2000]))
 
     def _say(self, message: FromWorker) -> None:
         if self._line is not None and self._line.is_open:
-            self._line.outgoing.put_nowait(message)
+            self._line.say(message)
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine
