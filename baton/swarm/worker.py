@@ -137,7 +137,8 @@ class SwarmWorker:
                         cause = str(error) or type(error).__name__
                         self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
                         with suppress(TimeoutError):
-                            await asyncio.wait_for(self._is_leaving.wait(), waiting_s)
+                            async with asyncio.timeout(waiting_s):
+                                await self._is_leaving.wait()
             finally:
                 if self._engine is not None:
                     await asyncio.to_thread(self._engine.close)
@@ -150,11 +151,11 @@ class SwarmWorker:
 
     async def _serve(self) -> None:
         headers = {"Authorization": f"Bearer {self._options.token}"}
-        connecting = self._http.ws_connect(
-            self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
-        )
         try:
-            socket = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                socket = await self._http.ws_connect(
+                    self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8
+                )
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403) and self._welcome is None:
                 raise UserError(
@@ -211,7 +212,8 @@ class SwarmWorker:
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
     async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
-        message = await asyncio.wait_for(line.socket.receive(), max(deadline_s, CONNECT_DEADLINE_S))
+        async with asyncio.timeout(max(deadline_s, CONNECT_DEADLINE_S)):
+            message = await line.socket.receive()
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
         try:
@@ -222,7 +224,8 @@ class SwarmWorker:
     async def _send(self, line: _Line) -> None:
         while True:
             message = await line.outgoing.get()
-            await asyncio.wait_for(line.socket.send_bytes(encode(message)), CONNECT_DEADLINE_S)
+            async with asyncio.timeout(CONNECT_DEADLINE_S):  # wait_for may swallow a cancellation
+                await line.socket.send_bytes(encode(message))
             if isinstance(message, Fault):
                 raise ConnectionLost(message.text)
 
@@ -246,7 +249,8 @@ class SwarmWorker:
                 grower.drop_all()
 
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._done_by(engine, put_down), CONNECT_DEADLINE_S)
+                async with asyncio.timeout(CONNECT_DEADLINE_S):
+                    await self._done_by(engine, put_down)
         line.outgoing.put_nowait(Leaving())
         begin_s = time.monotonic()
         while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
@@ -330,7 +334,8 @@ class SwarmWorker:
         engine.do(act)
         while not done.is_set() and self._fault is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), 0.2)
+                async with asyncio.timeout(0.2):
+                    await done.wait()
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
