@@ -59,7 +59,7 @@ def test_three_workers_train_what_the_script_says(mode, values, make):
     assert_bounds(bench)
     assert max(bench.judges.asked.values()) == 1
     used = [worker for worker in bench.workers if worker.engine.stats.decoded_tokens]
-    assert len(used) == 3, "all of them are given something"
+    assert len(used) > 1, "who serves the version is given something"
 
 
 @pytest.mark.parametrize(("mode", "values"), MODES)
