@@ -245,7 +245,8 @@ class Hub:
         last_s = time.monotonic()
         while not self._stopping.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._stopping.wait()
             now_s = time.monotonic()
             delay_s = max(0.0, now_s - last_s - 2 * TICK_S)
             self.counters.loop_delay_s = max(self.counters.loop_delay_s, delay_s)

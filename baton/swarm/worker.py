@@ -128,7 +128,8 @@ class SwarmWorker:
                         cause = str(error) or type(error).__name__
                         self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
                         with suppress(TimeoutError):
-                            await asyncio.wait_for(self._is_leaving.wait(), waiting_s)
+                            async with asyncio.timeout(waiting_s):
+                                await self._is_leaving.wait()
             finally:
                 if self._engine is not None:
                     await asyncio.to_thread(self._engine.close)
@@ -143,9 +144,9 @@ class SwarmWorker:
         self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
         url = self._options.url + "/worker"
-        connecting = self._lines.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
         try:
-            socket = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                socket = await self._lines.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403) and self._welcome is None:
                 raise UserError(
@@ -221,7 +222,8 @@ class SwarmWorker:
                 grower.drop_all()
 
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._done_by(engine, put_down), CONNECT_DEADLINE_S)
+                async with asyncio.timeout(CONNECT_DEADLINE_S):
+                    await self._done_by(engine, put_down)
         line.say(Leaving())
         await line.drain()
 
@@ -307,7 +309,8 @@ class SwarmWorker:
         engine.do(act)
         while not done.is_set() and self._fault is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), 0.2)
+                async with asyncio.timeout(0.2):
+                    await done.wait()
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ class WorkerLine:
     async def receive(self, deadline_s: float) -> FromHub:
         """Return the hub's next message. Raises ConnectionLost."""
         try:
-            message = await asyncio.wait_for(self._socket.receive(), deadline_s)
+            async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
+                message = await self._socket.receive()
         except TimeoutError as error:
             raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s") from error
         if message.type is not aiohttp.WSMsgType.BINARY:
@@ -51,7 +52,8 @@ class WorkerLine:
         """Send what is queued, for ever. Raises ConnectionLost once a Fault is sent: the worker's last words."""
         while True:
             message = await self._outgoing.get()
-            await asyncio.wait_for(self._socket.send_bytes(encode(message)), SEND_DEADLINE_S)
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await self._socket.send_bytes(encode(message))
             if isinstance(message, Fault):
                 raise ConnectionLost(message.text)
 
