@@ -144,6 +144,7 @@ class _Host:
                 on_tick=self.examiner.tick,
                 admits=self._admits,
                 is_banned=self.examiner.quarantine.reason,
+                on_malformed=lambda peer, sentence: self._violated(peer.number, f"malformed: {sentence}"),
                 say=self.say,
             ),
             self.listen,
@@ -159,12 +160,7 @@ class _Host:
         if swarm.serve is not None:
             self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
         local = LocalWorkers(
-            swarm.workers,
-            url,
-            self.scratch / "token",
-            self.run / "workers",
-            say=self.say,
-            device=recipe.model.device,
+            swarm.workers, url, self.scratch / "token", self.run / "workers", say=self.say, device=recipe.model.device
         )
         return SwarmPort(
             PortParts(

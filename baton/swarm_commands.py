@@ -9,6 +9,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,15 +117,17 @@ def _make_engine(
 
 
 def _device_name(device: str) -> str:
-    """What decides a device's rounding: the name of a GPU, or `cpu`."""
+    """What decides a device's rounding: the name of the GPU or processor."""
+    from baton.runs import processor_name
+
     if device == "cpu":
-        return "cpu"
+        return processor_name()
     import torch
 
     from baton.policy.load import torch_device
 
     found = torch_device(device)
-    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else processor_name()
 
 
 def relay(
@@ -214,8 +217,8 @@ def _print_status(status: HubStatus) -> None:
         highlight=False,
     )
     table = Table(box=None, header_style="bold")
-    for name in ("worker", "state", "version", "leases / slots", "tokens/s", "fetched MB", "checked", "class", "from"):
-        table.add_column(name, justify="left" if name in ("worker", "state", "class", "from") else "right")
+    for name in ("worker", "state", "version", "leases", "tokens/s", "fetched MB", "checked"):
+        table.add_column(name, justify="left" if name in ("worker", "state") else "right")
     for one in status.workers:
         table.add_row(
             one.name + (" (trusted)" if one.is_trusted else ""),
@@ -225,14 +228,14 @@ def _print_status(status: HubStatus) -> None:
             f"{one.tokens_per_s:,.0f}",
             f"{one.fetched_bytes / 1e6:,.1f}",
             str(one.checked),
-            one.worker_class,
-            one.address,
         )
     out.print(table)
+    for kind, count in Counter(one.worker_class for one in status.workers).items():
+        out.print(f"{count} of the class {kind}", highlight=False)
     out.print(status.provisioning, highlight=False)
     if status.staleness:
-        shares = ", ".join(f"{name} {value:.2g}" for name, value in status.staleness.items())
-        out.print(f"staleness of the last batch: {shares}", highlight=False)
+        shares = ", ".join(f"{age} versions {share:.0%}" for age, share in status.staleness.items())
+        out.print(f"age of the last batch's tokens: {shares}", highlight=False)
     sent = ", ".join(f"{route} {num / 1e6:,.1f} MB" for route, num in status.bytes_out.items())
     out.print(f"sent: {sent}", highlight=False)
     if status.wasted_tokens:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.errors import BatonError
 from baton.swarm import have_want as hw
 from baton.swarm.messages import Want
 from baton.types import PolicyVersion
@@ -86,7 +85,7 @@ class Refresher:
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
             tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
-        except (BatonError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # no failure is for ever: whatever it is, it is tried again
             self._say(f"version {version.number} could not be fetched: {error}")
             self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
             return

@@ -34,17 +34,18 @@ from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
+    SILENT_HEARTBEATS,
     Ack,
     Dropped,
     Fault,
     FromHub,
     FromWorker,
-    Heard,
     Heartbeat,
     Hello,
     Leaving,
     Malformed,
     Rejected,
+    RunOver,
     Want,
     Welcome,
     check_protocol,
@@ -61,18 +62,19 @@ from baton.types import FromWorker as FromEngine
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
-SILENT_HEARTBEATS = 12
-"""After so many without an answer there is no hub behind the connection any more, though nobody has hung up."""
+KEPT_S = 2.0
+"""A connection is kept from chunk to chunk, not from version to version: one from before a cut may lead nowhere."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
 
 
-_NETWORK = (aiohttp.ClientError, OSError)
-
-
 class ConnectionLost(Exception):
     """The hub is gone for now."""
+
+
+LOST = (ConnectionLost, WeightsFault, DeadlineExceeded)
+"""What another attempt may mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +119,17 @@ class SwarmWorker:
     async def run(self) -> None:
         """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
         self._loop = asyncio.get_running_loop()
-        tls = self._options.ssl or True
-        # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
-        kept, once = (
-            aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0),
-            aiohttp.TCPConnector(ssl=tls, force_close=True),
-        )
+        connector = aiohttp.TCPConnector(ssl=self._options.ssl or True, keepalive_timeout=KEPT_S)
         wait_s = 0.0
-        async with (
-            aiohttp.ClientSession(connector=kept) as self._http,
-            aiohttp.ClientSession(connector=once) as self._lines,
-        ):
+        async with aiohttp.ClientSession(connector=connector) as self._http:
             self._refresher = Refresher(self._source, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
                     try:
                         await self._serve()
-                    except (ConnectionLost, Malformed, WeightsFault, DeadlineExceeded, *_NETWORK) as error:
+                        self._check_engine()
+                    except (*LOST, aiohttp.ClientError, OSError, TimeoutError) as error:
                         self._check_engine()
                         if self._is_leaving.is_set():
                             return
@@ -159,7 +154,7 @@ class SwarmWorker:
     async def _serve(self) -> None:
         self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
-        connecting = self._lines.ws_connect(
+        connecting = self._http.ws_connect(
             self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
         )
         try:
@@ -200,7 +195,7 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """Raise what has ended the engine, if anything has: to connect again would be of no use."""
+        """Raise EngineFault where the engine has ended: to connect again would be of no use."""
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -216,8 +211,7 @@ class SwarmWorker:
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
-        have, leases = self._refresher.have, self._outbox.leases
-        return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
+        return Hello(self._session, kind, welcome.model_digest, slots, self._refresher.have, self._outbox.leases)
 
     async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
         try:
@@ -226,7 +220,10 @@ class SwarmWorker:
             raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s") from error
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
-        return decode_from_hub(message.data)
+        try:
+            return decode_from_hub(message.data)
+        except Malformed as error:
+            raise ConnectionLost(f"the hub said what is no message: {error}") from error
 
     async def _send(self, line: _Line) -> None:
         while True:
@@ -248,13 +245,14 @@ class SwarmWorker:
         """What runs is put down, what it has is reported, and everything is sent."""
         engine = self._engine
         if engine is not None and engine.grower is not None:
+            grower = engine.grower
 
-            def put_down(grower: Grower) -> None:
+            def put_down() -> None:
                 engine.say(grower.flush())
                 grower.drop_all()
 
             with suppress(TimeoutError):
-                await self._have_done(put_down)
+                await asyncio.wait_for(self._done_by(engine, put_down), CONNECT_DEADLINE_S)
         line.outgoing.put_nowait(Leaving())
         begin_s = time.monotonic()
         while not (line.outgoing.empty() or line.socket.closed) and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
@@ -284,10 +282,11 @@ class SwarmWorker:
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
                 self._refresher.want(message)
-            case Heard():
-                pass
             case Rejected():
                 self._rejected(message)
+            case RunOver():
+                self._options.say("the run is complete")
+                self.leave()
             case Welcome():
                 raise ConnectionLost("the hub welcomed this worker twice")
 
@@ -298,11 +297,9 @@ class SwarmWorker:
 
     async def _prepare(self, welcome: Welcome) -> None:
         """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
-        known = self._welcome
-        if known is not None and known.incarnation != welcome.incarnation and self._engine is not None:
-            await self._have_done(lambda grower: grower.drop_all())  # its lease ids mean something else from here on
-            self._outbox.clear()
-        self._welcome = welcome
+        known, self._welcome = self._welcome, welcome
+        if known is not None and known.incarnation != welcome.incarnation:
+            await self._forget_all()
         if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
             raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
         if self._engine is not None:
@@ -319,21 +316,36 @@ class SwarmWorker:
             except BatonError as error:
                 raise ConnectionLost(f"the base model could not be fetched: {error}") from error
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
-        built: asyncio.Future[None] = self._loop.create_future()
 
         def build() -> None:
             with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
                 unpack_model(packed, Path(directory))
                 engine.grower = Grower(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
-            self._loop.call_soon_threadsafe(built.set_result, None)
 
-        engine.do(build)
         self._engine = engine
-        while not built.done() and self._fault is None:
-            await asyncio.wait([built], timeout=0.2)
-        if self._fault is not None:
-            raise ConnectionLost(str(self._fault))
+        await self._done_by(engine, build)
+        self._check_engine()
         self._options.say(f"ready: {welcome.run}")
+
+    async def _forget_all(self) -> None:
+        """Put down what is grown. After this nothing more comes of it: another hub's leases may have the same ids."""
+        engine = self._engine
+        if engine is not None:
+            await self._done_by(engine, lambda: None if engine.grower is None else engine.grower.drop_all())
+        self._outbox.clear()
+
+    async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
+        """Have something done in the engine's thread, and wait until it is, or the engine has ended."""
+        done = asyncio.Event()
+
+        def act() -> None:
+            action()
+            self._loop.call_soon_threadsafe(done.set)
+
+        engine.do(act)
+        while not done.is_set() and self._fault is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), 0.2)
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
@@ -346,17 +358,6 @@ class SwarmWorker:
                 action(engine.grower)
 
             engine.do(act)
-
-    async def _have_done(self, action: Callable[[Grower], None]) -> None:
-        """Have the engine do something, and return when it has and all that it reported before has been taken."""
-        done = asyncio.Event()
-
-        def act(grower: Grower) -> None:
-            action(grower)
-            self._loop.call_soon_threadsafe(done.set)
-
-        self._ask_engine(act)
-        await asyncio.wait_for(done.wait(), CONNECT_DEADLINE_S)
 
     def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
         """In the engine's thread."""
@@ -388,12 +389,11 @@ class SwarmWorker:
         engine = self._engine
         assert engine is not None, "a version is fetched before there is an engine"
 
-        def act() -> None:
-            assert engine.grower is not None, "a version is activated before the engine is built"
-            engine.say(engine.grower.switch(tensors, version))
+        def act(grower: Grower) -> None:
+            engine.say(grower.switch(tensors, version))
             self._loop.call_soon_threadsafe(self._activated, version)
 
-        engine.do(act)
+        self._ask_engine(act)
 
     def _activated(self, version: PolicyVersion) -> None:
         self._refresher.activated(version)

@@ -130,7 +130,7 @@ def test_a_killed_hub_that_is_resumed_finds_its_workers_again_and_trains_nothing
             status = run.await_status("both workers to come again", lambda s: len(s.workers) == 2)
             assert {worker.slots for worker in status.workers} == {16}
         assert_as_if_nothing_was(run, unbroken)
-        assert all(worker.is_alive for worker in workers), "nobody started them again"
+        assert [worker.end() for worker in workers] == [0, 0], "they served to the end, and left with the run"
         ids = [group["group_id"] for groups in outcome(run.run).groups for group in groups]
         assert ids == sorted(set(ids)), "no group is trained twice"
 

@@ -80,7 +80,7 @@ def test_far_workers_in_async_train_nothing_older_than_the_bound(model: Path, tm
 
 
 def test_two_network_namespaces_train_to_the_same_bits(model: Path, tmp_path: Path) -> None:
-    """Beyond loopback, in the clear, by a route of its own; made long by the kernel, or where it cannot by the proxy."""
+    """Beyond loopback, in the clear, by a route of its own; long by the kernel, or where it cannot by the proxy."""
     with two_sites() as (place, address, is_long):
         with swarm(tmp_path / "near", model) as near:
             near.engine_beside_trainer()
@@ -120,7 +120,7 @@ def two_sites() -> Iterator[tuple[str, str, bool]]:
             fault = _fault_of(order)
             if fault:
                 pytest.skip(f"this machine does not permit `{order}`: {fault}")
-        is_long = shutil.which("tc") is not None and not any([_fault_of(order) for order in emulation])
+        is_long = shutil.which("tc") is not None and not any(_fault_of(order) for order in emulation)
         yield place, "10.231.7.1", is_long
     finally:
         for order in (f"ip link del {ours}", f"ip netns del {place}"):
