@@ -104,10 +104,12 @@ class SwarmWorker:
         """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
         self._loop = asyncio.get_running_loop()
         tls = self._options.ssl or True
-        once = aiohttp.TCPConnector(ssl=tls, force_close=True)  # a kept connection may lead nowhere after a cut
+        # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
+        kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
+        once = aiohttp.TCPConnector(ssl=tls, force_close=True)
         wait_s = 0.0
         async with (
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as self._http,
+            aiohttp.ClientSession(connector=kept) as self._http,
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
             near = [StoreSource(Store(self._options.store))] if self._options.store else []

@@ -34,7 +34,8 @@ class Shape:
 class _Served:
     """An asyncio server in a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -44,7 +45,7 @@ class _Served:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     def close(self) -> None:
         """End."""
@@ -57,7 +58,7 @@ class _Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_DEADLINE_S)
 
     async def _listen(self) -> int:
-        self._server = await asyncio.start_server(self._taken, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._taken, self._host, 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def _end(self) -> None:
@@ -83,10 +84,18 @@ class _Served:
 
 
 class ShapingProxy(_Served):
-    """Forwards to one port of this machine."""
+    """Forwards to one port of its own host."""
 
-    def __init__(self, target_port: int, *, up: Shape | None = None, down: Shape | None = None, seed: int = 0) -> None:
-        """up: from the worker to the hub."""
+    def __init__(
+        self,
+        target_port: int,
+        *,
+        up: Shape | None = None,
+        down: Shape | None = None,
+        seed: int = 0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """up: from the worker to the hub. seed: of the jitter."""
         self.target_port = target_port
         self.up, self.down = up or Shape(), down or Shape()
         self.bytes_up = self.bytes_down = 0
@@ -95,7 +104,7 @@ class ShapingProxy(_Served):
         self._free_s = {"up": 0.0, "down": 0.0}
         """When the line is through with what it has been given."""
         self._pairs: set[_Pair] = set()
-        super().__init__()
+        super().__init__(host)
 
     def cut(self) -> None:
         """End every connection with a reset, and refuse new ones until `mend`."""
@@ -123,7 +132,7 @@ class ShapingProxy(_Served):
         if self.is_cut:
             _reset(writer)
             return
-        there, back = await asyncio.open_connection("127.0.0.1", self.target_port)
+        there, back = await asyncio.open_connection(self._host, self.target_port)
         pair = _Pair(writer, back, is_deaf=self.is_hole)
         self._pairs.add(pair)
         ways = [

@@ -6,6 +6,7 @@ its imports take; otherwise they are what `baton train --serve` and `baton worke
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import multiprocessing
@@ -27,7 +28,7 @@ import tomli_w
 
 from baton.metrics import read_metrics
 from baton.runs import RunDirectory
-from baton.swarm.auth import Role, TokenFile
+from baton.swarm.auth import Role, TokenFile, write_private
 from baton.swarm.status import HubStatus, WorkerStatus
 
 DEADLINE_S = 120.0
@@ -174,7 +175,7 @@ class WorkerFaults:
     """Its engine takes so much longer for every token."""
 
 
-def _as_command(arguments: list[str], log: str, faults: WorkerFaults | None) -> None:
+def _as_command(arguments: list[str], log: str, faults: WorkerFaults | None, namespace: str) -> None:
     """In the child: be `baton` with these arguments."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -183,11 +184,21 @@ def _as_command(arguments: list[str], log: str, faults: WorkerFaults | None) -> 
     sys.stderr = os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["baton", *arguments]
+    if namespace:
+        _enter(namespace)
     if faults is not None:
         _break(faults)
     from baton.cli import main
 
     main()
+
+
+def _enter(namespace: str) -> None:
+    """What `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), 0x40000000):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 def _break(faults: WorkerFaults) -> None:
@@ -223,6 +234,7 @@ class Swarm:
     directory: Path
     recipe: Path
     trainer: Child | None = None
+    host: str = "127.0.0.1"
     port: int = 0
     workers: list[Child] = field(default_factory=list)
     _lives: int = 0
@@ -235,22 +247,27 @@ class Swarm:
     @property
     def url(self) -> str:
         """Of the hub."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def train(self, *overrides: str, resume: bool = False, local_workers: int = 0) -> Child:
         """Start the training process, and wait until it listens; again on the same port."""
         self._lives += 1
-        arguments = ["train", str(self.recipe), "--serve", f"127.0.0.1:{self.port}", "--workers", str(local_workers)]
+        arguments = ["train", str(self.recipe), "--serve", f"{self.host}:{self.port}", "--workers", str(local_workers)]
         arguments += [*overrides, *(["--resume"] if resume else [])]
         self.trainer = self._child(f"trainer-{self._lives}", arguments, None)
-        self.port = int(self.trainer.await_said(r"the hub listens at http://127\.0\.0\.1:(\d+)"))
+        self.port = int(self.trainer.await_said(r"the hub listens at http://[0-9.]+:(\d+)"))
         return self.trainer
 
-    def worker(self, *arguments: str, url: str = "", faults: WorkerFaults | None = None) -> Child:
-        """Start a worker; url: through a proxy."""
+    def engine_beside_trainer(self) -> Child:
+        """Start the training process without a hub: what a swarm is compared with."""
+        self.trainer = self._child("trainer", ["train", str(self.recipe)], None)
+        return self.trainer
+
+    def worker(self, *arguments: str, url: str = "", faults: WorkerFaults | None = None, namespace: str = "") -> Child:
+        """Start a worker; url: through a proxy; namespace: of the network."""
         name = f"worker-{len(self.workers)}"
         command = ["worker", url or self.url, "--token-file", str(self.directory / "worker.token"), "--device", "cpu"]
-        child = self._child(name, [*command, *arguments], faults or WorkerFaults())
+        child = self._child(name, [*command, *arguments], faults or WorkerFaults(), namespace)
         self.workers.append(child)
         return child
 
@@ -311,9 +328,9 @@ class Swarm:
         code = self.trainer.end(deadline_s)
         assert code == 0, self.trainer.said()[-3000:]
 
-    def _child(self, name: str, arguments: list[str], faults: WorkerFaults | None) -> Child:
+    def _child(self, name: str, arguments: list[str], faults: WorkerFaults | None, namespace: str = "") -> Child:
         log = self.directory / f"{name}.log"
-        process = PROCESSES.Process(target=_as_command, args=(arguments, str(log), faults), name=name)
+        process = PROCESSES.Process(target=_as_command, args=(arguments, str(log), faults, namespace), name=name)
         process.start()
         return Child(process, log, name)
 
@@ -337,7 +354,7 @@ def swarm(directory: Path, model: Path, **changes: Any) -> Iterator[Swarm]:
     recipe.write_text(tomli_w.dumps(recipe_tree(model, directory, **changes)))
     tokens = TokenFile(directory / "tokens.json")
     for role in (Role.WORKER, Role.ADMIN):
-        (directory / f"{role}.token").write_text(tokens.create(role, 86400, name=str(role)))
+        write_private(directory / f"{role}.token", tokens.create(role, 86400, name=str(role)).encode())
     found = Swarm(directory, recipe)
     try:
         yield found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The run that nothing happens to, with its engine in the trainer's process."""
     with swarm(tmp_path_factory.mktemp("unbroken"), model) as run:
-        run.trainer = run._child("trainer", ["train", str(run.recipe)], None)
+        run.engine_beside_trainer()
         run.finish()
         return outcome(run.run)
 
@@ -129,7 +130,7 @@ def test_a_killed_hub_that_is_resumed_finds_its_workers_again_and_trains_nothing
             status = run.await_status("both workers to come again", lambda s: len(s.workers) == 2)
             assert {worker.slots for worker in status.workers} == {16}
         assert_as_if_nothing_was(run, unbroken)
-        assert all("the run is complete" in worker.said() for worker in workers), "nobody started them again"
+        assert [worker.end() for worker in workers] == [0, 0], "they served to the end, and left with the run"
         ids = [group["group_id"] for groups in outcome(run.run).groups for group in groups]
         assert ids == sorted(set(ids)), "no group is trained twice"
 
@@ -274,3 +275,41 @@ def test_a_worker_without_disk_space_says_so_and_ends_while_others_go_on(
         run.worker()
         assert_as_if_nothing_was(run, unbroken)
         assert "No space left on device" in run.trainer.said(), "the owner of the run hears of it too"
+
+
+# ---- long runs -------------------------------------------------------------------------------------------------------
+
+
+def test_many_refreshes_leave_disk_memory_and_open_files_as_they_were(model: Path, tmp_path: Path) -> None:
+    """One trajectory a step, a version each; the first third is for caches to fill."""
+    shape = {"rollout__batch_groups": 1, "rollout__group_size": 2, "rollout__max_new_tokens": 2}
+    steps = {"run__steps": NUM_REFRESHES, "checkpoint__every": max(20, NUM_REFRESHES // 4)}
+    with swarm(tmp_path, model, **shape, **steps, engine__slots=8) as run:
+        run.train()
+        worker = run.joined()
+        seen = []
+        for step in (NUM_REFRESHES // 3, NUM_REFRESHES - 5):
+            run.await_step(step)
+            store = [path.stat().st_size for path in sorted((run.directory / "r/weights").rglob("*")) if exists(path)]
+            processes = (run.trainer, worker)
+            seen.append(
+                {
+                    "files": len(store),
+                    "bytes": sum(store),
+                    **{f"fds of {child.name}": child.open_files() for child in processes},
+                    **{f"memory of {child.name}": child.resident_bytes() for child in processes},
+                }
+            )
+        run.finish()
+        served = len(re.findall(r"version \d+ could not", worker.said()))
+    print(NUM_REFRESHES, "refreshes:", seen)
+    early, late = seen
+    assert served == 0
+    for name, value in early.items():
+        room = {"files": 64, "bytes": 2e6, "fds": 8, "memory": 30e6 + 4e3 * NUM_REFRESHES}[name.split()[0]]
+        assert late[name] <= value + room, f"{name}: {value} after a third, {late[name]} at the end"
+
+
+def exists(path: Path) -> bool:
+    """Collected between being listed and being looked at, or not."""
+    return path.is_file()
