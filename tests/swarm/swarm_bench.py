@@ -33,7 +33,7 @@ from baton.rollout.parts import Parts
 from baton.rollout.runner import Runner
 from baton.rollout.settings import RolloutSettings
 from baton.swarm.audit import Audit
-from baton.swarm.auth import Authenticator, Grant, Role, TokenFile
+from baton.swarm.auth import Authenticator, Role, TokenFile
 from baton.swarm.checks import Limits, check_report
 from baton.swarm.desk import Desk, Outside
 from baton.swarm.hub import Hub, HubParts
@@ -292,9 +292,7 @@ class SwarmBench:
             self._convict,
             finished,
         )
-        self.desk = Desk(
-            LeaseTable(LeaseRules(restarts=mode == "sync", **table)), outside, self._check, time.monotonic
-        )
+        self.desk = Desk(LeaseTable(LeaseRules(restarts=mode == "sync", **table)), outside, self._check, time.monotonic)
         self.tokens = TokenFile(directory / "tokens.json")
         self.worker_token = self.tokens.create(Role.WORKER, 3600, name="workers", trusted=True)
         self.admin_token = self.tokens.create(Role.ADMIN, 3600, name="admin")
@@ -474,5 +472,3 @@ def hello(session: str, *, slots: int = 4, serves: PolicyVersion | None = None, 
     """What a worker says that is ready."""
     kind = baton.swarm.worker.WorkerClass("cpu", "float32", "fake")
     return Hello(session, kind, model_digest(MODEL), slots, serves, tuple(leases))
-
-

@@ -115,7 +115,7 @@ def view(bench: SwarmBench) -> Any:
 
 def framed(message: bytes) -> bytes:
     """A WebSocket frame as a client sends it, masked with zeros."""
-    assert 126 > len(message) or len(message) < 2**16
+    assert len(message) < 126 or len(message) < 2**16
     size = bytes([0x80 | len(message)]) if len(message) < 126 else b"\xfe" + len(message).to_bytes(2, "big")
     return b"\x82" + size + bytes(4) + message
 
@@ -228,7 +228,9 @@ def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
 def test_a_seated_worker_that_says_what_is_no_message_is_named(tmp_path):
     named: list[tuple[str, str]] = []
     with quick():
-        bench: Any = SwarmBench(tmp_path, parts={"on_malformed": lambda peer, text: named.append((peer.grant.name, text))})
+        bench: Any = SwarmBench(
+            tmp_path, parts={"on_malformed": lambda peer, text: named.append((peer.grant.name, text))}
+        )
         bench.stranger = bench.tokens.create(Role.WORKER, 3600, name="stranger")
         run(lambda session: say(session, bench, [encode(hello("a")), b"\xc1"]))
         run(lambda session: say(session, bench, [b"\xc1"]))
