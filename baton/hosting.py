@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +34,7 @@ from baton.swarm.overview import overview
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
+from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.transfer import model_digest, pack_model
 from baton.swarm.verify import Calibration
@@ -86,9 +85,10 @@ class _Host:
         self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
         self.rules = recipe.rules()
         self.listen = check_swarm(recipe)
-        self.scratch = Path(tempfile.mkdtemp(prefix="baton-hub-"))
+        self.passing = Scratch(run / "scratch.txt")
+        self.scratch = self.passing.directory()
         memory = Path("/dev/shm")
-        self.shared = Path(tempfile.mkdtemp(prefix="baton-", dir=memory)) if memory.is_dir() else None
+        self.shared = self.passing.directory(memory) if memory.is_dir() else None
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         self.pace = Pace()
         self.authors: dict[int, Author] = {}
@@ -169,7 +169,8 @@ class _Host:
                 self.store,
                 str(self.shared or ""),
                 local.look_after,
-                lambda: self._close(local),
+                local.close,
+                self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
@@ -212,6 +213,7 @@ class _Host:
             attention=recipe.model.attention,
             engine=recipe.engine.model_dump(),
             on_new_version=self.rules.on_new_version,
+            relay_secret=secrets.token_urlsafe(32),
             heartbeat_s=swarm.silence_s / HEARTBEATS,
             report_every_s=swarm.report_every_s,
         )
@@ -236,12 +238,6 @@ class _Host:
         if self.recipe.lora is not None:
             return Rescorer(load_model(self.recipe.model.path, dtype=dtype, device=device, attention=attention))
         return Rescorer(load_skeleton(self.scratch / "model", dtype=dtype, device=device, attention=attention))
-
-    def _close(self, local: LocalWorkers) -> None:
-        local.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.shared is not None:
-            shutil.rmtree(self.shared, ignore_errors=True)
 
     # ---- callbacks, in the hub's thread ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from baton.errors import DeadlineExceeded, UserError
@@ -37,21 +38,26 @@ from baton.swarm.messages import (
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
     Malformed,
     Rejected,
+    RunOver,
     Want,
     Welcome,
     printable,
 )
 from baton.swarm.peers import Outgoing, Peer
+from baton.swarm.relay import RelayList
 from baton.swarm.requests import Requests
 from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
 
 TICK_S = 1.0
+SILENT_HEARTBEATS = 12
+"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 START_DEADLINE_S = 30.0
 
 
@@ -112,6 +118,7 @@ class Hub:
         self.peers: dict[int, Peer] = {}
         self.counters = _Counters()
         self.want: Want | None = None
+        self.relays = RelayList()
         self.versions: dict[int, PolicyVersion] = {}
         """Published and still of use, by number."""
         self.slots = 0
@@ -154,18 +161,27 @@ class Hub:
         if self._fault is not None:
             raise self._fault
 
-    def stop(self) -> None:
-        """Hang up on everybody and end the thread. May be called twice."""
+    def stop(self, *, is_over: bool = False) -> None:
+        """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerPort.close`."""
         with suppress(RuntimeError):  # its loop has ended by itself
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            if is_over:
+                self.call(self._dismiss)
+            self.call(self._stopping.set)
         if self._thread.is_alive():
             self._thread.join(START_DEADLINE_S)
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
+    def relay_announced(self, url: str) -> None:
+        """A relay is there; workers are told of a new one at once."""
+        if self.relays.announce(url):
+            self.parts.say(f"relay {url} joined")
+            if self.want is not None:
+                self.announce(self.want)
+
     def announce(self, want: Want) -> None:
         """A version is published: have every worker want it."""
-        self.want = want
+        self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.versions[want.version.number] = want.version
         for peer in self.peers.values():
             self.send(peer.number, want)
@@ -216,6 +232,14 @@ class Hub:
             await self._tick()
         finally:
             await self._door.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    def _dismiss(self) -> None:
+        for peer in self.peers.values():
+            self.send(peer.number, RunOver())
 
     async def _tick(self) -> None:
         last_s = time.monotonic()
@@ -274,8 +298,9 @@ class Hub:
             peer = self._seat(await line.read_hello(self.parts.say), grant, address, outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
+            silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
             while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
-                message = await line.read()
+                message = await line.read(silence_s)
                 if message is None:
                     return
                 self.counters.frames_in += 1
@@ -348,6 +373,7 @@ class Hub:
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
+                self.send(peer.number, Heard())
                 if peer.served != before:
                     self.parts.on_served(self)
             case Leaving():
@@ -358,6 +384,10 @@ class Hub:
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
+
+    def _has(self, peer: Peer) -> bool:
+        """Whether a worker has not been hung up on."""
+        return self.peers.get(peer.number) is peer
 
     def _alive(self, peer: Peer) -> None:
         self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)

@@ -18,8 +18,6 @@ PREPARE_DEADLINE_S = 1800.0
 """A worker may take so long to fetch a base model and build its engine …"""
 PREPARE_SILENCE_S = 120.0
 """… but its heart may not stand still for so long."""
-READ_DEADLINE_S = 1800.0
-"""Once it has its place the lease table watches over it."""
 CLOSE_S = 2.0
 """What is queued may take so long to go out when the connection ends."""
 
@@ -60,7 +58,17 @@ class Line:
             if self._transport is not None and self._transport.get_write_buffer_size():
                 self._transport.abort()  # nobody reads at the other end
 
-    async def read(self, deadline_s: float = READ_DEADLINE_S) -> FromWorker | None:
+    async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
+        """Return the worker's next message, or None when it is gone, or has been silent for so long. Raises Malformed.
+
+        The lease table has given it up by then; this ends a connection that leads nowhere, though nobody hung up.
+        """
+        try:
+            return await self.read(silence_s)
+        except TimeoutError:
+            return None
+
+    async def read(self, deadline_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when it is gone. Raises Malformed and TimeoutError."""
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
             frame = await self._socket.receive()

@@ -60,7 +60,7 @@ class HubStatus(msgspec.Struct, frozen=True):
     wasted_tokens: Mapping[str, int]
     """By cause."""
     staleness: Mapping[str, float]
-    """Share of the last batch's trained tokens, by the number of versions they were old."""
+    """Share of the last batch's tokens, by the number of versions they were old."""
     publication: Mapping[str, float]
     """Of the last version: bytes, density, seconds."""
     bytes_out: Mapping[str, int]

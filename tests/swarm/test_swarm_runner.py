@@ -202,7 +202,11 @@ def test_what_fails_in_the_hubs_thread_ends_the_run_with_its_name(make):
         raise KeyError("a fault of the hub")
 
     bench.hub.call(fail)
-    with pytest.raises(KeyError, match="a fault of the hub"):
+
+    def go_on() -> None:
         for _ in range(100):
             bench.step()
             time.sleep(0.01)
+
+    with pytest.raises(KeyError, match="a fault of the hub"):
+        go_on()
