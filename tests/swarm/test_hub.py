@@ -20,6 +20,7 @@ from baton.swarm.auth import Role, TokenFile
 from baton.swarm.examiner import Examiner, Quarantine
 from baton.swarm.hub import Hub
 from baton.swarm.inspector import Conviction, InspectionSettings, Inspector
+from baton.swarm.listen import Listen
 from baton.swarm.overview import overview
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.verify import Calibration, violation
@@ -152,9 +153,9 @@ def test_a_token_that_is_revoked_ends_its_connected_worker_for_good(bench):
 
 
 def test_a_worker_for_another_model_is_refused(bench, monkeypatch):
-    monkeypatch.setattr("baton.swarm.worker.model_digest", lambda packed: "0" * 64)
+    monkeypatch.setattr("baton.swarm.transfer.model_digest", lambda packed: "0" * 64)
     (worker,) = bench.join(1, is_waited_for=False)
-    wait_until(lambda: any("not those that the hub announced" in text for text in worker.said), "the refusal")
+    wait_until(lambda: any("not those that it announced" in text for text in worker.said), "the refusal")
     assert bench.port.slots == 0
 
 
@@ -162,10 +163,11 @@ def test_status_and_metrics_say_how_it_is(bench):
     bench.begin()
     first, _ = bench.join(2)
     for _ in range(3):
-        bench.step()
-        bench.port.consumed(bench.version, [])
-        bench.port.metrics({"time/train": 2.5, "staleness/0": 0.75, "staleness/1": 0.25})
-    bench.port.stats()
+        groups = bench.step()
+        bench.port.consumed(bench.version, groups)
+        bench.port.metrics({"time/train": 2.5})
+    versions = [v for group in groups for member in group.members for v in member.trajectory.policy_versions]
+    staleness = {str(age): versions.count(2 - age) / len(versions) for age in range(3) if 2 - age in versions}
     first.kill()
     admin = bench.admin_token
 
@@ -177,7 +179,7 @@ def test_status_and_metrics_say_how_it_is(bench):
     found = shown()
     (worker,) = found.workers
     assert (found.run, found.lineage, found.version, found.step) == ("bench", LINEAGE, 3, 3)
-    assert found.staleness == {"0": 0.75, "1": 0.25}
+    assert found.staleness == staleness
     assert worker.state == "serving"
     assert worker.name.startswith("workers#")
     assert worker.slots == 8
@@ -193,7 +195,8 @@ def test_status_and_metrics_say_how_it_is(bench):
     assert float(samples["baton_version"]) == 3
     assert float(samples['baton_workers{state="serving"}']) == 1
     assert float(samples[f'baton_worker_version{{worker="{worker.name}"}}']) == 3
-    assert float(samples['baton_staleness_share{versions="0"}']) == 0.75
+    for age, share in staleness.items():
+        assert float(samples[f'baton_staleness_share{{versions="{age}"}}']) == share
     assert float(samples['baton_bytes_out{route="model"}']) == 2 * len(MODEL)
     for line in text.splitlines():
         assert re.fullmatch(r"# (HELP|TYPE) baton_\w+ .+|baton_\w+(\{\w+=\"[^\"]*\"(,\w+=\"[^\"]*\")*\})? \S+", line)
@@ -201,8 +204,8 @@ def test_status_and_metrics_say_how_it_is(bench):
 
 def test_large_counters_lose_no_digit_and_labels_are_quoted():
     status = HubStatus(
-        "run", "a", None, (), 0, (), 0, 0, {'a"b\\c\nd': 123_456_789_012}, {}, {}, {"chunk": 987_654_321_987}, "", {}, (),
-        0, 0, 0.0,
+        "run", "a", None, (), 0, (), 0, 0, {'a"b\\c\nd': 123_456_789_012}, {}, {}, {"chunk": 987_654_321_987}, "", {},
+        (), 0, 0, 0.0,
     )  # fmt: skip
     text = prometheus(status)
     assert 'baton_wasted_tokens{cause="a\\"b\\\\c\\nd"} 123456789012\n' in text
@@ -211,8 +214,6 @@ def test_large_counters_lose_no_digit_and_labels_are_quoted():
 
 
 def test_two_hubs_cannot_have_one_port(bench, tmp_path):
-    from baton.swarm.listen import Listen
-
     other = Hub(bench.hub.parts, Listen.parse(f"127.0.0.1:{bench.port_number}"))
     with pytest.raises(UserError, match="the hub cannot listen there"):
         other.start()

@@ -281,7 +281,7 @@ def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkey
     monkeypatch.setattr(baton.swarm.door, "FIRST_REQUEST_S", 1.0)
     memory, turned_away = memory_mb(), bench.hub._door.turned_away
     lines = []
-    for number in range(1200):
+    for number in range(700):
         line = socket.socket()
         line.settimeout(20)
         line.connect(("127.0.0.1", bench.port_number))
@@ -289,7 +289,7 @@ def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkey
             with suppress(OSError):
                 line.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
         lines.append(line)
-    wait_until(lambda: bench.hub._door.turned_away - turned_away >= 1150, "they are turned away")
+    wait_until(lambda: bench.hub._door.turned_away - turned_away >= 680, "they are turned away")
     assert memory_mb() - memory < 100
     for line in lines:
         with suppress(ConnectionResetError):
@@ -328,9 +328,13 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
     )
     line.sendall(framed(encode(hello("deaf"))))
     many = framed(encode(Report(2**40, 0, ()))) * 500  # each is answered
-    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+
+    def flood() -> None:
         for _ in range(2000):
             line.sendall(many)
+
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        flood()
     line.close()
     assert memory_mb() - memory < 100
     wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the deaf one is forgotten")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -41,11 +43,15 @@ from baton.types import (
 VERSION = PolicyVersion("a", 3, "d" * 64)
 SEGMENT = Segment((1, 2), (-0.1, -1e-9), 3, routing=(b"\x00", b"\xff"))
 LEASE = Lease(4, Trajectory(1, 2, (5, 6), (SEGMENT,)), SamplingParams(9, stop=("\n",)), 7, 3, is_exact=False)
-WELCOME = Welcome(1, "run", "i", "m", False, VERSION, "sdpa", {"slots": 8}, "keep", 5.0, 2.0)
+WELCOME = Welcome(
+    1, "run", "i", "m", False, VERSION, "sdpa", {"slots": 8}, "keep", relay_secret="s", heartbeat_s=5.0,
+    report_every_s=2.0,
+)  # fmt: skip
 FROM_HUB = [WELCOME, Want(VERSION, "/dev/shm/x", ("http://r",)), LEASE, Abort(3), Dropped(4), Ack(4, 9, True),
             Rejected("no", True)]  # fmt: skip
 FROM_WORKER = [hello("s", serves=VERSION, leases=(1, 2)), Heartbeat(VERSION, EngineStats(1, 2, 3, 4), 5, 6, "f\n"),
-               Report(4, 2, (SEGMENT,), FinishReason.STOP), Retry(4, -1), Fault("OSError", "a\nb"), Leaving()]  # fmt: skip
+               Report(4, 2, (SEGMENT,), FinishReason.STOP), Retry(4, -1), Fault("OSError", "a\nb"),
+               Leaving()]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", FROM_HUB, ids=lambda message: type(message).__name__)
@@ -65,10 +71,8 @@ def test_what_a_worker_says_arrives_as_it_was_and_is_no_hubs_word(message):
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_malformed(data):
     for decode in (decode_from_hub, decode_from_worker):
-        try:
-            assert encode(decode(data))
-        except Malformed as error:
-            assert 0 < len(str(error)) <= 4096
+        with contextlib.suppress(Malformed):
+            assert decode(encode(decode(data))) is not None
 
 
 @pytest.mark.parametrize("message", [*FROM_HUB, *FROM_WORKER], ids=lambda message: type(message).__name__)
