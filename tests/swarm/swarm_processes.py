@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 import tomli_w
 
 from baton.metrics import read_metrics
@@ -368,6 +369,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model on disk."""
+    return scratch_model_at(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that nothing happens to, with its engine in the trainer's process."""
+    with swarm(tmp_path_factory.mktemp("unbroken"), model) as run:
+        run.engine_beside_trainer()
+        run.finish()
+        return outcome(run.run)
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
