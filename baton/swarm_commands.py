@@ -53,6 +53,9 @@ def worker(
     engine: Annotated[str, typer.Option("--engine", help="What generates: embedded.")] = "embedded",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    store: Annotated[
+        str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")
+    ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Leave when standard input ends.")] = False,
@@ -74,6 +77,7 @@ def worker(
         read_token_file(token_file),
         client_ssl(base, ca),
         slots=slots,
+        store=store,
         device=_device_name(device),
         say=_say,
     )

@@ -35,7 +35,6 @@ from baton.swarm.line import Line
 from baton.swarm.listen import Listen
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
-    SILENT_HEARTBEATS,
     Fault,
     FromHub,
     FromWorker,
@@ -57,6 +56,8 @@ from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
 
 TICK_S = 1.0
+SILENT_HEARTBEATS = 12
+"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 START_DEADLINE_S = 30.0
 
 
@@ -244,7 +245,8 @@ class Hub:
         last_s = time.monotonic()
         while not self._stopping.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._stopping.wait()
             now_s = time.monotonic()
             delay_s = max(0.0, now_s - last_s - 2 * TICK_S)
             self.counters.loop_delay_s = max(self.counters.loop_delay_s, delay_s)
@@ -296,8 +298,9 @@ class Hub:
             peer = self._seat(await line.read_hello(self.parts.say), grant, address, outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
+            silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
             while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
-                message = await line.read_unless_silent(SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s)
+                message = await line.read(silence_s)
                 if message is None:
                     return
                 self.counters.frames_in += 1
@@ -381,6 +384,10 @@ class Hub:
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
+
+    def _has(self, peer: Peer) -> bool:
+        """Whether a worker has not been hung up on."""
+        return self.peers.get(peer.number) is peer
 
     def _alive(self, peer: Peer) -> None:
         self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)

@@ -48,7 +48,8 @@ class Line:
             sender.cancel()
             await asyncio.gather(sender, reader, return_exceptions=True)
             with suppress(Exception):
-                await asyncio.wait_for(self._socket.close(), CLOSE_S)
+                async with asyncio.timeout(CLOSE_S):
+                    await self._socket.close()
             if self._transport is not None and self._transport.get_write_buffer_size():
                 self._transport.abort()  # nobody reads at the other end
 
@@ -64,7 +65,8 @@ class Line:
 
     async def read(self, deadline_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when it is gone. Raises Malformed and TimeoutError."""
-        frame = await asyncio.wait_for(self._socket.receive(), deadline_s)
+        async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
+            frame = await self._socket.receive()
         if frame.type is WSMsgType.TEXT:
             raise Malformed("a text where a message was expected")
         if frame.type is WSMsgType.ERROR:
@@ -92,5 +94,6 @@ class Line:
 
     async def _send_all(self) -> None:
         while (frame := await self._outgoing.take()) is not None:
-            await asyncio.wait_for(self._socket.send_bytes(frame), SEND_DEADLINE_S)
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await self._socket.send_bytes(frame)
             self._on_sent(len(frame))

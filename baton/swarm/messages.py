@@ -30,8 +30,6 @@ PROTOCOL = 1
 """Changes when an older worker could misunderstand a newer hub."""
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """A longer frame ends the connection."""
-SILENT_HEARTBEATS = 12
-"""After so many without a word from the other side the connection leads nowhere, though nobody has hung up."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
@@ -94,12 +92,12 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     has_ended: bool = False
 
 
-class Heard(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a Heartbeat."""
-
-
 class RunOver(msgspec.Struct, frozen=True, tag=True):
     """The run is complete: there is nothing more to do, now or later."""
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Heartbeat."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

@@ -61,9 +61,9 @@ class PortParts:
     """Directory in shared memory for this machine's workers; empty for none."""
     look_after: Callable[[], None]
     """Looks after the workers of this machine."""
-    close_local: Callable[[], None]
+    dismiss: Callable[[], None]
     """Ends them."""
-    clean_up: Callable[[], None]
+    clear: Callable[[], None]
     """Removes what was only for this process."""
     checks: Checks | None
     publish_every: int
@@ -179,10 +179,10 @@ class SwarmPort:
         self._publishing.shutdown(wait=True, cancel_futures=True)
         if self._parts.checks is not None:
             self._parts.checks.close()
-        self._parts.close_local()
+        self._parts.dismiss()
         self._parts.hub.stop(is_over=is_over)
         self._parts.hub.parts.audit.close()
-        self._parts.clean_up()
+        self._parts.clear()
 
     def _look_after(self) -> None:
         """Raise what has failed elsewhere, and start again this machine's workers that have ended."""

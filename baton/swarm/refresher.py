@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,16 @@ class Refresher:
     def __init__(
         self,
         source: Callable[[str | None], Source],
+        near: Sequence[Source],
         activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
-        """source: of a relay's URL, or the hub; activate: have the engine switch, and call `activated` when it has."""
-        self._source = source
-        self._fetcher = Fetcher([source(None)])
+        """source: of a relay's URL, or the hub; near: asked before these.
+
+        activate: have the engine switch to a version, and call `activated` when it has.
+        """
+        self._source, self._near = source, tuple(near)
+        self._fetcher = Fetcher([*near, source(None)])
         self._activate, self._say = activate, say
         self._have_want = hw.HaveWant()
         self._shared = ""
@@ -81,7 +85,7 @@ class Refresher:
                     wake(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
 
     async def _fetch(self, version: PolicyVersion) -> None:
-        self._fetcher.sources = [self._source(url) for url in (*self._relays, None)]
+        self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
             tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)

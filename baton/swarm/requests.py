@@ -120,7 +120,8 @@ class Requests:
     async def _send(self, request: web.Request, read: Callable[[], bytes], route: str) -> web.StreamResponse:
         """Send what is read; it is in memory for no longer than its deadline, and few such are at a time."""
         try:
-            await asyncio.wait_for(self._sending.acquire(), QUEUE_S)
+            async with asyncio.timeout(QUEUE_S):
+                await self._sending.acquire()
         except TimeoutError as error:
             raise web.HTTPServiceUnavailable(text=f"{MAX_SENDING} others are served just now") from error
         try:

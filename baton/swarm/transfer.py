@@ -85,6 +85,14 @@ async def get_bounded(session: aiohttp.ClientSession, url: str, headers: dict[st
         return bytes(body)
 
 
+async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
+    """Return the model's files of a hub, packed. Raises WeightsFault unless they have the digest that it announced."""
+    packed = await get_bounded(session, f"{url}/model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
+    if model_digest(packed) != digest:
+        raise WeightsFault(f"the model's files at {url} are not those that it announced")
+    return packed
+
+
 def pack_model(directory: Path) -> bytes:
     """Return a directory's files (configuration, tokenizer) as one message. Raises UserError for more than is sent."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
