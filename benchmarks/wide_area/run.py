@@ -67,8 +67,10 @@ def measured(name: str, directory: Path, mbit_per_s: float, **changes: Any) -> d
         rows = [row for row in read_metrics(run.run.path) if "swarm/broadcast_s" in row]
         store = Store(run.run.path / "weights")
         found = [store.find(v.lineage, v.number) for v in store.versions()]
-        full = max((m.whole.size for m in found if m is not None and m.whole is not None), default=0)
-        parameters = sum(entry.num_bytes for entry in found[-1].tensors) if found and found[-1] is not None else 0
+        newest = max((m for m in found if m is not None), key=lambda manifest: manifest.version.number)
+        wholes = [m for m in found if m is not None and m.whole is not None and m.is_adapter == newest.is_adapter]
+        whole = max((m.whole.size for m in wholes if m.whole is not None), default=0)
+        parameters = sum(entry.num_bytes for entry in newest.tensors)
     rows = rows[SETTLING:]
     step_s, train_s = mean(r["perf/step_time"] for r in rows), mean(r["time/train"] for r in rows)
     broadcast_s = mean(r["swarm/broadcast_s"] for r in rows)
@@ -81,7 +83,7 @@ def measured(name: str, directory: Path, mbit_per_s: float, **changes: Any) -> d
         "version_bytes": round(mean(r["swarm/version_bytes"] for r in rows)),
         "density": round(mean(r.get("swarm/version_density", 1.0) for r in rows), 4),
         "tensor_bytes": parameters,
-        "whole_bytes": full,
+        "whole_bytes": whole,
         "train_s": round(train_s, 2),
         "broadcast_s": round(broadcast_s, 2),
         "trajectories_per_s": round(rule.trajectories_per_s, 1),
