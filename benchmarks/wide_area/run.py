@@ -115,7 +115,12 @@ def main() -> None:
             runs.append(measured(name, Path(scratch) / str(index), rate, **changes))
             print(json.dumps(runs[-1]))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    machine = {
+        "processor": model.partition(": ")[2] or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }
     (HERE / "results").mkdir(exist_ok=True)
     found = {"commit": commit, **machine, "round_trip_ms": 2000 * ONE_WAY_S, "runs": runs}
     (HERE / "results" / "raw.json").write_text(json.dumps(found, indent=1) + "\n")
