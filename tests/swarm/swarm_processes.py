@@ -30,6 +30,7 @@ import tomli_w
 from baton.metrics import read_metrics
 from baton.runs import RunDirectory
 from baton.swarm.auth import Role, TokenFile, write_private
+from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, WorkerStatus
 
 DEADLINE_S = 120.0
@@ -362,6 +363,8 @@ def swarm(directory: Path, model: Path, **changes: Any) -> Iterator[Swarm]:
     finally:
         for child in [*found.workers, *([found.trainer] if found.trainer else [])]:
             child.kill()
+        if (directory / "r").is_dir():
+            Scratch(directory / "r/scratch.txt").close()  # as its next process would have done
 
 
 def free_port() -> int:

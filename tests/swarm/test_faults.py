@@ -23,17 +23,13 @@ from tests.swarm.swarm_processes import (
     WorkerFaults,
     assert_same,
     await_,
-    model,
     outcome,
     swarm,
-    unbroken,
     worker_of,
 )
 
-__all__ = ["model", "unbroken"]
-
 NUM_KILLS = int(os.environ.get("BATON_TEST_KILLS", "1"))
-NUM_REFRESHES = int(os.environ.get("BATON_TEST_REFRESHES", "60"))
+NUM_REFRESHES = int(os.environ.get("BATON_TEST_REFRESHES", "45"))
 SLOW = WorkerFaults(token_delay_s=0.01)
 """So that there is time to be caught at work."""
 

@@ -17,9 +17,7 @@ import pytest
 
 from baton.metrics import read_metrics
 from tests.swarm.shaping_proxy import Shape, ShapingProxy
-from tests.swarm.swarm_processes import Outcome, Swarm, assert_same, model, outcome, swarm, unbroken
-
-__all__ = ["model", "unbroken"]
+from tests.swarm.swarm_processes import Outcome, Swarm, assert_same, outcome, swarm
 
 ONE_WAY_S = 0.04
 BYTES_PER_S = 20e6 / 8
