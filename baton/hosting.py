@@ -120,7 +120,7 @@ class _Host:
 
     def open(self) -> SwarmPort:
         """Listen, and start this machine's workers."""
-        recipe, swarm = self.recipe, self.recipe.swarm
+        swarm = self.recipe.swarm
         own = TokenFile(self.scratch / "tokens.json")
         own_token = own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name="local", trusted=True)
         own.create(Role.ADMIN, LOCAL_TOKEN_LIFE_S, name="local-admin")
@@ -216,6 +216,7 @@ class _Host:
             attention=recipe.model.attention,
             engine=recipe.engine.model_dump(),
             on_new_version=self.rules.on_new_version,
+            relay_secret=secrets.token_urlsafe(32),
             heartbeat_s=swarm.silence_s / HEARTBEATS,
             report_every_s=swarm.report_every_s,
         )

@@ -22,6 +22,7 @@ from baton.errors import UserError
 if TYPE_CHECKING:
     from baton.rollout.engine import Engine
     from baton.swarm.messages import Welcome
+    from baton.swarm.relay import Relay
     from baton.swarm.status import HubStatus
 
 STATUS_DEADLINE_S = 10.0
@@ -47,6 +48,7 @@ def worker(
     slots: Annotated[
         int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
     ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="What generates: embedded.")] = "embedded",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     insecure: Insecure = False,
@@ -61,6 +63,8 @@ def worker(
     from baton.swarm.listen import check_url, client_ssl
     from baton.swarm.worker import SwarmWorker, WorkerOptions
 
+    if engine != "embedded":
+        raise UserError(f"--engine: got {engine!r}, allowed is embedded")
     base = check_url(url, insecure)
     options = WorkerOptions(
         base,
@@ -68,7 +72,7 @@ def worker(
         client_ssl(base, ca),
         slots=slots,
         device=_device_name(device),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=_say,
     )
 
     def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
@@ -111,6 +115,50 @@ def _device_name(device: str) -> str:
 
     found = torch_device(device)
     return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+
+
+def relay(
+    url: Url,
+    token_file: TokenPath,
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where workers reach it.")],
+    public_url: Annotated[
+        str | None, typer.Option("--public-url", help="Where workers find it, if that is another address.")
+    ] = None,
+    cache: Annotated[Path, typer.Option("--cache", help="Directory for chunks.")] = Path("baton-relay"),
+    cache_gb: Annotated[float, typer.Option("--cache-gb", min=0.1, help="Most that lies there.")] = 20.0,
+    certificate: Annotated[Path | None, typer.Option("--certificate", help="PEM file, to serve TLS.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="PEM file with its private key.")] = None,
+    insecure: Insecure = False,
+    ca: Authority = None,
+) -> None:
+    """Hand a hub's weights on to workers nearby: each chunk goes the long way once. Needs a token of the role relay."""
+    from baton.swarm.auth import read_token_file
+    from baton.swarm.listen import Listen, check_url, client_ssl
+    from baton.swarm.relay import Relay, RelayOptions
+
+    base = check_url(url, insecure)
+    options = RelayOptions(
+        base,
+        {"Authorization": f"Bearer {read_token_file(token_file)}"},
+        Listen.parse(listen, certificate, key, insecure),
+        public_url and check_url(public_url, insecure),
+        cache,
+        int(cache_gb * 2**30),
+        client_ssl(base, ca),
+        _say,
+    )
+    asyncio.run(_relay(Relay(options)))
+
+
+async def _relay(one: Relay) -> None:
+    until = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, until.set)
+    await one.run(until)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def status(

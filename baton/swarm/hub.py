@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
+import msgspec
 from aiohttp import WSMsgType, web
 
 from baton.errors import BatonError, DeadlineExceeded, UserError
@@ -45,6 +46,7 @@ from baton.swarm.messages import (
     decode_from_worker,
 )
 from baton.swarm.peers import Outgoing, Peer
+from baton.swarm.relay import RelayList
 from baton.swarm.requests import Requests
 from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
@@ -107,6 +109,7 @@ class Hub:
         self.peers: dict[int, Peer] = {}
         self.counters = _Counters()
         self.want: Want | None = None
+        self.relays = RelayList()
         self.versions: dict[int, PolicyVersion] = {}
         """Published and still of use, by number."""
         self.slots = 0
@@ -156,9 +159,16 @@ class Hub:
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
+    def relay_announced(self, url: str) -> None:
+        """A relay is there; workers are told of a new one at once."""
+        if self.relays.announce(url):
+            self.parts.say(f"relay {url} joined")
+            if self.want is not None:
+                self.announce(self.want)
+
     def announce(self, want: Want) -> None:
         """A version is published: have every worker want it."""
-        self.want = want
+        self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.versions[want.version.number] = want.version
         for peer in self.peers.values():
             self.send(peer.number, want)

@@ -55,6 +55,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     on_new_version: str
     """`resume`: running trajectories are put down at a new version and prefilled again; `keep`: they go on in flight;
     `drain`: none run then."""
+    relay_secret: str
+    """Opens this hub's relays."""
     heartbeat_s: float
     report_every_s: float
 
@@ -111,8 +113,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     serves: PolicyVersion | None
     leases: tuple[int, ...] = ()
     """Those that it still has from before a cut."""
-    relay: str = ""
-    """URL at which it hands on weights, where it does."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -160,7 +160,7 @@ def decode_from_hub(frame: bytes) -> FromHub:
     """Return the message in a frame. Raises Malformed."""
     try:
         return _from_hub.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Malformed(str(error)[:MAX_TEXT]) from error
 
 
@@ -168,7 +168,7 @@ def decode_from_worker(frame: bytes) -> FromWorker:
     """Return the message in a frame, its texts within bounds. Raises Malformed."""
     try:
         message = _from_worker.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Malformed(str(error)[:MAX_TEXT]) from error
     _check_bounds(message)
     return message
@@ -177,7 +177,7 @@ def decode_from_worker(frame: bytes) -> FromWorker:
 def _check_bounds(message: FromWorker) -> None:
     match message:
         case Hello(slots=slots, leases=leases, worker_class=kind):
-            texts = (message.session, message.relay, kind.device, kind.dtype, kind.engine, message.model_digest)
+            texts = (message.session, kind.device, kind.dtype, kind.engine, message.model_digest)
             if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or any(len(t) > 256 for t in texts):
                 raise Malformed(f"a Hello with {slots} slots and {len(leases)} leases, or with texts too long")
         case Fault(kind=kind_name, text=text):

@@ -23,13 +23,18 @@ class Refresher:
     """Carries out what `HaveWant` decides. All in the event loop; fetches run in a thread."""
 
     def __init__(
-        self, source: Source, activate: Callable[[PolicyVersion, Mapping[str, Any]], None], say: Callable[[str], None]
+        self,
+        source: Callable[[str | None], Source],
+        activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
+        say: Callable[[str], None],
     ) -> None:
-        """activate: have the engine switch, and call `activated` when it has."""
-        self._fetcher = Fetcher([source])
+        """source: of a relay's URL, or the hub; activate: have the engine switch, and call `activated` when it has."""
+        self._source = source
+        self._fetcher = Fetcher([source(None)])
         self._activate, self._say = activate, say
         self._have_want = hw.HaveWant()
         self._shared = ""
+        self._relays: tuple[str, ...] = ()
         self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
         self._fetches: set[asyncio.Task[None]] = set()
         self.fetched_bytes = 0
@@ -55,7 +60,7 @@ class Refresher:
 
     def want(self, want: Want) -> None:
         """The hub wants a version served."""
-        self._shared = want.shared
+        self._shared, self._relays = want.shared, want.relays
         self._consider(hw.Wanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:
@@ -77,6 +82,7 @@ class Refresher:
                     wake(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
 
     async def _fetch(self, version: PolicyVersion) -> None:
+        self._fetcher.sources = [self._source(url) for url in (*self._relays, None)]
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
             tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)

@@ -3,6 +3,7 @@
 GET /model                         configuration and tokenizer; role worker, relay
 GET /weights/manifest/LINEAGE/N    a version's manifest; role worker, relay
 GET /weights/chunk/DIGEST          a chunk; role worker, relay
+GET /relay?url=URL                 a relay announces itself; role relay
 GET /status, /metrics              JSON, Prometheus; role admin
 GET /health                        "ok", for anybody
 """
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError
+from baton.errors import BatonError, UserError
 from baton.swarm.auth import Denied, Grant, Role
+from baton.swarm.listen import check_url
+from baton.swarm.relay import MAX_URL, RelayTicket
 from baton.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ class Requests:
         router.add_get("/model", self._model)
         router.add_get("/weights/manifest/{lineage}/{number}", self._manifest)
         router.add_get("/weights/chunk/{digest}", self._chunk)
+        router.add_get("/relay", self._relay)
         router.add_get("/status", self._status)
         router.add_get("/metrics", self._metrics)
         router.add_get("/health", self._health)
@@ -73,6 +77,16 @@ class Requests:
     async def _metrics(self, request: web.Request) -> web.Response:
         self.admit(request, {Role.ADMIN})
         return web.Response(text=self._hub.parts.prometheus(self._hub))
+
+    async def _relay(self, request: web.Request) -> web.Response:
+        self.admit(request, {Role.RELAY})
+        try:
+            url = check_url(request.query.get("url", "")[:MAX_URL], is_insecure=True)
+        except UserError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        self._hub.relay_announced(url)
+        ticket = RelayTicket(self._hub.parts.welcome.relay_secret)
+        return web.Response(body=msgspec.json.encode(ticket), content_type="application/json")
 
     async def _model(self, request: web.Request) -> web.Response:
         self.admit(request, {Role.WORKER, Role.RELAY})

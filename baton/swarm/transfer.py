@@ -31,8 +31,16 @@ T = TypeVar("T")
 class HttpSource:
     """The hub, or a relay, as a source of weights. Blocks: called from a fetcher's thread, served by the event loop."""
 
-    def __init__(self, session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, url: str, token: str) -> None:
-        self.name = url
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        loop: asyncio.AbstractEventLoop,
+        url: str,
+        token: str,
+        *,
+        distance: int = 1,
+    ) -> None:
+        self.name, self.distance = url, distance
         self._session, self._loop = session, loop
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 

@@ -113,8 +113,7 @@ class SwarmWorker:
         connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
         wait_s = 0.0
         async with aiohttp.ClientSession(connector=connector) as self._http:
-            source = HttpSource(self._http, self._loop, self._options.url, self._options.token)
-            self._refresher = Refresher(source, self._activate, self._options.say)
+            self._refresher = Refresher(self._source, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
@@ -244,6 +243,13 @@ class SwarmWorker:
         await asyncio.sleep(0.05)
 
     # ---- what the hub says -------------------------------------------------------------------------------------------
+
+    def _source(self, relay: str | None) -> HttpSource:
+        """The relay at a URL, or the hub itself."""
+        if relay is None:
+            return HttpSource(self._http, self._loop, self._options.url, self._options.token)
+        secret = "" if self._welcome is None else self._welcome.relay_secret
+        return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
     def _obey_hub(self, message: FromHub) -> None:
         match message:
