@@ -80,15 +80,19 @@ def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) 
 
 def _occupancy_note(window: Window) -> str:
     busy = busy_slots(window.spans, window.begin_s, window.end_s, 2000)
-    slots = sum(lanes for _, lanes in _lanes(window.spans))
+    lanes, rows = _lanes(window.spans), _chosen_rows(window.spans)
+    slots, drawn = sum(count for _, count in lanes), sum(len(shown) for _, shown in rows)
     at_work = busy[busy > 0.5]
     if not slots or not len(at_work):
         return ""
     few = float(np.mean(at_work < slots / 4))
+    left_out = (
+        f" Drawn are {drawn:,} slots of {len(rows):,} workers, of {len(lanes):,} workers." if drawn < slots else ""
+    )
     return (
         f"{slots:,} slots, at work {100 * busy.mean() / slots:.0f} % of the time shown, and "
         f"{100 * at_work.mean() / slots:.0f} % of the time in which any was; for {100 * few:.0f} % of that time fewer "
-        "than a quarter of them were: the long tail."
+        f"than a quarter of them were: the long tail.{left_out}"
     )
 
 
