@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +34,7 @@ from baton.swarm.overview import overview
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
+from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.traced import DeskTrace, TracedDesk, TracedScorer
 from baton.swarm.transfer import model_digest, pack_model
@@ -101,9 +100,10 @@ class _Host:
         self.tracer = tracer
         self.rules = recipe.rules()
         self.listen = check_swarm(recipe)
-        self.scratch = Path(tempfile.mkdtemp(prefix="baton-hub-"))
+        self.passing = Scratch(run / "scratch.txt")
+        self.scratch = self.passing.directory()
         memory = Path("/dev/shm")
-        self.shared = Path(tempfile.mkdtemp(prefix="baton-", dir=memory)) if memory.is_dir() else None
+        self.shared = self.passing.directory(memory) if memory.is_dir() else None
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         self.pace = Pace()
         self.authors: dict[int, Author] = {}
@@ -159,6 +159,7 @@ class _Host:
                 on_tick=self.examiner.tick,
                 admits=self._admits,
                 is_banned=self.examiner.quarantine.reason,
+                on_malformed=lambda peer, sentence: self._violated(peer.number, f"malformed: {sentence}"),
                 say=self.say,
             ),
             self.listen,
@@ -174,12 +175,7 @@ class _Host:
         if swarm.serve is not None:
             self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
         local = LocalWorkers(
-            swarm.workers,
-            url,
-            self.scratch / "token",
-            self.run / "workers",
-            say=self.say,
-            device=recipe.model.device,
+            swarm.workers, url, self.scratch / "token", self.run / "workers", say=self.say, device=recipe.model.device
         )
         return SwarmPort(
             PortParts(
@@ -188,7 +184,8 @@ class _Host:
                 self.store,
                 str(self.shared or ""),
                 local.look_after,
-                lambda: self._close(local),
+                local.close,
+                self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
@@ -259,12 +256,6 @@ class _Host:
         if self.recipe.lora is not None:
             return Rescorer(load_model(self.recipe.model.path, dtype=dtype, device=device, attention=attention))
         return Rescorer(load_skeleton(self.scratch / "model", dtype=dtype, device=device, attention=attention))
-
-    def _close(self, local: LocalWorkers) -> None:
-        local.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.shared is not None:
-            shutil.rmtree(self.shared, ignore_errors=True)
 
     # ---- callbacks, in the hub's thread ------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ class Loop:
 
     def close(self) -> None:
         """End the worker and close the files."""
-        self.port.close()
+        self.port.close(is_over=self.state.step >= self.num_steps)
         self.clock.trace.flush()
         self.metrics.close()
         self.journal.close()
@@ -212,7 +212,7 @@ class Loop:
         require_judged(groups, f"train step {step}")
         with self.clock.stage("train", step), self.observer.phase("train", 0):
             values = self._train_on(Batch(step, tuple(groups)))
-        self.port.consumed(step, [(g.group_id, index) for g in groups for index in range(len(g.members))])
+        self.port.consumed(step, groups)
         with self.clock.stage("weight_sync", step, "publish"):
             if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
                 self._publish()

@@ -191,3 +191,14 @@ def test_the_page_of_a_run_has_the_picture_and_that_of_a_run_without_a_trace_has
     assert 'class="slots"' in page
     (run.path / "trace.jsonl").unlink()
     assert "Slots over time" not in render(run)
+
+
+def test_a_simulation_that_traces_no_waiting_has_steps_too():
+    spans = [lease("engine 0", 0, 0.0, 6.0), lease("engine 0", 0, 10.0, 18.0, 1)]
+    for version, at_s in ((1, 6.0), (2, 18.0)):
+        spans.append(Span("train", "trainer", 0, at_s, at_s + 3, {"version": version}))
+        spans.append(Span("publish", "trainer", 0, at_s + 3, at_s + 4, {"version": version}))
+    spans.append(Span("prefill", "engine 0", ASIDE, 0.0, 0.5, {"tokens": 90}))
+    assert [(s.number, s.begin_s, s.train_s, s.end_s) for s in steps_of(spans)] == [(1, 0, 6, 10), (2, 10, 18, 22)]
+    (picture,) = slot_pictures(spans)
+    assert {"step 1", "step 2", "prefill"} <= set(words(picture.svg))

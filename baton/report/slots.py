@@ -29,6 +29,7 @@ COLOURS = {
     "judge": "--s6,#d9a400",
     "check": "--s6,#d9a400",
     "checkpoint": "--s5,#56b4e9",
+    "prefill": "--s5,#56b4e9",
 }
 """Of what is done beside generating; the page's variables, and what they are without it."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
@@ -180,12 +181,12 @@ class _Drawing:
     ) -> None:
         """One worker's slots, and above them the versions on their way to it."""
         self.y += 4
-        aside = [s for s in spans if s.lane == ASIDE]
+        aside = [s for s in spans if s.lane == ASIDE and s.name in COLOURS]
         total = height * len(lanes)
         self._text(LEFT - 8, self.y + total / 2 + 6, worker if len(worker) <= 20 else f"{worker[:19]}…", "end")
         for span in aside:
             x = self.x(span.begin_s)
-            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), 3, _ink(COLOURS["fetch"]))
+            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), 3, _ink(COLOURS[span.name]))
         self.y += 4
         self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, total, _ink("--rule,#d8dde3"), 0.35)
         row = {lane: index for index, lane in enumerate(lanes)}

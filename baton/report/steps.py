@@ -20,7 +20,7 @@ class Step:
 
     number: int
     begin_s: float
-    """When its batch was first waited for, or its training began."""
+    """When its batch was first waited for; where nobody says so, when the step before it ended."""
     train_s: float
     end_s: float
     """When its version was published."""
@@ -47,13 +47,14 @@ def steps_of(spans: Sequence[Span]) -> list[Step]:
         key=lambda s: s.begin_s,
     )
     steps: list[Step] = []
-    begin_s: float | None = None
+    begin_s: float | None = min((span.begin_s for span in spans), default=None)
     for span in stages:
         if span.name == "wait_for_batch":
             begin_s = span.begin_s
         elif span.name == "train":
-            number = int(span.facts.get("step", len(steps) + 1))
-            steps.append(Step(number, span.begin_s if begin_s is None else begin_s, span.begin_s, span.end_s))
+            number = int(span.facts.get("step", span.facts.get("version", len(steps) + 1)))
+            begin_s = steps[-1].end_s if begin_s is None else begin_s
+            steps.append(Step(number, begin_s, span.begin_s, span.end_s))
             begin_s = None
         elif steps:
             last = steps[-1]

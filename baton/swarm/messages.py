@@ -9,6 +9,7 @@
       ── Report · Retry ──────────────────▶
       ◀─────────────────────────────── Ack      reports up to here need not be said again
       ── Heartbeat ───────────────────────▶
+      ◀───────────────────────────── Heard      there is a hub: a worker that hears nothing for long connects anew
       ── Leaving · Fault ─────────────────▶
 
 The lease ids here are the hub's; every one is said once and never used again. Weights and model files go over HTTP.
@@ -31,6 +32,8 @@ MAX_FRAME_BYTES = 8 * 1024 * 1024
 """A longer frame ends the connection."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
+MAX_NAME = 256
+"""Characters."""
 
 
 # ---- from the hub ----------------------------------------------------------------------------------------------------
@@ -89,6 +92,14 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     has_ended: bool = False
 
 
+class RunOver(msgspec.Struct, frozen=True, tag=True):
+    """The run is complete: there is nothing more to do, now or later."""
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Heartbeat."""
+
+
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The worker is not wanted; the connection ends after this."""
 
@@ -139,7 +150,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The worker goes, on purpose; all it had has been reported."""
 
 
-FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Rejected
+FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Heard | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
@@ -178,14 +189,33 @@ def _check_bounds(message: FromWorker) -> None:
     match message:
         case Hello(slots=slots, leases=leases, worker_class=kind):
             texts = (message.session, kind.device, kind.dtype, kind.engine, message.model_digest)
-            if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or any(len(t) > 256 for t in texts):
-                raise Malformed(f"a Hello with {slots} slots and {len(leases)} leases, or with texts too long")
+            if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or not all(map(_is_plain, texts)):
+                raise Malformed(
+                    f"a Hello with {slots} slots and {len(leases)} leases, or with texts that are not plain"
+                )
+            _check_version(message.serves)
         case Fault(kind=kind_name, text=text):
             if len(kind_name) + len(text) > MAX_TEXT:
                 raise Malformed("a Fault with too long a text")
-        case Heartbeat(fault=text):
-            if len(text) > MAX_TEXT or min(message.stats.decoded_tokens, message.fetched_bytes) < 0:
-                raise Malformed("a Heartbeat with too long a text or negative counters")
+        case Heartbeat(fault=text, fetching=fetching):
+            numbers = (*msgspec.structs.astuple(message.stats), message.fetched_bytes, fetching or 0)
+            if len(text) > MAX_TEXT or not all(0 <= number < 2**63 for number in numbers):
+                raise Malformed("a Heartbeat with too long a text or counters out of range")
+            _check_version(message.serves)
+
+
+def _check_version(version: PolicyVersion | None) -> None:
+    if version is not None and not (_is_plain(version.lineage) and _is_plain(version.digest)):
+        raise Malformed("a version whose lineage or digest is not plain")
+
+
+def _is_plain(text: str) -> bool:
+    return len(text) <= MAX_NAME and text.isprintable()
+
+
+def printable(text: str) -> str:
+    """Return a text without line breaks and control characters: it may go to a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def check_protocol(welcome: Welcome) -> None:

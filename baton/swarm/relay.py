@@ -31,6 +31,7 @@ from baton.weights.manifest import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, decode_m
 from baton.weights.sources import ChunkCache
 
 ANNOUNCE_EVERY_S = 20.0
+RETRY_S = 2.0
 FORGET_AFTER_S = 90.0
 """A relay that has not announced itself for so long is no longer named to workers."""
 MAX_RELAYS = 256
@@ -117,6 +118,7 @@ class Relay:
                 await runner.cleanup()
 
     async def _announce_all_along(self, until: asyncio.Event) -> None:
+        is_connected = True  # so that an outage is told once
         while not until.is_set():
             wait_s = ANNOUNCE_EVERY_S
             try:
@@ -125,11 +127,13 @@ class Relay:
                 if not self._secret:
                     self._options.say(f"relaying {self._options.hub} at {self.url}")
                 self._secret = msgspec.json.decode(body, type=RelayTicket).secret
+                is_connected = True
             except (BatonError, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 if not self._secret and any(f"answered {code}" in str(error) for code in (401, 403)):
                     raise UserError(f"the hub at {self._options.hub} refuses this token: {error}") from error
-                self._options.say(f"no connection to {self._options.hub} ({error or type(error).__name__})")
-                wait_s = 2.0
+                if is_connected:
+                    self._options.say(f"no connection to {self._options.hub} ({error or type(error).__name__})")
+                is_connected, wait_s = False, RETRY_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(until.wait(), wait_s)
 

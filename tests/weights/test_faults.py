@@ -362,6 +362,7 @@ def test_coded_parts_that_nobody_wrote_end_in_a_fault_or_in_a_wrong_digest(run):
 
         class Liar:
             name = "relay 7"
+            distance = 0
 
             def manifest(self, version, lie=lie):
                 return lie
