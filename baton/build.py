@@ -42,7 +42,7 @@ from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.trace import LeaseTrace, TraceWriter
+from baton.trace import BEGIN, LeaseTrace, TraceWriter
 from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
 from baton.trainer.local import LocalTrainer
 from baton.trainer.sft import Demonstration
@@ -133,6 +133,7 @@ def build_loop(
     trainer = build_trainer(recipe, tokenizer)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
+    trace.mark(BEGIN, step=place.state.step)
     run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal)

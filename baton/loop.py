@@ -175,7 +175,6 @@ class Loop:
             self.judge.close()
 
     def _train(self) -> list[Evaluation]:
-        self.clock.trace.mark("begin", step=self.state.step)
         self._publish()
         results: list[Evaluation] = []
         if self.state.step == 0:
@@ -347,6 +346,7 @@ class Loop:
             values |= evaluation_metrics(result)
         self.metrics.write(self.state.step, values)
         self.run.write_evaluation(self.state.step, results)
+        self.clock.trace.flush()
         self.stats = self.port.stats()
         accuracy = next(r.accuracy.value for r in reversed(results) if r.temperature)
         if accuracy > self.state.best_accuracy:

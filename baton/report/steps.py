@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.trace import Span
+from baton.trace import ASIDE, Span
 from baton.trace.spans import stretches
 
 WHOLE = 5
@@ -47,7 +47,7 @@ def steps_of(spans: Sequence[Span]) -> list[Step]:
         key=lambda s: s.begin_s,
     )
     steps: list[Step] = []
-    begin_s: float | None = min((span.begin_s for span in spans), default=None)
+    begin_s: float | None = min((span.begin_s for span in spans if span.lane != ASIDE), default=None)
     for span in stages:
         if span.name == "wait_for_batch":
             begin_s = span.begin_s

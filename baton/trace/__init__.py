@@ -16,5 +16,6 @@ from baton.trace.file import TraceWriter as TraceWriter
 from baton.trace.file import read_trace as read_trace
 from baton.trace.leases import LeaseTrace as LeaseTrace
 from baton.trace.spans import ASIDE as ASIDE
+from baton.trace.spans import BEGIN as BEGIN
 from baton.trace.spans import Span as Span
 from baton.trace.spans import Tracer as Tracer
