@@ -24,6 +24,7 @@ from baton.errors import BatonError, UserError
 from baton.plan_command import plan, profile
 from baton.swarm_commands import relay, status, worker
 from baton.token_command import token_app
+from baton.trace_command import trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -313,6 +314,7 @@ def rollout(
 
 app.command()(plan)
 app.command()(profile)
+app.command()(trace)
 app.command()(worker)
 app.command()(relay)
 app.command()(status)
