@@ -190,6 +190,7 @@ class _Host:
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
                 self._keep_versions,
+                recipe.weights.keep,
                 () if self.base is None else (self.base,),
                 self.inbox,
                 self.pace,

@@ -331,6 +331,7 @@ class SwarmBench:
                 publish_every=publish_every,
                 trajectories_per_step=9,
                 keep_versions=self.rules.max_staleness // publish_every + 2,
+                keep_stored=3,
                 pinned=(),
                 inbox=self.inbox,
                 pace=self.pace,
