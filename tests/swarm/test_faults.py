@@ -303,7 +303,7 @@ def test_many_refreshes_leave_disk_memory_and_open_files_as_they_were(model: Pat
     """One trajectory a step, a version each; the first third is for caches to fill."""
     shape = {"rollout__batch_groups": 1, "rollout__group_size": 2, "rollout__max_new_tokens": 2}
     steps = {"run__steps": NUM_REFRESHES, "checkpoint__every": max(20, NUM_REFRESHES // 4)}
-    with swarm(tmp_path, model, **shape, **steps, engine__slots=8) as run:
+    with swarm(tmp_path, model, **shape, **steps, engine__slots=8, weights__keep=3) as run:
         run.train()
         worker = run.joined()
         seen = []
