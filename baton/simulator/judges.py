@@ -1,0 +1,42 @@
+"""Judges in virtual time: so many at once, each taking its time; others queue."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from baton.simulator.clock import Clock
+from baton.simulator.seeds import choices
+from baton.simulator.setting import JudgeSpec
+from baton.simulator.tracing import Tracer
+
+
+class Judges:
+    """Hands each trajectory back when it is judged."""
+
+    def __init__(self, spec: JudgeSpec, clock: Clock, seed: int, tracer: Tracer | None = None) -> None:
+        self._spec, self._clock, self._tracer = spec, clock, tracer
+        self._random = choices(seed, "judges")
+        self._sigma = math.sqrt(math.log1p(spec.cv**2))
+        self._free_s: list[float] = []
+        """When each judge that was ever busy is free."""
+        self.busy_s = 0.0
+
+    def submit(self, group_id: int, sample_index: int, then: Callable[[], None]) -> None:
+        """Have a trajectory judged, and `then` called."""
+        spec, now_s = self._spec, self._clock.now_s
+        if not spec.latency_s:
+            then()
+            return
+        seconds = spec.latency_s
+        if self._sigma:
+            seconds *= math.exp(self._random.gauss(-self._sigma**2 / 2, self._sigma))
+        begin_s = now_s
+        if len(self._free_s) >= spec.concurrency:
+            begin_s = max(now_s, heapq.heappop(self._free_s))
+        heapq.heappush(self._free_s, begin_s + seconds)
+        self.busy_s += seconds
+        if self._tracer is not None:
+            self._tracer.span("judge", "judges", -1, begin_s, begin_s + seconds, group=group_id, sample=sample_index)
+        self._clock.at(begin_s + seconds, then)
