@@ -86,6 +86,10 @@ class Busy:
     """Tokens after prompts among them."""
     preemptions: int = 0
 
+    def plus(self, other: Busy) -> Busy:
+        """Return the sums."""
+        return Busy(*(getattr(self, name) + getattr(other, name) for name in Busy.__slots__))
+
 
 class SimEngine:
     """One engine."""
@@ -181,6 +185,16 @@ class SimEngine:
         self._is_stopped = False
         self._since_s = max(self._since_s, self._clock.now_s)
         self._between()
+
+    def flush(self) -> None:
+        """Report what has grown so far, whole steps of it."""
+        if self._is_stopped:
+            return
+        self._settle(self._whole_steps())
+        reports: list[Grown] = []
+        self._report_all(reports)
+        if reports:
+            self._owner.heard(self, reports)
 
     def decoded(self) -> int:
         """The counter of decoded tokens now."""

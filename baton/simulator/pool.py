@@ -18,26 +18,35 @@ class Pool:
 
     def __init__(self, setting: Setting, clock: Clock, controller: Controller, tracer: Tracer | None = None) -> None:
         self._setting, self._clock, self._controller, self._tracer = setting, clock, controller, tracer
+        self.engines: list[SimEngine] = []
+        self._gone: list[SimEngine] = []
+        self._queue: dict[int, Row] = {}
+        self._held: dict[int, SimEngine] = {}
+
+    def begin(self) -> None:
+        """See `Port`."""
+        setting = self._setting
         self.engines = [
             SimEngine(
-                clock,
+                self._clock,
                 spec.name,
                 spec.speed,
                 spec.slots,
                 self,
                 kv_tokens=spec.kv_tokens,
                 shares_prefill=setting.shares_prefill,
-                tracer=tracer,
+                tracer=self._tracer,
             )
             for spec in setting.engines
         ]
-        self._queue: dict[int, Row] = {}
-        self._held: dict[int, SimEngine] = {}
-        self._resumes = setting.rules.on_new_version == "resume"
+        self._controller.capacity(setting.slots)
 
-    def begin(self) -> None:
-        """See `Port`."""
-        self._controller.capacity(self._setting.slots)
+    def restart(self) -> None:
+        """See `Port`: the engines are the controller's children, and die with it."""
+        for engine in self.engines:
+            engine.stop()
+        self._gone += self.engines
+        self._queue, self._held = {}, {}
 
     def want(self, wish: Wish) -> None:
         """See `Port`."""
@@ -78,8 +87,12 @@ class Pool:
 
     def busy(self) -> dict[str, tuple[int, int, Busy]]:
         """See `Port`."""
-        gpus = [spec.num_gpus for spec in self._setting.engines]
-        return {e.name: (e.slots, n, e.busy) for e, n in zip(self.engines, gpus, strict=True)}
+        found: dict[str, tuple[int, int, Busy]] = {}
+        for place, engine in enumerate((*self._gone, *self.engines)):
+            spec = self._setting.engines[place % len(self._setting.engines)]
+            busy = engine.busy if spec.name not in found else found[spec.name][2].plus(engine.busy)
+            found[spec.name] = (spec.slots, spec.num_gpus, busy)
+        return found
 
     def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
         """See `Owner`."""

@@ -22,6 +22,8 @@ class Wish:
     """What it will have."""
     version: int
     is_exact: bool
+    newest: int = -1
+    """Version of its last token; -1 before the first."""
 
 
 class Controller(Protocol):
@@ -69,6 +71,10 @@ class Port(Protocol):
 
     def load(self, version: int) -> None:
         """Have a version served."""
+        ...
+
+    def restart(self) -> None:
+        """The controller is gone: hang up. `begin` is called when it is back."""
         ...
 
     def slow(self, factor: float) -> None:

@@ -105,6 +105,7 @@ class Record:
         """The run is over."""
         self._add(ledger)
         self.carried = carried
+        self.generated = self.trained + self.masked + self.filtered + self.dropped + self.lost.total() + carried
 
     def _add(self, ledger: Ledger) -> None:
         self.trained += ledger.trained
@@ -112,4 +113,3 @@ class Record:
         self.filtered += ledger.filtered
         self.dropped += ledger.dropped
         self.lost += ledger.lost
-        self.generated = self.trained + self.masked + self.filtered + self.dropped + self.lost.total()

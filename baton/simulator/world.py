@@ -38,7 +38,6 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.tracked import State, TrackedGroup
 from baton.simulator.clock import Clock
 from baton.simulator.judges import Judges
-from baton.simulator.pool import Pool
 from baton.simulator.port import Port, Wish
 from baton.simulator.record import Record
 from baton.simulator.script import Script
@@ -46,6 +45,7 @@ from baton.simulator.setting import Setting
 from baton.simulator.tracing import Tracer
 
 Key = tuple[int, int]
+_NOTHING = (0, -1)
 HANG_S = 24 * 3600.0
 """Virtual time without a token while a batch is waited for, after which a run is taken to hang."""
 
@@ -89,13 +89,14 @@ class World:
         """Counts restarts of the controller; what was begun before one is ignored."""
         self.version = 0
         self.num_trained = 0
-        self.port: Port = Pool(setting, self.clock, self, tracer)
+        self.port: Port
+        """Set before `begin`."""
         self._make_scheduler, self._tracer = make_scheduler, tracer
         self._judges = Judges(setting.judges, self.clock, seed, tracer)
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
-        self._tokens: dict[Key, int] = {}
-        """Of trajectories that were put down, or are running."""
+        self._tokens: dict[Key, tuple[int, int]] = {}
+        """(tokens, version of the last) of trajectories that were put down, or are running."""
         self._made: dict[int, dict[int, int]] = {}
         """Group → version → tokens."""
         self._next_lease = 0
@@ -205,16 +206,18 @@ class World:
         lease = self._next_lease = self._next_lease + 1
         self._key_of[lease], self._lease_of[key] = key, lease
         script = self.script
+        tokens, newest = self._tokens.get(key, _NOTHING)
         self.port.want(
             Wish(
                 lease,
                 group_id,
                 sample_index,
                 script.prompt(group_id),
-                self._tokens.get(key, 0),
+                tokens,
                 script.length(group_id, sample_index),
                 command.version,
                 command.is_exact,
+                newest,
             )
         )
 
@@ -223,7 +226,7 @@ class World:
     def grew(self, lease: int, version: int, num_tokens: int) -> None:
         """See `Controller`."""
         key = self._key_of[lease]
-        self._tokens[key] = self._tokens.get(key, 0) + num_tokens
+        self._tokens[key] = (self._tokens.get(key, _NOTHING)[0] + num_tokens, version)
         made = self._made[key[0]]
         made[version] = made.get(version, 0) + num_tokens
         self._moved_s = self.clock.now_s
@@ -337,6 +340,7 @@ class World:
         groups; in `sync` their unfinished trajectories begin again.
         """
         now_s = self.clock.now_s
+        self.port.restart()
         old = self.scheduler
         delivered = self.version + (self._is_training or self._batch is not None)
         self.lineage += 1
