@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,11 +30,14 @@ from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import Listen
 from baton.swarm.local import LocalWorkers
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
+from baton.swarm.overview import overview
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
-from baton.swarm.status import HubStatus, QuarantineStatus, WorkerStatus, prometheus
+from baton.swarm.scratch import Scratch
+from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.transfer import model_digest, pack_model
+from baton.swarm.verify import Calibration
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
 from baton.weights.publish import Publisher
 from baton.weights.shared import SharedMemory
@@ -84,15 +85,15 @@ class _Host:
         self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
         self.rules = recipe.rules()
         self.listen = check_swarm(recipe)
-        self.scratch = Path(tempfile.mkdtemp(prefix="baton-hub-"))
+        self.passing = Scratch(run / "scratch.txt")
+        self.scratch = self.passing.directory()
         memory = Path("/dev/shm")
-        self.shared = Path(tempfile.mkdtemp(prefix="baton-", dir=memory)) if memory.is_dir() else None
+        self.shared = self.passing.directory(memory) if memory.is_dir() else None
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         self.pace = Pace()
         self.authors: dict[int, Author] = {}
         """By worker number, also of workers that are gone."""
-        device, attention = torch_device(recipe.model.device), recipe.model.attention
-        model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"), attention=attention)
+        model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"))
         self.model_files, self.base = self._model_files(model, tokenizer), None
         self.store = Store(recipe.weights.store or run / "weights")
         self.publisher = Publisher(
@@ -109,7 +110,6 @@ class _Host:
             end_ids=end_ids(model, tokenizer),
         )
         self.text = lambda ids: tokenizer.text(ids, keep_special=True)
-        self.device, self.attention = device, attention
         self.desk = Desk(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
             Outside(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
@@ -120,7 +120,7 @@ class _Host:
 
     def open(self) -> SwarmPort:
         """Listen, and start this machine's workers."""
-        recipe, swarm = self.recipe, self.recipe.swarm
+        swarm = self.recipe.swarm
         own = TokenFile(self.scratch / "tokens.json")
         own_token = own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name="local", trusted=True)
         own.create(Role.ADMIN, LOCAL_TOKEN_LIFE_S, name="local-admin")
@@ -144,31 +144,33 @@ class _Host:
                 on_tick=self.examiner.tick,
                 admits=self._admits,
                 is_banned=self.examiner.quarantine.reason,
+                on_malformed=lambda peer, sentence: self._violated(peer.number, f"malformed: {sentence}"),
                 say=self.say,
             ),
             self.listen,
         )
+        self.port = self._make_port(own_token)
+        return self.port
+
+    def _make_port(self, own_token: str) -> SwarmPort:
+        recipe, swarm = self.recipe, self.recipe.swarm
         port = self.hub.start()
         write_private(self.scratch / "token", own_token.encode())
         url = self.listen.url(port)
         if swarm.serve is not None:
             self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
         local = LocalWorkers(
-            swarm.workers,
-            url,
-            self.scratch / "token",
-            self.run / "workers",
-            say=self.say,
-            device=recipe.model.device,
+            swarm.workers, url, self.scratch / "token", self.run / "workers", say=self.say, device=recipe.model.device
         )
-        self.port = SwarmPort(
+        return SwarmPort(
             PortParts(
                 self.hub,
                 self.publisher,
                 self.store,
                 str(self.shared or ""),
                 local.look_after,
-                lambda: self._close(local),
+                local.close,
+                self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
@@ -178,7 +180,6 @@ class _Host:
                 self.pace,
             )
         )
-        return self.port
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -212,6 +213,7 @@ class _Host:
             attention=recipe.model.attention,
             engine=recipe.engine.model_dump(),
             on_new_version=self.rules.on_new_version,
+            relay_secret=secrets.token_urlsafe(32),
             heartbeat_s=swarm.silence_s / HEARTBEATS,
             report_every_s=swarm.report_every_s,
         )
@@ -221,34 +223,21 @@ class _Host:
         return Examiner(
             self._make_scorer,
             Inspector(self.recipe.inspection, secret),
-            calibration=self._calibration(),
-            quarantine=Quarantine(self.run / "quarantine.jsonl"),
+            Calibration(),
+            Quarantine(self.run / "quarantine.jsonl"),
             keep_versions=self._keep_versions,
             to_hub=lambda action: self.hub.call(action),
             on_release=self.desk.release,
             on_conviction=self._convicted,
         )
 
-    @staticmethod
-    def _calibration() -> Any:
-        from baton.swarm.verify import Calibration
-
-        return Calibration()
-
     def _make_scorer(self) -> Rescorer:
-        dtype = torch_dtype(self.recipe.engine.dtype)
-        path, attention = self.recipe.model.path, self.attention
+        """In the engines' dtype: then honest tokens are mostly scored to the same bits, and small lies stand out."""
+        dtype, attention = torch_dtype(self.recipe.engine.dtype), self.recipe.model.attention
+        device = torch_device(self.recipe.model.device)
         if self.recipe.lora is not None:
-            model = load_model(path, dtype=torch.float32, device=self.device, attention=attention)
-        else:
-            model = load_skeleton(self.scratch / "model", dtype=torch.float32, device=self.device, attention=attention)
-        return Rescorer(model, weights_dtype=dtype)
-
-    def _close(self, local: LocalWorkers) -> None:
-        local.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.shared is not None:
-            shutil.rmtree(self.shared, ignore_errors=True)
+            return Rescorer(load_model(self.recipe.model.path, dtype=dtype, device=device, attention=attention))
+        return Rescorer(load_skeleton(self.scratch / "model", dtype=dtype, device=device, attention=attention))
 
     # ---- callbacks, in the hub's thread ------------------------------------------------------------------------------
 
@@ -295,62 +284,11 @@ class _Host:
             return f"this run generates in {dtype}, not in {hello.worker_class.dtype}"
         return None if grant.is_trusted else self.examiner.calibration.refusal(hello.worker_class)
 
+    def _status(self, hub: Hub) -> HubStatus:
+        return overview(hub, self.port, self.examiner, lineage=self.lineage)
+
     def _joined(self, peer: Peer) -> None:
         self.authors[peer.number] = Author(peer.grant.name, peer.worker_class, peer.grant.is_trusted)
-
-    # ---- status ------------------------------------------------------------------------------------------------------
-
-    def _status(self, hub: Hub) -> HubStatus:
-        table, port, counters = self.desk.table, self.port, hub.counters
-        rule = port.provisioning()
-        numbers = {"needed_per_s": rule.needed_per_s, "slack_s": rule.slack_s, "idle_share": rule.idle_share}
-        last = port.last
-        published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}
-        return HubStatus(
-            run=self.recipe.run.name,
-            lineage=self.lineage,
-            version=max(hub.versions, default=None),
-            versions=tuple(sorted(hub.versions)),
-            step=port.step,
-            workers=tuple(self._worker_status(peer) for peer in hub.peers.values()),
-            tasks=table.num_tasks,
-            waiting=table.num_waiting,
-            wasted_tokens=dict(table.wasted),
-            staleness=port.staleness,
-            publication=_known(published),
-            bytes_out={**counters.by_route, "total": counters.bytes_out},
-            provisioning=rule.sentence(),
-            rule=_known({"trajectories_per_s": rule.trajectories_per_s, "broadcast_s": rule.broadcast_s, **numbers}),
-            quarantine=tuple(_quarantined(c) for c in self.examiner.quarantine.convictions),
-            denied=counters.denied,
-            malformed=counters.malformed,
-            loop_delay_s=counters.loop_delay_s,
-            notes=tuple(a.fault for a in hub.parts.authenticators if a.fault),
-        )
-
-    def _worker_status(self, peer: Peer) -> WorkerStatus:
-        held = self.desk.table.workers.get(peer.number)
-        beat = peer.heartbeat
-        state = "serving" if peer.served is not None else "waiting"
-        if not peer.is_connected:
-            state = "cut off"
-        elif beat.fetching is not None:
-            state = "fetching"
-        return WorkerStatus(
-            name=peer.name,
-            worker_class=str(peer.worker_class),
-            address=peer.address,
-            state=state,
-            version=peer.served,
-            slots=peer.hello.slots,
-            leases=0 if held is None else len(held.leases),
-            tokens_per_s=peer.tokens_per_s(),
-            decoded_tokens=beat.stats.decoded_tokens,
-            fetched_bytes=beat.fetched_bytes,
-            fault=beat.fault,
-            is_trusted=peer.grant.is_trusted,
-            checked=self.examiner.counters.by_name.get(peer.grant.name, 0),
-        )
 
 
 class _TrainingChecks:
@@ -370,17 +308,3 @@ class _TrainingChecks:
     def close(self) -> None:
         """See `Checks`."""
         self._examiner.close()
-
-
-def _known(values: Mapping[str, float | int | None]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if value is not None}
-
-
-def _quarantined(conviction: Conviction) -> QuarantineStatus:
-    return QuarantineStatus(
-        conviction.worker,
-        conviction.verdict.reason,
-        tuple(sorted({step for _, step in conviction.trained})),
-        conviction.num_trained,
-        len(conviction.requeue),
-    )

@@ -191,7 +191,7 @@ class Loop:
 
     def close(self) -> None:
         """End the worker and close the files."""
-        self.port.close()
+        self.port.close(is_over=self.state.step >= self.num_steps)
         self.metrics.close()
         self.journal.close()
 
@@ -206,7 +206,7 @@ class Loop:
         require_judged(groups, f"train step {step}")
         with self.clock.stage("train"), self.observer.phase("train", 0):
             values = self._train_on(Batch(step, tuple(groups)))
-        self.port.consumed(step, [(g.group_id, index) for g in groups for index in range(len(g.members))])
+        self.port.consumed(step, groups)
         with self.clock.stage("weight_sync"):
             if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
                 self._publish()

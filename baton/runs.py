@@ -172,7 +172,7 @@ def _circumstances(threads: int) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in RECORDED_PACKAGES},
     }
@@ -202,7 +202,8 @@ def _commit() -> str | None:
     return None if commit is None else commit + ("+changes" if git("status", "--porcelain") else "")
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     names: Iterator[str] = iter(())
     if info.exists():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +24,7 @@ from baton.errors import UserError
 if TYPE_CHECKING:
     from baton.rollout.engine import Engine
     from baton.swarm.messages import Welcome
+    from baton.swarm.relay import Relay
     from baton.swarm.status import HubStatus
 
 STATUS_DEADLINE_S = 10.0
@@ -47,10 +50,15 @@ def worker(
     slots: Annotated[
         int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
     ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="What generates: embedded.")] = "embedded",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    store: Annotated[
+        str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")
+    ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Leave when standard input ends.")] = False,
 ) -> None:
     """Generate for a run anywhere: join its hub, fetch its weights, grow its trajectories.
 
@@ -61,26 +69,37 @@ def worker(
     from baton.swarm.listen import check_url, client_ssl
     from baton.swarm.worker import SwarmWorker, WorkerOptions
 
+    if engine != "embedded":
+        raise UserError(f"--engine: got {engine!r}, allowed is embedded")
     base = check_url(url, insecure)
     options = WorkerOptions(
         base,
         read_token_file(token_file),
         client_ssl(base, ca),
         slots=slots,
+        store=store,
         device=_device_name(device),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=_say,
     )
 
     def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
         return _make_engine(welcome, directory, base, slots, threads, device)
 
-    asyncio.run(_run(SwarmWorker(options, make_engine)))
+    asyncio.run(_run(SwarmWorker(options, make_engine), tied))
 
 
-async def _run(one: Any) -> None:
+async def _run(one: Any, is_tied: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, one.leave)
+
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            one.leave()
+
+    if is_tied:
+        loop.add_reader(sys.stdin.fileno(), on_input)
     await one.run()
 
 
@@ -102,15 +121,61 @@ def _make_engine(
 
 
 def _device_name(device: str) -> str:
-    """What decides a device's rounding: the name of a GPU, or `cpu`."""
+    """What decides a device's rounding: the name of the GPU or processor."""
+    from baton.runs import processor_name
+
     if device == "cpu":
-        return "cpu"
+        return processor_name()
     import torch
 
     from baton.policy.load import torch_device
 
     found = torch_device(device)
-    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else processor_name()
+
+
+def relay(
+    url: Url,
+    token_file: TokenPath,
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where workers reach it.")],
+    public_url: Annotated[
+        str | None, typer.Option("--public-url", help="Where workers find it, if that is another address.")
+    ] = None,
+    cache: Annotated[Path, typer.Option("--cache", help="Directory for chunks.")] = Path("baton-relay"),
+    cache_gb: Annotated[float, typer.Option("--cache-gb", min=0.1, help="Most that lies there.")] = 20.0,
+    certificate: Annotated[Path | None, typer.Option("--certificate", help="PEM file, to serve TLS.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="PEM file with its private key.")] = None,
+    insecure: Insecure = False,
+    ca: Authority = None,
+) -> None:
+    """Hand a hub's weights on to workers nearby: each chunk goes the long way once. Needs a token of the role relay."""
+    from baton.swarm.auth import read_token_file
+    from baton.swarm.listen import Listen, check_url, client_ssl
+    from baton.swarm.relay import Relay, RelayOptions
+
+    base = check_url(url, insecure)
+    options = RelayOptions(
+        base,
+        {"Authorization": f"Bearer {read_token_file(token_file)}"},
+        Listen.parse(listen, certificate, key, insecure),
+        public_url and check_url(public_url, insecure),
+        cache,
+        int(cache_gb * 2**30),
+        client_ssl(base, ca),
+        _say,
+    )
+    asyncio.run(_relay(Relay(options)))
+
+
+async def _relay(one: Relay) -> None:
+    until = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, until.set)
+    await one.run(until)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def status(
@@ -156,8 +221,8 @@ def _print_status(status: HubStatus) -> None:
         highlight=False,
     )
     table = Table(box=None, header_style="bold")
-    for name in ("worker", "state", "version", "leases / slots", "tokens/s", "fetched MB", "checked", "class", "from"):
-        table.add_column(name, justify="left" if name in ("worker", "state", "class", "from") else "right")
+    for name in ("worker", "state", "version", "leases", "tokens/s", "fetched MB", "checked"):
+        table.add_column(name, justify="left" if name in ("worker", "state") else "right")
     for one in status.workers:
         table.add_row(
             one.name + (" (trusted)" if one.is_trusted else ""),
@@ -167,14 +232,14 @@ def _print_status(status: HubStatus) -> None:
             f"{one.tokens_per_s:,.0f}",
             f"{one.fetched_bytes / 1e6:,.1f}",
             str(one.checked),
-            one.worker_class,
-            one.address,
         )
     out.print(table)
+    for kind, count in Counter(one.worker_class for one in status.workers).items():
+        out.print(f"{count} of the class {kind}", highlight=False)
     out.print(status.provisioning, highlight=False)
     if status.staleness:
-        shares = ", ".join(f"{name} {value:.2g}" for name, value in status.staleness.items())
-        out.print(f"staleness of the last batch: {shares}", highlight=False)
+        shares = ", ".join(f"{age} versions {share:.0%}" for age, share in status.staleness.items())
+        out.print(f"age of the last batch's tokens: {shares}", highlight=False)
     sent = ", ".join(f"{route} {num / 1e6:,.1f} MB" for route, num in status.bytes_out.items())
     out.print(f"sent: {sent}", highlight=False)
     if status.wasted_tokens:

@@ -176,7 +176,7 @@ class EnginePool(WorkerPort):
         fields = EngineStats.__struct_fields__
         return EngineStats(*(sum(getattr(p.stats, field) for p in self._processes) for field in fields))
 
-    def close(self) -> None:
+    def close(self, *, is_over: bool = False) -> None:
         """End all processes. May be called twice."""
         for process in self._processes:
             process.close()

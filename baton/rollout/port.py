@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.rollout.engine import Engine, EngineStats
-from baton.types import Abort, FromHub, FromPort, Lease, PolicyVersion
+from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 
 class WorkerPort(Protocol):
@@ -42,16 +42,16 @@ class WorkerPort(Protocol):
         """The engine's counters."""
         ...
 
-    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
-        """(group id, sample index) of the trajectories in the batch of a step."""
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
+        """A train step has consumed its batch."""
         return
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the worker's own metrics of a train step that has these."""
         return {}
 
-    def close(self) -> None:
-        """End the worker. May be called twice."""
+    def close(self, *, is_over: bool = False) -> None:
+        """End the worker. May be called twice. is_over: the run is complete, and workers need not wait for it."""
         ...
 
 
@@ -91,5 +91,5 @@ class LocalPort(WorkerPort):
         """See `WorkerPort`."""
         return self._engine.stats
 
-    def close(self) -> None:
+    def close(self, *, is_over: bool = False) -> None:
         """See `WorkerPort`: the engine goes with this process."""

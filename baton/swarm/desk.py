@@ -122,17 +122,21 @@ class Desk:
 
     def leave(self, worker: int, cause: str) -> None:
         """A worker is gone."""
+        self._refusals.pop(worker, None)
         self._tell(ev.WorkerLeft(self._clock(), worker, cause))
 
     def held(self, worker: int, leases: Iterable[int]) -> None:
         """After a cut: what a worker holds. What it should hold and does not is leased anew, what it should not is
-        dropped."""
+        dropped; what is recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         for lease in sorted(known - claimed):
             self._tell(ev.LeasePutDown(self._clock(), lease))
         for lease in sorted(claimed - known):
             self._outside.to_worker(worker, Dropped(lease))
+        for lease in sorted(claimed & known):
+            if self.table.is_recalled(lease):  # the worker may not have heard of it
+                self._outside.to_worker(worker, Abort(lease))
 
     def report(self, worker: int, report: Report) -> None:
         """A worker has grown a lease."""

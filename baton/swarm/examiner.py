@@ -129,8 +129,8 @@ class Examiner:
         self._make_scorer, self._to_hub = make_scorer, to_hub
         self._keep = keep_versions
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
-        self._held: dict[Key, float] = {}
-        """Trajectory → until when its verdict is waited for."""
+        self._held: dict[Key, tuple[_Case, float]] = {}
+        """Trajectory → what is checked of it, until when its verdict is waited for."""
         self._cases: SimpleQueue[_Case | None] = SimpleQueue()
         self._thread: Thread | None = None
         for conviction in quarantine.convictions:
@@ -171,8 +171,9 @@ class Examiner:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="examiner", daemon=True)
             self._thread.start()
-        self._held[key] = time.monotonic() + PATIENCE_S
-        self._cases.put(_Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), tuple(wanted)))
+        case = _Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), tuple(wanted))
+        self._held[key] = case, time.monotonic() + PATIENCE_S
+        self._cases.put(case)
         return True
 
     def violated(self, author: Author, sentence: str, name: str) -> Conviction | None:
@@ -185,32 +186,42 @@ class Examiner:
     def tick(self) -> None:
         """Release what has waited for its verdict too long."""
         now_s = time.monotonic()
-        for key in [key for key, until_s in self._held.items() if now_s > until_s]:
-            self.counters.unchecked += 1
-            self._release(key)
+        for case, until_s in list(self._held.values()):
+            if now_s > until_s:
+                self.counters.unchecked += 1
+                self._release(case)
 
-    def _rule(self, key: Key, rulings: Sequence[Ruling]) -> None:
+    def _rule(self, case: _Case, rulings: Sequence[Ruling]) -> None:
         """Take the verdicts on one trajectory."""
         for ruling in rulings:
             name = ruling.author.name
             self.counters.by_name[name] = self.counters.by_name.get(name, 0) + 1
             tolerance = self.calibration.tolerance(ruling.author.worker_class)
-            conviction = self.inspector.judged(name, _name(key), ruling.verdict, tolerance)
+            conviction = self.inspector.judged(name, _name(case.key), ruling.verdict, tolerance)
             if conviction is not None:
                 self._convict(conviction)
-        self._release(key)
+        self._release(case)
 
     def _convict(self, conviction: Conviction) -> None:
         self.quarantine.add(conviction)
         self._on_conviction(conviction)
 
-    def _release(self, key: Key) -> None:
-        if self._held.pop(key, None) is not None:
-            self._on_release(key)
+    def _release(self, case: _Case) -> None:
+        """Let it be trained, unless it was made again meanwhile: the new one waits for its own verdict."""
+        held = self._held.get(case.key)
+        if held is not None and held[0] is case:
+            del self._held[case.key]
+            self._on_release(case.key)
 
     # ---- in the examiner's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._examine_all()
+        except Exception as error:  # noqa: BLE001  # unheard, it would end all checks without a word
+            self._to_hub(lambda error=error: _raise(error))  # type: ignore[misc]
+
+    def _examine_all(self) -> None:
         scorer: Scorer | None = None
         while (cases := self._take()) is not None:
             scorer = scorer or self._make_scorer()
@@ -233,20 +244,22 @@ class Examiner:
         return cases or None
 
     def _examine(self, scorer: Scorer, cases: Sequence[_Case]) -> None:
-        scores: dict[Key, list[Rescored]] = {case.key: [] for case in cases}
-        for number in sorted({v for case in cases for v in case.claim.trajectory.policy_versions}):
+        scores: list[list[Rescored]] = [[] for _ in cases]
+        numbers = [set(case.claim.trajectory.policy_versions) for case in cases]
+        for number in sorted(set().union(*numbers)):
             tensors = self._tensors.get(number)
             if tensors is None:
                 continue
-            concerned = [case for case in cases if number in case.claim.trajectory.policy_versions]
+            concerned = [index for index, known in enumerate(numbers) if number in known]
             scorer.load(tensors, number)
-            for case, rescored in zip(concerned, scorer.score([case.claim for case in concerned]), strict=True):
-                scores[case.key].append(rescored)
-        for case in cases:
+            rescored = scorer.score([cases[index].claim for index in concerned])
+            for index, one in zip(concerned, rescored, strict=True):
+                scores[index].append(one)
+        for case, found in zip(cases, scores, strict=True):
             self.counters.checked += 1
-            self.counters.tokens += sum(len(rescored.places) for rescored in scores[case.key])
-            rulings = self._judged(case, scores[case.key])
-            self._to_hub(lambda key=case.key, rulings=rulings: self._rule(key, rulings))  # type: ignore[misc]
+            self.counters.tokens += sum(len(rescored.places) for rescored in found)
+            rulings = self._judged(case, found)
+            self._to_hub(lambda case=case, rulings=rulings: self._rule(case, rulings))  # type: ignore[misc]
 
     def _judged(self, case: _Case, scores: Sequence[Rescored]) -> list[Ruling]:
         rulings = []
@@ -256,6 +269,10 @@ class Examiner:
             tolerance = self.calibration.tolerance(author.worker_class)
             rulings.append(Ruling(case.key, author, judge(scores, tolerance, first=first, end=end)))
         return rulings
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _name(key: Key) -> str:

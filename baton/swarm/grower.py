@@ -26,6 +26,8 @@ class Grower:
         self._engine, self._resumes = engine, on_new_version == "resume"
         self._leases: dict[int, Lease] = {}
         """Each with its trajectory as far as it has been reported."""
+        self._aborting: set[int] = set()
+        """Those that the hub wants put down, until they are."""
 
     @property
     def is_busy(self) -> bool:
@@ -45,12 +47,18 @@ class Grower:
 
     def abort(self, lease_id: int) -> None:
         """Put a lease down; the next `step` reports what it has."""
-        self._engine.abort(lease_id)
+        if lease_id in self._leases:
+            self._aborting.add(lease_id)
+            self._engine.abort(lease_id)
 
     def drop(self, lease_id: int) -> None:
         """Forget a lease; nothing more is said of it."""
-        if self._leases.pop(lease_id, None) is not None:
-            self._engine.abort(lease_id)
+        if self._leases.pop(lease_id, None) is None:
+            return
+        self._aborting.discard(lease_id)
+        self._engine.abort(lease_id)
+        if not self._leases:
+            self._engine.step()  # nobody else would have it let go
 
     def drop_all(self) -> None:
         """Forget every lease."""
@@ -70,7 +78,8 @@ class Grower:
         carried: list[int] = []
         reports: list[FromWorker] = []
         if self._resumes:
-            carried = [number for number, lease in self._leases.items() if not lease.is_exact]
+            kept = self._leases.keys() - self._aborting
+            carried = [number for number in self._leases if number in kept and not self._leases[number].is_exact]
             for number in carried:
                 self._engine.abort(number)
             if carried:
@@ -102,6 +111,7 @@ class Grower:
             found.append(message)
             if ends_lease(message):
                 del self._leases[message.lease_id]
+                self._aborting.discard(message.lease_id)
             elif isinstance(message, Report):
                 grown = lease.trajectory.extended(message.segments)
                 self._leases[message.lease_id] = msgspec.structs.replace(lease, trajectory=grown)

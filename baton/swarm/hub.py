@@ -23,37 +23,41 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
-from aiohttp import WSMsgType, web
+import msgspec
+from aiohttp import web
 
-from baton.errors import BatonError, DeadlineExceeded, UserError
+from baton.errors import DeadlineExceeded, UserError
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Denied, Grant, Role
 from baton.swarm.desk import Desk
+from baton.swarm.door import MAX_CONNECTIONS, Door
+from baton.swarm.line import Line
 from baton.swarm.listen import Listen
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
     Malformed,
     Rejected,
+    RunOver,
     Want,
     Welcome,
-    decode_from_worker,
+    printable,
 )
 from baton.swarm.peers import Outgoing, Peer
+from baton.swarm.relay import RelayList
 from baton.swarm.requests import Requests
 from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
 
 TICK_S = 1.0
-SEND_DEADLINE_S = 60.0
-PREPARE_DEADLINE_S = 1800.0
-"""A worker may take so long to fetch a base model and build its engine, while its heart beats."""
-MAX_CONNECTIONS = 4096
+SILENT_HEARTBEATS = 12
+"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 START_DEADLINE_S = 30.0
 
 
@@ -83,6 +87,8 @@ class HubParts:
     """Why a worker is not wanted, or None."""
     is_banned: Callable[[str], str | None] = lambda name: None
     """Name of a token → why its workers are in quarantine."""
+    on_malformed: Callable[[Peer, str], None] = lambda peer, sentence: None
+    """A worker that has its place said what is no message."""
     say: Callable[[str], None] = lambda text: None
 
 
@@ -98,6 +104,11 @@ class _Counters:
     """The longest so far."""
     by_route: dict[str, int] = field(default_factory=dict)
 
+    def sent(self, route: str, num_bytes: int) -> None:
+        """Count what goes out."""
+        self.bytes_out += num_bytes
+        self.by_route[route] = self.by_route.get(route, 0) + num_bytes
+
 
 class Hub:
     """The event loop, its thread, and every connection."""
@@ -107,11 +118,12 @@ class Hub:
         self.peers: dict[int, Peer] = {}
         self.counters = _Counters()
         self.want: Want | None = None
+        self.relays = RelayList()
         self.versions: dict[int, PolicyVersion] = {}
         """Published and still of use, by number."""
         self.slots = 0
         """Of all workers that can be spoken to; read by the runner's thread."""
-        self._requests = Requests(self)
+        self._requests, self._door = Requests(self), Door()
         self._by_session: dict[str, int] = {}
         self._next_worker = 0
         self._connections = 0
@@ -119,7 +131,7 @@ class Hub:
         self._stopping = asyncio.Event()
         self._port: int | None = None
         self._started = Event()
-        self._fault: BaseException | None = None
+        self._fault: Exception | None = None
         self._thread = Thread(target=self._run, name="hub", daemon=True)
 
     # ---- from other threads ------------------------------------------------------------------------------------------
@@ -140,25 +152,36 @@ class Hub:
         return self._port
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have something done in the hub's thread, in order."""
-        self._loop.call_soon_threadsafe(action)
+        """Have something done in the hub's thread, in order. Raises what has ended the hub; what fails ends it."""
+        self.check()
+        self._loop.call_soon_threadsafe(self._do, action)
 
     def check(self) -> None:
         """Raise what has ended the hub, if anything has."""
         if self._fault is not None:
             raise self._fault
 
-    def stop(self) -> None:
-        """Hang up on everybody and end the thread. May be called twice."""
+    def stop(self, *, is_over: bool = False) -> None:
+        """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerPort.close`."""
+        with suppress(RuntimeError):  # its loop has ended by itself
+            if is_over:
+                self.call(self._dismiss)
+            self.call(self._stopping.set)
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(START_DEADLINE_S)
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
+    def relay_announced(self, url: str) -> None:
+        """A relay is there; workers are told of a new one at once."""
+        if self.relays.announce(url):
+            self.parts.say(f"relay {url} joined")
+            if self.want is not None:
+                self.announce(self.want)
+
     def announce(self, want: Want) -> None:
         """A version is published: have every worker want it."""
-        self.want = want
+        self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.versions[want.version.number] = want.version
         for peer in self.peers.values():
             self.send(peer.number, want)
@@ -179,43 +202,56 @@ class Hub:
         self.parts.say(f"worker {peer.name}: {cause}")
         if peer.outgoing is not None:
             peer.outgoing.put(Rejected(cause, is_final))
+            peer.outgoing.close()
         self._count_slots()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._main())
-        except (OSError, BatonError, AssertionError, RuntimeError) as error:
-            self._fault = error
+        except Exception as error:  # noqa: BLE001  # whatever it is, the runner's thread must hear of it
+            self._fault = self._fault or error
         finally:
             self._started.set()
             self._loop.close()
+
+    def _do(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  # as above: nobody else would
+            self._fault = self._fault or error
+            self._stopping.set()
 
     async def _main(self) -> None:
         app = web.Application(client_max_size=MAX_FRAME_BYTES)
         app.router.add_get("/worker", self._worker)
         self._requests.add_routes(app.router)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
         try:
-            ssl = self.listen.ssl_context()
-            site = web.TCPSite(runner, self.listen.host, self.listen.port, ssl_context=ssl, shutdown_timeout=1.0)
-            await site.start()
-            self._port = runner.addresses[0][1]
+            self._port = await self._door.open(app, self.listen)
             self._started.set()
             await self._tick()
         finally:
-            await runner.cleanup()
+            await self._door.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    def _dismiss(self) -> None:
+        for peer in self.peers.values():
+            self.send(peer.number, RunOver())
 
     async def _tick(self) -> None:
         last_s = time.monotonic()
         while not self._stopping.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._stopping.wait()
             now_s = time.monotonic()
             delay_s = max(0.0, now_s - last_s - 2 * TICK_S)
             self.counters.loop_delay_s = max(self.counters.loop_delay_s, delay_s)
             last_s = now_s
+            self._door.sweep()
             for peer in list(self.peers.values()):
                 self._recheck(peer)
             self.parts.desk.tick(delay_s)
@@ -243,76 +279,54 @@ class Hub:
         grant = self._requests.admit(request, {Role.WORKER})
         if self._connections >= MAX_CONNECTIONS:
             raise web.HTTPServiceUnavailable(text=f"the hub has {MAX_CONNECTIONS} connections already")
-        socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=5.0, compress=False)
+        socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=1.0, compress=False)
         await socket.prepare(request)
         self._connections += 1
         outgoing = Outgoing()
-        sender = asyncio.create_task(self._send_all(socket, outgoing))
-        peer: Peer | None = None
+        outgoing.put(self.parts.welcome)
+        line = Line(socket, request.transport, outgoing, lambda size: self.counters.sent("messages", size))
         try:
-            outgoing.put(self.parts.welcome)
-            hello = await self._await_hello(socket)
-            peer = self._seat(hello, grant, request.remote or "", outgoing)
-            if self.want is not None:
-                outgoing.put(self.want)
-            while (message := await self._read(socket)) is not None and self.peers.get(peer.number) is peer:
-                self._hear(peer, message)
-        except (Malformed, TimeoutError) as error:
-            self.counters.malformed += 1
-            self.parts.audit.record("malformed", 400, str(error)[:300], request.remote or "", "/worker", grant.name)
-            outgoing.put(Rejected(f"malformed: {str(error)[:300]}", is_final=False))
-        except Unwanted as error:
-            self.parts.audit.record("unwanted", 403, str(error)[:300], request.remote or "", "/worker", grant.name)
-            outgoing.put(Rejected(str(error), is_final=True))
+            await line.hold(self._converse(line, grant, request.remote or "", outgoing))
         finally:
             self._connections -= 1
-            if peer is not None and peer.outgoing is outgoing:
-                self._cut(peer)
-            await self._drain(socket, outgoing, sender)
         return socket
 
-    async def _drain(self, socket: web.WebSocketResponse, outgoing: Outgoing, sender: asyncio.Task[None]) -> None:
-        """Let what is queued go out, for a moment, then hang up."""
-        begin_s = time.monotonic()
-        while outgoing.num_bytes and not sender.done() and not socket.closed and time.monotonic() - begin_s < 2.0:
-            await asyncio.sleep(0.01)
-        sender.cancel()
-        with suppress(Exception):
-            await asyncio.wait_for(socket.close(), 5.0)
+    async def _converse(self, line: Line, grant: Grant, address: str, outgoing: Outgoing) -> None:
+        """Hear a worker out, until it is gone or hung up on."""
+        peer: Peer | None = None
+        try:
+            peer = self._seat(await line.read_hello(self.parts.say), grant, address, outgoing)
+            if self.want is not None:
+                outgoing.put(self.want)
+            silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
+            while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
+                message = await line.read(silence_s)
+                if message is None:
+                    return
+                self.counters.frames_in += 1
+                self._hear(peer, message)
+        except (Malformed, TimeoutError) as error:
+            self._complain("malformed", error, grant, address)
+            self.counters.malformed += 1
+            outgoing.put(Rejected(f"malformed: {str(error)[:300]}", is_final=False))
+            if peer is not None and self.peers.get(peer.number) is peer:
+                self.parts.on_malformed(peer, str(error)[:300])
+        except Unwanted as error:
+            self._complain("unwanted", error, grant, address)
+            outgoing.put(Rejected(str(error), is_final=True))
+        except Exception as error:  # noqa: BLE001  # no worker's words may end the hub; this worker they do
+            cause = f"what it said cannot be dealt with: {type(error).__name__}: {error}"
+            self._complain("fault", error, grant, address)
+            if peer is not None:
+                self.hang_up(peer.number, cause)
+                self.parts.desk.leave(peer.number, "fault")
+        finally:
+            if peer is not None and peer.outgoing is outgoing:
+                self._cut(peer)
 
-    async def _send_all(self, socket: web.WebSocketResponse, outgoing: Outgoing) -> None:
-        while True:
-            frame = await outgoing.take()
-            await asyncio.wait_for(socket.send_bytes(frame), SEND_DEADLINE_S)
-            self.counters.bytes_out += len(frame)
-
-    async def _read(self, socket: web.WebSocketResponse) -> FromWorker | None:
-        """Return the worker's next message, or None when it is gone."""
-        frame = await asyncio.wait_for(socket.receive(), PREPARE_DEADLINE_S)
-        if frame.type is not WSMsgType.BINARY:
-            if frame.type is WSMsgType.TEXT:
-                raise Malformed("a text where a message was expected")
-            return None
-        self.counters.frames_in += 1
-        return decode_from_worker(frame.data)
-
-    async def _await_hello(self, socket: web.WebSocketResponse) -> Hello:
-        """Wait until the worker is ready; its heart may beat meanwhile."""
-        deadline_s = time.monotonic() + PREPARE_DEADLINE_S
-        while time.monotonic() < deadline_s:
-            match await self._read(socket):
-                case Hello() as hello:
-                    return hello
-                case Heartbeat():
-                    continue
-                case Fault(kind=kind, text=text):
-                    self.parts.say(f"a worker could not be built: {kind}: {text[:500]}")
-                    raise Malformed(f"{kind}: {text}")
-                case None:
-                    raise Malformed("gone before it said Hello")
-                case other:
-                    raise Malformed(f"{type(other).__name__} before Hello")
-        raise TimeoutError(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+    def _complain(self, event: str, error: Exception, grant: Grant, address: str) -> None:
+        status = {"malformed": 400, "unwanted": 403}.get(event, 500)
+        self.parts.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.name)
 
     def _seat(self, hello: Hello, grant: Grant, address: str, outgoing: Outgoing) -> Peer:
         """Give a worker its place, or the one it had before a cut."""
@@ -324,6 +338,8 @@ class Hub:
         now_s = time.monotonic()
         known = self.peers.get(self._by_session.get(hello.session, -1))
         if known is not None and known.grant.name == grant.name:
+            if known.outgoing is not None:
+                known.outgoing.close()  # nobody has told the hub yet that this connection is dead
             known.outgoing, known.hello, known.address = outgoing, hello, address
             peer = known
         else:
@@ -357,16 +373,21 @@ class Hub:
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
+                self.send(peer.number, Heard())
                 if peer.served != before:
                     self.parts.on_served(self)
             case Leaving():
                 self.hang_up(peer.number, "left")
                 desk.leave(peer.number, "left")
             case Fault(kind=kind, text=text):
-                self.hang_up(peer.number, f"{kind}: {text[:500]}")
+                self.hang_up(peer.number, printable(f"{kind}: {text[:500]}"))
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
+
+    def _has(self, peer: Peer) -> bool:
+        """Whether a worker has not been hung up on."""
+        return self.peers.get(peer.number) is peer
 
     def _alive(self, peer: Peer) -> None:
         self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)

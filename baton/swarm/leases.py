@@ -119,6 +119,10 @@ class LeaseTable:
         """Whether a lease is still valid."""
         return lease in self._leases
 
+    def is_recalled(self, lease: int) -> bool:
+        """Whether a valid lease is to be put down."""
+        return self._leases[lease].recalled_s is not None
+
     def length(self, lease: int) -> int:
         """Tokens after the prompt that a lease has reported, with those it was given."""
         return self._leases[lease].length

@@ -1,4 +1,7 @@
-"""This machine's own workers: `--workers N` starts them, and starts again those that end."""
+"""This machine's own workers: `--workers N` starts them, and starts again those that end.
+
+Each is tied to this process by its standard input: when this one is killed, the pipe ends, and so does the worker.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,10 @@ class LocalWorkers:
             str(token_file),
             "--threads",
             "1",
+            "--device",
+            device,
+            "--tied",
         ]
-        self._command += ["--threads", "1", "--device", device]
         self._directory, self._say = directory, say
         directory.mkdir(parents=True, exist_ok=True)
         self._children = [_Child(self._start(index), time.monotonic()) for index in range(count)]
@@ -90,5 +95,5 @@ class LocalWorkers:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self._log(index).open("ab") as log:
             return subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )

@@ -9,6 +9,7 @@
       ── Report · Retry ──────────────────▶
       ◀─────────────────────────────── Ack      reports up to here need not be said again
       ── Heartbeat ───────────────────────▶
+      ◀───────────────────────────── Heard      there is a hub: a worker that hears nothing for long connects anew
       ── Leaving · Fault ─────────────────▶
 
 The lease ids here are the hub's; every one is said once and never used again. Weights and model files go over HTTP.
@@ -31,6 +32,8 @@ MAX_FRAME_BYTES = 8 * 1024 * 1024
 """A longer frame ends the connection."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
+MAX_NAME = 256
+"""Characters."""
 
 
 # ---- from the hub ----------------------------------------------------------------------------------------------------
@@ -55,6 +58,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     on_new_version: str
     """`resume`: running trajectories are put down at a new version and prefilled again; `keep`: they go on in flight;
     `drain`: none run then."""
+    relay_secret: str
+    """Opens this hub's relays."""
     heartbeat_s: float
     report_every_s: float
 
@@ -87,6 +92,14 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     has_ended: bool = False
 
 
+class RunOver(msgspec.Struct, frozen=True, tag=True):
+    """The run is complete: there is nothing more to do, now or later."""
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Heartbeat."""
+
+
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The worker is not wanted; the connection ends after this."""
 
@@ -111,8 +124,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     serves: PolicyVersion | None
     leases: tuple[int, ...] = ()
     """Those that it still has from before a cut."""
-    relay: str = ""
-    """URL at which it hands on weights, where it does."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +150,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The worker goes, on purpose; all it had has been reported."""
 
 
-FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Rejected
+FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Heard | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
@@ -160,7 +171,7 @@ def decode_from_hub(frame: bytes) -> FromHub:
     """Return the message in a frame. Raises Malformed."""
     try:
         return _from_hub.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Malformed(str(error)[:MAX_TEXT]) from error
 
 
@@ -168,7 +179,7 @@ def decode_from_worker(frame: bytes) -> FromWorker:
     """Return the message in a frame, its texts within bounds. Raises Malformed."""
     try:
         message = _from_worker.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Malformed(str(error)[:MAX_TEXT]) from error
     _check_bounds(message)
     return message
@@ -177,15 +188,34 @@ def decode_from_worker(frame: bytes) -> FromWorker:
 def _check_bounds(message: FromWorker) -> None:
     match message:
         case Hello(slots=slots, leases=leases, worker_class=kind):
-            texts = (message.session, message.relay, kind.device, kind.dtype, kind.engine, message.model_digest)
-            if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or any(len(t) > 256 for t in texts):
-                raise Malformed(f"a Hello with {slots} slots and {len(leases)} leases, or with texts too long")
+            texts = (message.session, kind.device, kind.dtype, kind.engine, message.model_digest)
+            if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or not all(map(_is_plain, texts)):
+                raise Malformed(
+                    f"a Hello with {slots} slots and {len(leases)} leases, or with texts that are not plain"
+                )
+            _check_version(message.serves)
         case Fault(kind=kind_name, text=text):
             if len(kind_name) + len(text) > MAX_TEXT:
                 raise Malformed("a Fault with too long a text")
-        case Heartbeat(fault=text):
-            if len(text) > MAX_TEXT or min(message.stats.decoded_tokens, message.fetched_bytes) < 0:
-                raise Malformed("a Heartbeat with too long a text or negative counters")
+        case Heartbeat(fault=text, fetching=fetching):
+            numbers = (*msgspec.structs.astuple(message.stats), message.fetched_bytes, fetching or 0)
+            if len(text) > MAX_TEXT or not all(0 <= number < 2**63 for number in numbers):
+                raise Malformed("a Heartbeat with too long a text or counters out of range")
+            _check_version(message.serves)
+
+
+def _check_version(version: PolicyVersion | None) -> None:
+    if version is not None and not (_is_plain(version.lineage) and _is_plain(version.digest)):
+        raise Malformed("a version whose lineage or digest is not plain")
+
+
+def _is_plain(text: str) -> bool:
+    return len(text) <= MAX_NAME and text.isprintable()
+
+
+def printable(text: str) -> str:
+    """Return a text without line breaks and control characters: it may go to a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def check_protocol(welcome: Welcome) -> None:

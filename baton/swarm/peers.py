@@ -13,6 +13,8 @@ from baton.swarm.verify import WorkerClass
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """A worker that takes nothing off its connection until so much has piled up is hung up on."""
+FRAME_OVERHEAD = 128
+"""Bytes of memory that a queued frame takes beside its own."""
 RATE_WINDOW_S = 30.0
 
 
@@ -20,22 +22,28 @@ RATE_WINDOW_S = 30.0
 class Outgoing:
     """Frames on their way to one worker, bounded."""
 
-    frames: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    frames: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     num_bytes: int = 0
+    """In memory."""
 
     def put(self, message: FromHub) -> bool:
         """Queue a message; False where too much waits already."""
         frame = encode(message)
-        if self.num_bytes + len(frame) > MAX_UNSENT_BYTES:
+        if self.num_bytes + len(frame) + FRAME_OVERHEAD > MAX_UNSENT_BYTES:
             return False
-        self.num_bytes += len(frame)
+        self.num_bytes += len(frame) + FRAME_OVERHEAD
         self.frames.put_nowait(frame)
         return True
 
-    async def take(self) -> bytes:
-        """Wait for the next frame."""
+    def close(self) -> None:
+        """The connection ends when what is queued has been sent."""
+        self.frames.put_nowait(None)
+
+    async def take(self) -> bytes | None:
+        """Wait for the next frame; None at the end."""
         frame = await self.frames.get()
-        self.num_bytes -= len(frame)
+        if frame is not None:
+            self.num_bytes -= len(frame) + FRAME_OVERHEAD
         return frame
 
 

@@ -26,7 +26,7 @@ from baton.swarm.messages import Want
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.provisioning import Provisioning
-from baton.types import Abort, FromHub, FromPort, Lease, PolicyVersion
+from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 from baton.weights.publish import Published, Publisher
 from baton.weights.store import Store
 
@@ -61,8 +61,10 @@ class PortParts:
     """Directory in shared memory for this machine's workers; empty for none."""
     look_after: Callable[[], None]
     """Looks after the workers of this machine."""
-    close: Callable[[], None]
-    """Ends them, and removes what was only for this process."""
+    dismiss: Callable[[], None]
+    """Ends them."""
+    clear: Callable[[], None]
+    """Removes what was only for this process."""
     checks: Checks | None
     publish_every: int
     trajectories_per_step: int
@@ -137,16 +139,18 @@ class SwarmPort:
                 total[name] += getattr(peer.stats, name)
         return EngineStats(**total)
 
-    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """See `WorkerPort`."""
         self.step = step
+        trajectories = [member.trajectory for group in groups for member in group.members]
+        ages = Counter(step - 1 - version for t in trajectories for version in t.policy_versions)
+        self.staleness = {str(age): num / max(1, ages.total()) for age, num in sorted(ages.items())}
         if self._parts.checks is not None:
-            self._parts.checks.consumed(step, trajectories)
+            self._parts.checks.consumed(step, [(t.group_id, t.sample_index) for t in trajectories])
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         """See `WorkerPort`."""
         self.train_s = values.get("time/train", self.train_s)
-        self.staleness = {k.rpartition("/")[2]: v for k, v in values.items() if k.startswith("staleness/")}
         rule, last, hub = self.provisioning(), self.last, self._parts.hub
         found: dict[str, float | None] = {
             "swarm/workers": float(sum(peer.is_connected for peer in list(hub.peers.values()))),
@@ -169,15 +173,16 @@ class SwarmPort:
             parts.publish_every, self.train_s, pace.broadcast_s, parts.trajectories_per_step, pace.per_s()
         )
 
-    def close(self) -> None:
+    def close(self, *, is_over: bool = False) -> None:
         """See `WorkerPort`: hangs up on everybody; this machine's own workers end."""
         self._is_closed = True
         self._publishing.shutdown(wait=True, cancel_futures=True)
         if self._parts.checks is not None:
             self._parts.checks.close()
-        self._parts.close()
-        self._parts.hub.stop()
+        self._parts.dismiss()
+        self._parts.hub.stop(is_over=is_over)
         self._parts.hub.parts.audit.close()
+        self._parts.clear()
 
     def _look_after(self) -> None:
         """Raise what has failed elsewhere, and start again this machine's workers that have ended."""

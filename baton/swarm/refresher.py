@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.errors import BatonError
 from baton.swarm import have_want as hw
 from baton.swarm.messages import Want
 from baton.types import PolicyVersion
@@ -23,13 +22,22 @@ class Refresher:
     """Carries out what `HaveWant` decides. All in the event loop; fetches run in a thread."""
 
     def __init__(
-        self, source: Source, activate: Callable[[PolicyVersion, Mapping[str, Any]], None], say: Callable[[str], None]
+        self,
+        source: Callable[[str | None], Source],
+        near: Sequence[Source],
+        activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
+        say: Callable[[str], None],
     ) -> None:
-        """activate: have the engine switch, and call `activated` when it has."""
-        self._fetcher = Fetcher([source])
+        """source: of a relay's URL, or the hub; near: asked before these.
+
+        activate: have the engine switch to a version, and call `activated` when it has.
+        """
+        self._source, self._near = source, tuple(near)
+        self._fetcher = Fetcher([*near, source(None)])
         self._activate, self._say = activate, say
         self._have_want = hw.HaveWant()
         self._shared = ""
+        self._relays: tuple[str, ...] = ()
         self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
         self._fetches: set[asyncio.Task[None]] = set()
         self.fetched_bytes = 0
@@ -55,7 +63,7 @@ class Refresher:
 
     def want(self, want: Want) -> None:
         """The hub wants a version served."""
-        self._shared = want.shared
+        self._shared, self._relays = want.shared, want.relays
         self._consider(hw.Wanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:
@@ -77,10 +85,11 @@ class Refresher:
                     wake(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
 
     async def _fetch(self, version: PolicyVersion) -> None:
+        self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
             tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
-        except (BatonError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # no failure is for ever: whatever it is, it is tried again
             self._say(f"version {version.number} could not be fetched: {error}")
             self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
             return

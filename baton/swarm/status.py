@@ -60,7 +60,7 @@ class HubStatus(msgspec.Struct, frozen=True):
     wasted_tokens: Mapping[str, int]
     """By cause."""
     staleness: Mapping[str, float]
-    """Share of the last batch's trained tokens, by the number of versions they were old."""
+    """Share of the last batch's tokens, by the number of versions they were old."""
     publication: Mapping[str, float]
     """Of the last version: bytes, density, seconds."""
     bytes_out: Mapping[str, int]
@@ -82,14 +82,18 @@ class HubStatus(msgspec.Struct, frozen=True):
 def prometheus(status: HubStatus) -> str:
     """Return a status in Prometheus' text format."""
     gauges: list[tuple[str, str, Sequence[tuple[dict[str, str], float]]]] = [
-        ("version", "Latest published version", [({}, float(-1 if status.version is None else status.version))]),
+        ("version", "Latest published version", [({}, _number(status.version))]),
         ("step", "Train steps done", [({}, float(status.step))]),
         ("tasks", "Trajectories wanted", [({}, float(status.tasks))]),
         ("tasks_waiting", "Trajectories that nobody grows", [({}, float(status.waiting))]),
         ("workers", "Workers by state", _by_state(status.workers)),
         ("worker_tokens_per_second", "Tokens a second", [({"worker": w.name}, w.tokens_per_s) for w in status.workers]),
         ("worker_leases", "Leases held", [({"worker": w.name}, float(w.leases)) for w in status.workers]),
-        ("worker_version", "Version served", [({"worker": w.name}, float(w.version or 0)) for w in status.workers]),
+        (
+            "worker_version",
+            "Version served",
+            [({"worker": w.name}, _number(w.version)) for w in status.workers],
+        ),
         (
             "wasted_tokens",
             "Tokens made for nothing",
@@ -107,8 +111,12 @@ def prometheus(status: HubStatus) -> str:
     lines = []
     for name, meaning, samples in gauges:
         lines += [f"# HELP baton_{name} {meaning}", f"# TYPE baton_{name} gauge"]
-        lines += [f"baton_{name}{_labels(labels)} {value:g}" for labels, value in samples]
+        lines += [f"baton_{name}{_labels(labels)} {value:.17g}" for labels, value in samples]
     return "\n".join(lines) + "\n"
+
+
+def _number(version: int | None) -> float:
+    return float(-1 if version is None else version)
 
 
 def _by_state(workers: Sequence[WorkerStatus]) -> list[tuple[dict[str, str], float]]:

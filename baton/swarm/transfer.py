@@ -31,8 +31,16 @@ T = TypeVar("T")
 class HttpSource:
     """The hub, or a relay, as a source of weights. Blocks: called from a fetcher's thread, served by the event loop."""
 
-    def __init__(self, session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, url: str, token: str) -> None:
-        self.name = url
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        loop: asyncio.AbstractEventLoop,
+        url: str,
+        token: str,
+        *,
+        distance: int = 1,
+    ) -> None:
+        self.name, self.distance = url, distance
         self._session, self._loop = session, loop
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -50,6 +58,8 @@ class HttpSource:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(deadline_s)
+        except aiohttp.ServerTimeoutError as error:
+            raise DeadlineExceeded(f"{self.name} sent nothing for {_SILENCE_S:.0f} s") from error
         except TimeoutError as error:
             future.cancel()
             raise DeadlineExceeded(f"{self.name} did not send {size} bytes in {deadline_s:.0f} s") from error
@@ -73,6 +83,14 @@ async def get_bounded(session: aiohttp.ClientSession, url: str, headers: dict[st
             if len(body) > limit:
                 raise WeightsFault(f"{url} sent more than the {limit} bytes that were asked for")
         return bytes(body)
+
+
+async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
+    """Return the model's files of a hub, packed. Raises WeightsFault unless they have the digest that it announced."""
+    packed = await get_bounded(session, f"{url}/model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
+    if model_digest(packed) != digest:
+        raise WeightsFault(f"the model's files at {url} are not those that it announced")
+    return packed
 
 
 def pack_model(directory: Path) -> bytes:

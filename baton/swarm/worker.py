@@ -22,14 +22,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 import aiohttp
 
-from baton.errors import BatonError, EngineFault, UserError
+from baton.errors import EngineFault, UserError
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -39,33 +39,34 @@ from baton.swarm.messages import (
     Fault,
     FromHub,
     FromWorker,
+    Heard,
     Heartbeat,
     Hello,
     Leaving,
     Rejected,
+    RunOver,
     Want,
     Welcome,
     check_protocol,
-    decode_from_hub,
-    encode,
 )
 from baton.swarm.outbox import Outbox
 from baton.swarm.refresher import Refresher
-from baton.swarm.transfer import MAX_MODEL_BYTES, HttpSource, get_bounded, model_digest, unpack_model
+from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verify import WorkerClass
+from baton.swarm.worker_line import LOST, ConnectionLost, WorkerLine
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
+from baton.weights.sources import StoreSource
+from baton.weights.store import Store
 
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
+SILENT_HEARTBEATS = 12
+"""After so many without an answer there is no hub behind the connection any more, though nobody has hung up."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
-
-
-class ConnectionLost(Exception):
-    """The hub is gone for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +78,12 @@ class WorkerOptions:
     ssl: SSLContext | None = None
     slots: int | None = None
     """In place of the recipe's engine.slots."""
+    store: str | None = None
+    """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
     device: str = "cpu"
     """For people, and for the class whose logprobs are compared."""
     engine: str = "embedded"
     say: Callable[[str], None] = print
-
-
-@dataclass(slots=True)
-class _Line:
-    """One connection, while it lasts."""
-
-    socket: aiohttp.ClientWebSocketResponse
-    outgoing: asyncio.Queue[FromWorker] = field(default_factory=asyncio.Queue)
-    is_open: bool = False
-    """Whether Hello has been said: before, reports wait in the outbox."""
 
 
 class SwarmWorker:
@@ -102,7 +95,7 @@ class SwarmWorker:
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
-        self._line: _Line | None = None
+        self._line: WorkerLine | None = None
         self._fault: Exception | None = None
         self._is_leaving = asyncio.Event()
         self._engine: EngineThread | None = None
@@ -110,17 +103,24 @@ class SwarmWorker:
     async def run(self) -> None:
         """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
         self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
+        tls = self._options.ssl or True
+        # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
+        kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
+        once = aiohttp.TCPConnector(ssl=tls, force_close=True)
         wait_s = 0.0
-        async with aiohttp.ClientSession(connector=connector) as self._http:
-            source = HttpSource(self._http, self._loop, self._options.url, self._options.token)
-            self._refresher = Refresher(source, self._activate, self._options.say)
+        async with (
+            aiohttp.ClientSession(connector=kept) as self._http,
+            aiohttp.ClientSession(connector=once) as self._lines,
+        ):
+            near = [StoreSource(Store(self._options.store))] if self._options.store else []
+            self._refresher = Refresher(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     began_s = time.monotonic()
                     try:
                         await self._serve()
-                    except (ConnectionLost, aiohttp.ClientError, OSError, TimeoutError) as error:
+                    except LOST as error:
+                        self._check_engine()
                         if self._is_leaving.is_set():
                             return
                         if time.monotonic() - began_s > LONGEST_WAIT_S:
@@ -130,7 +130,8 @@ class SwarmWorker:
                         cause = str(error) or type(error).__name__
                         self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
                         with suppress(TimeoutError):
-                            await asyncio.wait_for(self._is_leaving.wait(), waiting_s)
+                            async with asyncio.timeout(waiting_s):
+                                await self._is_leaving.wait()
             finally:
                 if self._engine is not None:
                     await asyncio.to_thread(self._engine.close)
@@ -142,12 +143,12 @@ class SwarmWorker:
     # ---- one connection ----------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
+        self._check_engine()
         headers = {"Authorization": f"Bearer {self._options.token}"}
-        connecting = self._http.ws_connect(
-            self._options.url + "/worker", headers=headers, max_msg_size=MAX_FRAME_BYTES * 8, autoping=True
-        )
+        url = self._options.url + "/worker"
         try:
-            socket = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                socket = await self._lines.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403) and self._welcome is None:
                 raise UserError(
@@ -156,15 +157,15 @@ class SwarmWorker:
                 ) from error
             raise
         async with socket:
-            line = _Line(socket)
-            welcome = await self._receive(line, CONNECT_DEADLINE_S)
+            line = WorkerLine(socket)
+            welcome = await line.receive(CONNECT_DEADLINE_S)
             if isinstance(welcome, Rejected):
                 self._rejected(welcome)
             if not isinstance(welcome, Welcome):
                 raise ConnectionLost("the hub did not welcome this worker")
             check_protocol(welcome)
             tasks: list[asyncio.Task[Any]] = [
-                asyncio.create_task(self._send(line)),
+                asyncio.create_task(line.send_all()),
                 asyncio.create_task(self._beat(line, welcome.heartbeat_s)),
             ]
             self._line = line
@@ -182,68 +183,60 @@ class SwarmWorker:
                 for task in (*tasks, leaving):
                     task.cancel()
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
+
+    def _check_engine(self) -> None:
+        """Raise what has ended the engine, if anything has: to connect again would be of no use."""
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    async def _listen(self, line: _Line, welcome: Welcome) -> None:
+    async def _listen(self, line: WorkerLine, welcome: Welcome) -> None:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
-        line.outgoing.put_nowait(self._hello(welcome, slots))
+        line.say(self._hello(welcome, slots))
         line.is_open = True
         for report in self._outbox.again():
-            line.outgoing.put_nowait(report)
+            line.say(report)
         while True:
-            self._obey_hub(await self._receive(line, welcome.heartbeat_s * 6))
+            self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
         have, leases = self._refresher.have, self._outbox.leases
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 
-    async def _receive(self, line: _Line, deadline_s: float) -> FromHub:
-        message = await asyncio.wait_for(line.socket.receive(), max(deadline_s, CONNECT_DEADLINE_S))
-        if message.type is not aiohttp.WSMsgType.BINARY:
-            raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
-        return decode_from_hub(message.data)
-
-    async def _send(self, line: _Line) -> None:
+    async def _beat(self, line: WorkerLine, every_s: float) -> None:
         while True:
-            message = await line.outgoing.get()
-            await asyncio.wait_for(line.socket.send_bytes(encode(message)), CONNECT_DEADLINE_S)
-            if isinstance(message, Fault):
-                raise ConnectionLost(message.text)
-
-    async def _beat(self, line: _Line, every_s: float) -> None:
-        while True:
-            line.outgoing.put_nowait(self._heartbeat())
+            line.say(self._heartbeat())
             await asyncio.sleep(every_s)
 
     def _heartbeat(self) -> Heartbeat:
         now = self._refresher
         return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
-    async def _say_goodbye(self, line: _Line) -> None:
+    async def _say_goodbye(self, line: WorkerLine) -> None:
         """What runs is put down, what it has is reported, and everything is sent."""
-        if self._engine is not None and self._engine.grower is not None:
-            done = asyncio.Event()
-            engine = self._engine
+        engine = self._engine
+        if engine is not None and engine.grower is not None:
+            grower = engine.grower
 
             def put_down() -> None:
-                assert engine.grower is not None
-                engine.say(engine.grower.flush())
-                engine.grower.drop_all()
-                self._loop.call_soon_threadsafe(done.set)
+                engine.say(grower.flush())
+                grower.drop_all()
 
-            engine.do(put_down)
             with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), CONNECT_DEADLINE_S)
-        line.outgoing.put_nowait(Leaving())
-        begin_s = time.monotonic()
-        while not line.outgoing.empty() and time.monotonic() - begin_s < CONNECT_DEADLINE_S:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+                async with asyncio.timeout(CONNECT_DEADLINE_S):
+                    await self._done_by(engine, put_down)
+        line.say(Leaving())
+        await line.drain()
 
     # ---- what the hub says -------------------------------------------------------------------------------------------
+
+    def _source(self, relay: str | None) -> HttpSource:
+        """The relay at a URL, or the hub itself."""
+        if relay is None:
+            return HttpSource(self._http, self._loop, self._options.url, self._options.token)
+        secret = "" if self._welcome is None else self._welcome.relay_secret
+        return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
     def _obey_hub(self, message: FromHub) -> None:
         match message:
@@ -259,8 +252,13 @@ class SwarmWorker:
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
                 self._refresher.want(message)
+            case Heard():
+                pass
             case Rejected():
                 self._rejected(message)
+            case RunOver():
+                self._options.say("the run is complete")
+                self.leave()
             case Welcome():
                 raise ConnectionLost("the hub welcomed this worker twice")
 
@@ -273,39 +271,48 @@ class SwarmWorker:
         """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
         known, self._welcome = self._welcome, welcome
         if known is not None and known.incarnation != welcome.incarnation:
-            self._outbox.clear()
-            self._ask_engine(lambda grower: grower.drop_all())
+            await self._forget_all()
         if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
             raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
         if self._engine is not None:
             return
-        headers = {"Authorization": f"Bearer {self._options.token}"}
-        packed = await get_bounded(self._http, self._options.url + "/model", headers, MAX_MODEL_BYTES)
-        if model_digest(packed) != welcome.model_digest:
-            raise ConnectionLost("the model's files are not those that the hub announced")
+        packed = await fetch_model(self._http, self._options.url, self._options.token, welcome.model_digest)
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            try:
-                base = await self._refresher.fetch_base(welcome.base)
-            except BatonError as error:
-                raise ConnectionLost(f"the base model could not be fetched: {error}") from error
+            base = await self._refresher.fetch_base(welcome.base)
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
-        built: asyncio.Future[None] = self._loop.create_future()
 
         def build() -> None:
             with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
                 unpack_model(packed, Path(directory))
                 engine.grower = Grower(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
-            self._loop.call_soon_threadsafe(built.set_result, None)
 
-        engine.do(build)
         self._engine = engine
-        while not built.done() and self._fault is None:
-            await asyncio.wait([built], timeout=0.2)
-        if self._fault is not None:
-            raise ConnectionLost(str(self._fault))
+        await self._done_by(engine, build)
+        self._check_engine()
         self._options.say(f"ready: {welcome.run}")
+
+    async def _forget_all(self) -> None:
+        """Put down what is grown. After this nothing more comes of it: another hub's leases may have the same ids."""
+        engine = self._engine
+        if engine is not None:
+            await self._done_by(engine, lambda: None if engine.grower is None else engine.grower.drop_all())
+        self._outbox.clear()
+
+    async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
+        """Have something done in the engine's thread, and wait until it is, or the engine has ended."""
+        done = asyncio.Event()
+
+        def act() -> None:
+            action()
+            self._loop.call_soon_threadsafe(done.set)
+
+        engine.do(act)
+        while not done.is_set() and self._fault is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await done.wait()
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
@@ -339,11 +346,11 @@ class SwarmWorker:
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
         if self._line is not None:
-            self._line.outgoing.put_nowait(Fault(type(error).__name__, str(error)[:2000]))
+            self._line.say(Fault(type(error).__name__, str(error)[:2000]))
 
     def _say(self, message: FromWorker) -> None:
         if self._line is not None and self._line.is_open:
-            self._line.outgoing.put_nowait(message)
+            self._line.say(message)
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine

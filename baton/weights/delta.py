@@ -1,7 +1,7 @@
 """A piece of a version's bytes, coded against the same piece of its base; exact to the bit, whatever the bits mean.
 
     same    nothing: all elements are those of the base
-    sparse  which elements changed (`positions.py`), and by how much
+    sparse  which elements changed (`bands.py`, `positions.py`), and by how much
     dense   by how much each element changed
     full    the elements themselves
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import WeightsFault
+from baton.weights.bands import MAX_BANDS, band_limits, bands
 from baton.weights.manifest import Coding
 from baton.weights.positions import read_mask, write_mask
 from baton.weights.streams import Bytes, Reader, Writer
@@ -71,7 +72,7 @@ def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
         case "same":
             pass
         case "sparse":
-            positions = read_mask(reader, words.size)
+            positions = _read_changed(reader, words)
             words[positions] += _read_steps(reader, positions.size, word)
         case "dense":
             words += _unfold(_read_planes(reader, words.size, word))
@@ -82,10 +83,32 @@ def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
 
 def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> bytes:
     writer = Writer()
-    write_mask(writer, changed)
-    positions = np.flatnonzero(changed)
+    positions = _write_changed(writer, before, changed)
     _write_steps(writer, now[positions] - before[positions])
     return writer.block()
+
+
+def _write_changed(writer: Writer, before: Words, changed: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Append which elements changed, band by band; return their positions in that order."""
+    limits = band_limits(before, np.flatnonzero(changed))
+    writer.number(len(limits))
+    for limit in limits:
+        writer.number(limit)
+    found, rest = [], changed
+    for band in bands(before, limits):
+        has_changed = changed[band]
+        write_mask(writer, has_changed)
+        found.append(band[has_changed])
+        rest = rest if found[:-1] else changed.copy()
+        rest[band] = False
+    write_mask(writer, rest)
+    return np.concatenate([*found, np.flatnonzero(rest)])
+
+
+def _read_changed(reader: Reader, before: Words) -> NDArray[np.int64]:
+    limits = [reader.number(255) for _ in range(reader.number(MAX_BANDS))]
+    found = [band[read_mask(reader, band.size)] for band in bands(before, limits)]
+    return np.concatenate([*found, read_mask(reader, before.size)])
 
 
 def _dense(now: Words, before: Words) -> bytes:

@@ -74,7 +74,7 @@ class Fetcher:
         seed: int | None = None,
     ) -> None:
         """shared: versions that this machine's trainer wrote; cache: where chunks stay; seed: of the sources' order."""
-        self._sources, self.shared, self._cache = list(sources), shared, cache
+        self.sources, self.shared, self._cache = list(sources), shared, cache
         self._order = random.Random(seed)
         self._avoided: set[str] = set()
         """Sources that once gave something else than was asked for: they come last."""
@@ -136,7 +136,7 @@ class Fetcher:
     def _built(self, want: PolicyVersion, record: Fetched, deadline_s: float) -> None:
         """Hold a version made of chunks; where a manifest misleads, try those of other sources."""
         gather = Gather(
-            self._sources,
+            self.sources,
             self._cache,
             record,
             avoided=self._avoided,

@@ -112,7 +112,7 @@ class Gather:
     ) -> tuple[Got, Source]:
         """Return the first answer that passes the check, and its source."""
         shuffled = self._order.sample(list(sources), len(sources))
-        for source in sorted(shuffled, key=lambda source: source.name in self._avoided):
+        for source in sorted(shuffled, key=lambda source: (source.name in self._avoided, source.distance)):
             self.check_deadline(f"{what} from {source.name}")
             try:
                 data = ask(source)

@@ -175,7 +175,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise WeightsFault(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsFault(f"a manifest cannot be read: {error}") from error
     check_manifest(manifest)
     return manifest

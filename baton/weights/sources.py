@@ -18,6 +18,8 @@ class Source(Protocol):
 
     name: str
     """For messages: who is at fault."""
+    distance: int
+    """Near ones are asked first; those of one distance in any order."""
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""
@@ -32,7 +34,7 @@ class StoreSource:
     """A store that this machine can read by itself."""
 
     def __init__(self, store: Store) -> None:
-        self.name = store.name
+        self.name, self.distance = store.name, 0
         self._store = store
 
     def manifest(self, version: PolicyVersion) -> bytes:

@@ -1,6 +1,6 @@
 """Chunks and manifests where others can read them: data first, marker last.
 
-    chunks/3f/3f09…                    a chunk, under its own digest: written once, never changed
+    chunks/3f09…                       a chunk, under its own digest: written once, never changed
     versions/<lineage>/000000012       a manifest: the marker. A version exists from the moment this file does
 
 One process writes to a store, its run's; any number read. A chunk that no manifest refers to is one whose version is
@@ -30,7 +30,7 @@ from baton.weights.manifest import (
 )
 from baton.weights.places import Place, open_place
 
-_CHUNK: Final = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})(\.unfinished)?")
+_CHUNK: Final = re.compile(r"chunks/([0-9a-f]{64})(\.unfinished)?")
 _VERSION: Final = re.compile(r"versions/([A-Za-z0-9_-]{1,64})/([0-9]{9,16})(\.unfinished)?")
 
 
@@ -119,7 +119,7 @@ class Store:
             chunks = {chunk.digest for manifest in kept.values() for chunk in manifest.chunks} | self._unmarked
             versions = self._matches("versions", _VERSION)
             doomed = [f.string for f in versions if f[3] or (f[1], int(f[2])) not in kept]
-            doomed += [f.string for f in self._matches("chunks", _CHUNK) if f[3] or f[2] not in chunks]
+            doomed += [f.string for f in self._matches("chunks", _CHUNK) if f[2] or f[1] not in chunks]
             for name in doomed:
                 self._place.remove(name)
             self._manifests = kept
@@ -151,7 +151,7 @@ class Store:
 
 
 def _chunk_name(digest: str) -> str:
-    name = f"chunks/{digest[:2]}/{digest}"
+    name = f"chunks/{digest}"
     if not _CHUNK.fullmatch(name):
         raise WeightsFault(f"{digest[:80]!r} is no digest of a chunk")
     return name

@@ -216,18 +216,18 @@ def attacks(versions: dict[int, Tensors], dtype: str) -> dict[str, Attack]:
 def honest_class(world: World, threads: int, groups: int) -> tuple[dict[str, Any], Tolerance, list[Trajectory]]:
     """Calibrate a class and judge its honest workers; return the row, the tolerance and the answers."""
     torch.set_num_threads(threads)
-    engine = world.engine(world.weights)
+    engine = world.engine(world.weights)  # its speed is taken in seconds of one processor: others may be at work
     learning, judged = world.leases(range(GROUPS, GROUPS + CALIBRATING)), world.leases(range(groups))
     teaching = grow(engine, learning)
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     answers = grow(engine, judged)
-    generate_s = time.perf_counter() - begin_s
+    generate_s = time.process_time() - begin_s
     torch.set_num_threads(1)
     calibration, worker_class = Calibration(), WorkerClass(processor(), world.dtype, "embedded")
     calibration.observe(worker_class, world.scores(learning, teaching))
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     scores = world.scores(judged, answers)
-    rescore_s = time.perf_counter() - begin_s
+    rescore_s = time.process_time() - begin_s
     tolerance, default = calibration.tolerance(worker_class), DEFAULTS[world.dtype]
     verdicts = [judge([s], tolerance) for s in scores]
     tokens = sum(a.num_tokens for a in answers)
@@ -358,7 +358,7 @@ def tables(honest: dict[str, dict[str, Any]], attack: dict[str, dict[str, Any]])
     """One row per class, and one per attack and class."""
     head = ["honest class", "trajectories", "bad", "suspect", "workers of 64 checks convicted", "equal to the bit"]
     head += ["largest logprob difference / gap, nats", "tolerance / typical", "mismatch KL"]
-    lines = header([*head, "rescoring ÷ generating, tokens/s"])
+    lines = header([*head, "rescoring ÷ generating, tokens per processor second"])
     for name, r in honest.items():
         tolerance = r["tolerance"]
         cells = [
@@ -371,7 +371,9 @@ def tables(honest: dict[str, dict[str, Any]], attack: dict[str, dict[str, Any]])
             f"{r['largest_logprob_difference']:.2g} / {r['largest_draw_gap']:.2g}",
             f"{tolerance['logprob']:.2g} / {tolerance['typical']:.1g}",
             f"{r['mismatch_kl']:.1e}",
-            f"{r['rescore_tokens_per_s']:,.0f} ÷ {r['generate_tokens_per_s']:,.0f} = "
+            "not measured"
+            if name.endswith("threads")
+            else f"{r['rescore_tokens_per_s']:,.0f} ÷ {r['generate_tokens_per_s']:,.0f} = "
             f"{r['rescoring_over_generating']:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -1,0 +1,99 @@
+"""The hub's end of one worker's connection: frames in, frames out, and an end that waits for nobody for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import WSMsgType, web
+
+from baton.swarm.messages import Fault, FromWorker, Heartbeat, Hello, Malformed, decode_from_worker, printable
+from baton.swarm.peers import Outgoing
+
+SEND_DEADLINE_S = 60.0
+PREPARE_DEADLINE_S = 1800.0
+"""A worker may take so long to fetch a base model and build its engine …"""
+PREPARE_SILENCE_S = 120.0
+"""… but its heart may not stand still for so long."""
+CLOSE_S = 2.0
+"""What is queued may take so long to go out when the connection ends."""
+
+
+class Line:
+    """One WebSocket."""
+
+    def __init__(
+        self,
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None,
+        outgoing: Outgoing,
+        on_sent: Callable[[int], None],
+    ) -> None:
+        """on_sent: hears of each frame's bytes."""
+        self._socket, self._transport = socket, transport
+        self._outgoing, self._on_sent = outgoing, on_sent
+
+    async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
+        """Send what is queued until the conversation ends, or the queue; then hang up."""
+        sender, reader = asyncio.create_task(self._send_all()), asyncio.create_task(conversation)
+        try:
+            await asyncio.wait({sender, reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            self._outgoing.close()
+            await asyncio.wait({sender, reader}, timeout=CLOSE_S)
+            sender.cancel()
+            await asyncio.gather(sender, reader, return_exceptions=True)
+            with suppress(Exception):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._socket.close()
+            if self._transport is not None and self._transport.get_write_buffer_size():
+                self._transport.abort()  # nobody reads at the other end
+
+    async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
+        """Return the worker's next message, or None when it is gone, or has been silent for so long. Raises Malformed.
+
+        The lease table has given it up by then; this ends a connection that leads nowhere, though nobody hung up.
+        """
+        try:
+            return await self.read(silence_s)
+        except TimeoutError:
+            return None
+
+    async def read(self, deadline_s: float) -> FromWorker | None:
+        """Return the worker's next message, or None when it is gone. Raises Malformed and TimeoutError."""
+        async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
+            frame = await self._socket.receive()
+        if frame.type is WSMsgType.TEXT:
+            raise Malformed("a text where a message was expected")
+        if frame.type is WSMsgType.ERROR:
+            raise Malformed(f"no message: {frame.data}")  # too long, say
+        return decode_from_worker(frame.data) if frame.type is WSMsgType.BINARY else None
+
+    async def read_hello(self, say: Callable[[str], None]) -> Hello:
+        """Wait until the worker is ready; its heart beats meanwhile. Raises Malformed and TimeoutError."""
+        deadline_s = time.monotonic() + PREPARE_DEADLINE_S
+        while time.monotonic() < deadline_s:
+            match await self.read(PREPARE_SILENCE_S):
+                case Hello() as hello:
+                    return hello
+                case Heartbeat():
+                    continue
+                case Fault(kind=kind, text=text):
+                    said = printable(f"{kind}: {text[:500]}")
+                    say(f"a worker could not be built: {said}")
+                    raise Malformed(said)
+                case None:
+                    raise Malformed("gone before it said Hello")
+                case other:
+                    raise Malformed(f"{type(other).__name__} before Hello")
+        raise TimeoutError(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+
+    async def _send_all(self) -> None:
+        while (frame := await self._outgoing.take()) is not None:
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await self._socket.send_bytes(frame)
+            self._on_sent(len(frame))

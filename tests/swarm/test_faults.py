@@ -1,0 +1,315 @@
+"""A swarm of real processes loses a worker, its network, its hub, good weights, its disk: the run is as if nothing was.
+
+In mode `sync` "as if nothing was" is to the bit: the weights, every trajectory and every reward of a run whose engine
+sits beside its trainer. BATON_TEST_KILLS asks for more kills at random moments than the few that every run of the tests
+makes, BATON_TEST_REFRESHES for more versions.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.metrics import read_metrics
+from tests.swarm.shaping_proxy import Meddler, Shape, ShapingProxy
+from tests.swarm.swarm_processes import (
+    Outcome,
+    Swarm,
+    WorkerFaults,
+    assert_same,
+    await_,
+    outcome,
+    scratch_model_at,
+    swarm,
+    worker_of,
+)
+
+NUM_KILLS = int(os.environ.get("BATON_TEST_KILLS", "1"))
+NUM_REFRESHES = int(os.environ.get("BATON_TEST_REFRESHES", "60"))
+SLOW = WorkerFaults(token_delay_s=0.01)
+"""So that there is time to be caught at work."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return scratch_model_at(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that nothing happens to, with its engine in the trainer's process."""
+    with swarm(tmp_path_factory.mktemp("unbroken"), model) as run:
+        run.engine_beside_trainer()
+        run.finish()
+        return outcome(run.run)
+
+
+def assert_as_if_nothing_was(run: Swarm, unbroken: Outcome) -> None:
+    run.finish()
+    assert_same(outcome(run.run), unbroken)
+    lost = [row for row in read_metrics(run.run.path) if row.get("staleness/max", 0)]
+    assert not lost, "a token of an older version was trained on in sync"
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    with swarm(tmp_path, model) as run:
+        run.train()
+        victim = run.joined(faults=SLOW)
+        run.joined(faults=SLOW)
+        run.await_step(1)
+        run.caught_at_work(victim, 0)
+        victim.kill()
+        run.worker()
+        assert_as_if_nothing_was(run, unbroken)
+        assert "worker#0: was not heard of for 2 s" in run.trainer.said()
+        assert "worker#2 joined" in run.trainer.said()
+
+
+@pytest.mark.skipif(NUM_KILLS < 2, reason="BATON_TEST_KILLS asks for it")
+def test_workers_killed_at_random_moments_leave_the_run_as_it_was(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    dice = random.Random(8)
+    kills, attempt = 0, 0
+    while kills < NUM_KILLS:
+        attempt += 1
+        with swarm(tmp_path / str(attempt), model, swarm__silence_s=1.0) as run:
+            run.train()
+            workers = [run.worker(faults=SLOW), run.worker(faults=SLOW)]
+            while run.trainer.is_alive and kills < NUM_KILLS:
+                time.sleep(dice.uniform(0.05, 1.5))
+                index = dice.randrange(2)
+                workers[index].kill()
+                kills += 1
+                workers[index] = run.worker(faults=SLOW)
+            assert_as_if_nothing_was(run, unbroken)
+
+
+def test_a_wedged_worker_is_relieved_and_what_it_says_late_changes_nothing(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    with swarm(tmp_path, model, run__steps=6, swarm__silence_s=1.5) as run:
+        run.train()
+        wedged = run.joined(faults=SLOW)
+        run.joined(faults=SLOW)
+        run.caught_at_work(wedged, 0)
+        run.await_status("the others to take over", lambda s: not worker_of(s, 0))
+        wedged.go_on()
+        run.await_status("it to come again, as a new worker", lambda s: worker_of(s, 2))
+        assert_as_if_nothing_was(run, unbroken)
+        assert "no connection" in wedged.said(), "it was told"
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["early", "late"])
+def test_a_killed_hub_that_is_resumed_finds_its_workers_again_and_trains_nothing_twice(
+    model: Path, tmp_path: Path, unbroken: Outcome, moment: str
+) -> None:
+    """early: before there is a checkpoint; late: after one, and once more."""
+    with swarm(tmp_path, model) as run:
+        run.train()
+        workers = [run.joined(faults=SLOW), run.joined(faults=SLOW)]
+        for step in (1,) if moment == "early" else (3, 5):
+            run.await_step(step)
+            run.await_status("leases", lambda s: any(worker.leases for worker in s.workers))
+            run.trainer.kill()
+            time.sleep(0.1)  # leases that nobody hears of any more are grown meanwhile
+            run.train(resume=True)
+            status = run.await_status("both workers to come again", lambda s: len(s.workers) == 2)
+            assert {worker.slots for worker in status.workers} == {16}
+        assert_as_if_nothing_was(run, unbroken)
+        assert [worker.end() for worker in workers] == [0, 0], "they served to the end, and left with the run"
+        ids = [group["group_id"] for groups in outcome(run.run).groups for group in groups]
+        assert ids == sorted(set(ids)), "no group is trained twice"
+
+
+def test_a_hub_killed_while_it_publishes_publishes_the_version_again_and_leaves_nothing_behind(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    with swarm(tmp_path, model) as run:
+        chunks = run.directory / "r/weights/chunks"
+        run.train()
+        run.joined(faults=SLOW)
+        run.await_step(1)
+        before = set(chunks.rglob("*"))
+
+        def is_between() -> bool:
+            return bool(set(chunks.rglob("*")) - before)
+
+        await_("the next version's first chunk", is_between)
+        run.trainer.kill()
+        held = list(Path("/dev/shm").glob("baton-hub-*")) if Path("/dev/shm").is_dir() else []
+        noted = (run.directory / "r/scratch.txt").read_text().split()
+        run.train(resume=True)
+        assert not [path for path in held if str(path) in noted and path.exists()], "memory of the dead hub"
+        assert_as_if_nothing_was(run, unbroken)
+        assert not list((run.directory / "r").rglob("*.unfinished"))
+        assert not (run.directory / "r/scratch.txt").exists()
+
+
+def test_local_workers_end_with_a_hub_that_is_killed(model: Path, tmp_path: Path) -> None:
+    with swarm(tmp_path, model) as run:
+        run.train(local_workers=1)
+        run.await_status("the local worker", lambda s: worker_of(s, 0))
+        pids = children_of(run.trainer.pid)
+        assert pids
+        run.trainer.kill()
+        await_("the local worker to end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+# ---- the network -----------------------------------------------------------------------------------------------------
+
+
+def test_cuts_delay_and_jitter_leave_the_run_as_it_was(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
+    with swarm(tmp_path, model, swarm__silence_s=3.0) as run:
+        run.train()
+        line = ShapingProxy(run.port, up=Shape(0.02, 0.02), down=Shape(0.02, 0.02))
+        try:
+            run.joined(url=line.url, faults=SLOW)
+            for _ in range(2):
+                run.await_status("leases", lambda s: any(worker.leases for worker in s.workers))
+                line.cut()
+                time.sleep(0.5)
+                line.mend()
+                run.await_status("it to be back", lambda s: (w := worker_of(s, 0)) and w.state == "serving")
+            assert_as_if_nothing_was(run, unbroken)
+        finally:
+            line.close()
+        assert "worker#1" not in run.trainer.said(), "after a short cut it is the same worker with the same leases"
+        assert run.trainer.said().count("was not heard of") == 0
+
+
+def test_a_line_that_is_dead_and_does_not_say_so_is_found_out_by_both_sides(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    with swarm(tmp_path, model, swarm__silence_s=1.0) as run:
+        run.train()
+        line = ShapingProxy(run.port)
+        try:
+            far = run.joined(url=line.url, faults=SLOW)
+            run.await_status("leases", lambda s: (w := worker_of(s, 0)) and w.leases)
+            line.swallow()
+            run.await_status("it to be given up", lambda s: not worker_of(s, 0))
+            far.await_said("the hub has said nothing for 2 s")
+            line.mend()
+            run.await_status("it to come again", lambda s: worker_of(s, 1))
+            assert_as_if_nothing_was(run, unbroken)
+        finally:
+            line.close()
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_weights_are_never_served_and_their_source_is_named(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    """Truncated, flipped, swapped and omitted, a version each; the old one serves until the bytes are right."""
+    seen: dict[str, bytes] = {}
+
+    def flipped(path: str, body: bytes) -> bytes:
+        return body[:-1] + bytes([body[-1] ^ 1])
+
+    def swapped(path: str, body: bytes) -> bytes:
+        return next(other for name, other in seen.items() if name != path)
+
+    def noted(path: str, body: bytes) -> bytes:
+        return seen.setdefault(path, body)
+
+    with swarm(tmp_path, model) as run:
+        run.train()
+        between = Meddler(run.port)
+        between.meddling.tamper = noted
+        try:
+            worker = run.joined(url=between.url)
+            faults = []
+            for version, tamper in enumerate((None, flipped, swapped, lambda path, body: None), 1):
+                run.await_status(
+                    "the version before", lambda s, v=version: (w := worker_of(s, 0)) and w.version == v - 1
+                )
+                between.meddling = type(between.meddling)(tamper, truncate=tamper is None)
+                status = run.await_status("a fault", lambda s: (w := worker_of(s, 0)) and w.fault)
+                found = worker_of(status, 0)
+                assert found is not None
+                assert found.version == status.version - 1, "what it had serves on"
+                assert between.url in found.fault
+                faults.append(found.fault)
+                between.meddling = type(between.meddling)(noted)
+            assert_as_if_nothing_was(run, unbroken)
+            assert "have another digest" in faults[1]
+            assert "404" in faults[3]
+            assert worker.said().count("could not be fetched") >= 4
+        finally:
+            between.close()
+
+
+# ---- disks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_without_disk_space_says_so_and_ends_while_others_go_on(
+    model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    with swarm(tmp_path, model) as run:
+        run.train()
+        full = run.worker(faults=WorkerFaults(full_disk=True))
+        assert full.end() == 1
+        assert "EngineFault: the engine cannot go on: OSError" in full.said()
+        assert "No space left on device" in full.said()
+        run.worker()
+        assert_as_if_nothing_was(run, unbroken)
+        assert "No space left on device" in run.trainer.said(), "the owner of the run hears of it too"
+
+
+# ---- long runs -------------------------------------------------------------------------------------------------------
+
+
+def test_many_refreshes_leave_disk_memory_and_open_files_as_they_were(model: Path, tmp_path: Path) -> None:
+    """One trajectory a step, a version each; the first third is for caches to fill."""
+    shape = {"rollout__batch_groups": 1, "rollout__group_size": 2, "rollout__max_new_tokens": 2}
+    steps = {"run__steps": NUM_REFRESHES, "checkpoint__every": max(20, NUM_REFRESHES // 4)}
+    with swarm(tmp_path, model, **shape, **steps, engine__slots=8) as run:
+        run.train()
+        worker = run.joined()
+        seen = []
+        for step in (NUM_REFRESHES // 3, NUM_REFRESHES - 5):
+            run.await_step(step)
+            store = [path.stat().st_size for path in sorted((run.directory / "r/weights").rglob("*")) if exists(path)]
+            processes = (run.trainer, worker)
+            seen.append(
+                {
+                    "files": len(store),
+                    "bytes": sum(store),
+                    **{f"fds of {child.name}": child.open_files() for child in processes},
+                    **{f"memory of {child.name}": child.resident_bytes() for child in processes},
+                }
+            )
+        run.finish()
+        served = len(re.findall(r"version \d+ could not", worker.said()))
+    print(NUM_REFRESHES, "refreshes:", seen)
+    early, late = seen
+    assert served == 0
+    for name, value in early.items():
+        room = {"files": 64, "bytes": 2e6, "fds": 8, "memory": 30e6 + 4e3 * NUM_REFRESHES}[name.split()[0]]
+        assert late[name] <= value + room, f"{name}: {value} after a third, {late[name]} at the end"
+
+
+def exists(path: Path) -> bool:
+    """Collected between being listed and being looked at, or not."""
+    return path.is_file()

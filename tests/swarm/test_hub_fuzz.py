@@ -1,0 +1,394 @@
+"""Nonsense, floods and silence at the hub's port: no crash, no effect on others, bounded memory, and it ends.
+
+Whatever is thrown at the hub, a healthy worker trains through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from swarm_bench import MODEL, SwarmBench, hello, quick, wait_until
+
+import baton.swarm.door
+import baton.swarm.line
+import baton.swarm.requests
+from baton.rollout.engine import EngineStats
+from baton.swarm.auth import Role
+from baton.swarm.messages import MAX_FRAME_BYTES, Fault, Heartbeat, Hello, Leaving, Rejected, decode_from_hub, encode
+from baton.types import FinishReason, PolicyVersion, Report, Retry, Segment
+from baton.weights.store import Store
+
+MESSAGES = [
+    hello("fuzz"),
+    Heartbeat(None, EngineStats(1, 2, 3, 4), 3, 99, "fault"),
+    Heartbeat(PolicyVersion("bench", 0, "0" * 64)),
+    Report(0, 0, (Segment((3, 4), (-1.0, -0.5), 0),), FinishReason.STOP),
+    Report(1, 5, (), is_aborted=True),
+    Retry(0, 7),
+    Fault("OSError", "no room"),
+    Leaving(),
+]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[SwarmBench]:
+    """A swarm with one healthy worker, that of its owner; strangers have a token of their own."""
+    with quick():
+        made = SwarmBench(tmp_path, "async", max_staleness=4)
+        made.stranger = made.tokens.create(Role.WORKER, 3600, name="stranger")
+        made.join(1)
+        made.begin()
+        made.step()
+        yield made
+        made.step()  # it goes on
+        made.assert_sound()
+        made.hub.check()
+        assert [peer.grant.name for peer in made.hub.peers.values() if peer.is_connected] == ["workers"]
+        made.close()
+
+
+def run(work: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+    """Run a client to its end, within a deadline."""
+
+    async def whole() -> Any:
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            return await work(session)
+
+    return asyncio.run(whole())
+
+
+async def connect(session: aiohttp.ClientSession, bench: SwarmBench) -> aiohttp.ClientWebSocketResponse:
+    headers = {"Authorization": f"Bearer {bench.stranger}"}
+    return await session.ws_connect(bench.url + "/worker", headers=headers, max_msg_size=0)
+
+
+async def say(session: aiohttp.ClientSession, bench: SwarmBench, frames: list[bytes | str]) -> list[Any]:
+    """Send frames on a connection of their own; return what the hub said until it hung up, or said nothing more."""
+    line, heard = await connect(session, bench), []
+    try:
+        for frame in frames:
+            await (line.send_str(frame) if isinstance(frame, str) else line.send_bytes(frame))
+    except (aiohttp.ClientError, ConnectionError):
+        pass
+    try:
+        async with asyncio.timeout(0.2):
+            while (message := await line.receive()).type is aiohttp.WSMsgType.BINARY:
+                heard.append(decode_from_hub(message.data))
+    except TimeoutError:
+        pass
+    await line.close()
+    return heard
+
+
+def view(bench: SwarmBench) -> Any:
+    """What nobody but its own worker may change."""
+
+    def look() -> Any:
+        table = bench.desk.table
+        own = [peer for peer in bench.hub.peers.values() if peer.grant.name == "workers"]
+        return [(p.number, p.hello, p.served, p.is_connected) for p in own], bench.hub.want, bench.hub.versions, {
+            number for number in table.workers if number in [p.number for p in own]
+        }  # fmt: skip
+
+    return bench.in_hub(look)
+
+
+def memory_mb() -> float:
+    """Resident, of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def mutated(frame: bytes, rng: random.Random) -> bytes:
+    data = bytearray(frame)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(data)) if data else 0
+        match rng.randrange(4):
+            case 0 if data:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at:]
+            case 2:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case _ if data:
+                del data[at]
+    return bytes(data)
+
+
+def test_random_and_mutated_frames_end_their_connection_and_nothing_else(bench):
+    rng, before = random.Random(5), view(bench)
+    frames = [rng.randbytes(rng.randrange(0, 200)) for _ in range(60)]
+    frames += [mutated(encode(rng.choice(MESSAGES)), rng) for _ in range(240)]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        async def one(frame: bytes) -> None:
+            await say(session, bench, [encode(hello(f"fuzz{id(frame)}")), frame] if rng.random() < 0.5 else [frame])
+
+        for at in range(0, len(frames), 20):
+            await asyncio.gather(*(one(frame) for frame in frames[at : at + 20]))
+
+    run(work)
+    assert view(bench) == before
+    assert bench.hub.counters.malformed > 100
+    assert bench.convicted == []
+    bench.step()
+    wait_until(lambda: len(bench.hub.peers) == 1, "the strangers are forgotten")
+
+
+def test_every_message_in_every_wrong_order(bench):
+    before = view(bench)
+    frames = [encode(message) for message in MESSAGES]
+
+    async def work(session: aiohttp.ClientSession) -> list[list[Any]]:
+        pairs = [[a, b] for a in frames for b in frames]
+        return await asyncio.gather(*(say(session, bench, pair) for pair in pairs))
+
+    answers = run(work)
+    for (first, second), heard in zip([(a, b) for a in MESSAGES for b in MESSAGES], answers, strict=True):
+        rejected = [message for message in heard if isinstance(message, Rejected)]
+        is_wrong = not isinstance(first, Hello | Heartbeat) or (
+            not isinstance(second, Hello | Heartbeat) if not isinstance(first, Hello) else isinstance(second, Hello)
+        )
+        assert bool(rejected) == is_wrong or isinstance(second, Fault | Leaving), (first, second, heard)
+    assert view(bench) == before
+    wait_until(lambda: len(bench.hub.peers) == 1, "the strangers are forgotten")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x81" * 500_000,
+        b"\x91" * 500_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x82\xa4type\xa6Report" + b"\x91" * 100_000,
+        msgspec.msgpack.encode({"type": "Heartbeat", "serves": {"lineage": "x" * 5_000_000, "number": 1}}),
+        msgspec.msgpack.encode({"type": "Heartbeat", "serves": None, "stats": {"decoded_tokens": 2**64 - 1}}),
+        msgspec.msgpack.encode({"type": "Heartbeat", "serves": None, "fault": "\x1b[2J" * 5000}),
+        msgspec.msgpack.encode({"type": "Report", "lease_id": 0, "token_offset": 0, "segments": [[]] * 100_000}),
+        b"",
+        "a text",
+        "x" * 9_000_000,
+        b"\x00" * (MAX_FRAME_BYTES + 1),
+    ],
+    ids=lambda frame: f"{len(frame)} {frame[:8]!r}",
+)
+@pytest.mark.parametrize("is_seated", [False, True])
+def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
+    before, malformed = view(bench), bench.hub.counters.malformed
+
+    async def work(session: aiohttp.ClientSession) -> Any:
+        line = await connect(session, bench)
+        if is_seated:
+            await line.send_bytes(encode(hello("deep")))
+        try:
+            await (line.send_str(frame) if isinstance(frame, str) else line.send_bytes(frame))
+        except (aiohttp.ClientError, ConnectionError):
+            return
+        while (await line.receive()).type is aiohttp.WSMsgType.BINARY:
+            pass
+        assert line.closed, "the connection is ended"
+
+    run(work)
+    wait_until(lambda: bench.hub.counters.malformed == malformed + 1, "it is counted")
+    assert view(bench) == before
+    audit = (bench.directory / "audit.jsonl").read_text()
+    assert '"event":"malformed"' in audit
+    assert '"token":"stranger"' in audit
+    wait_until(lambda: len(bench.hub.peers) == 1, "the stranger is forgotten")
+
+
+def test_a_seated_worker_that_says_what_is_no_message_is_named(tmp_path):
+    named: list[tuple[str, str]] = []
+    with quick():
+        bench = SwarmBench(tmp_path, parts={"on_malformed": lambda peer, text: named.append((peer.grant.name, text))})
+        bench.stranger = bench.tokens.create(Role.WORKER, 3600, name="stranger")
+        run(lambda session: say(session, bench, [encode(hello("a")), b"\xc1"]))
+        run(lambda session: say(session, bench, [b"\xc1"]))
+        wait_until(lambda: bench.hub.counters.malformed == 2, "both are counted")
+        bench.close()
+    assert [name for name, _ in named] == ["stranger"], "who has no place yet has nothing to lose it for"
+
+
+def test_raw_nonsense_over_http_is_answered_or_hung_up_on(bench):
+    rng, before = random.Random(9), view(bench)
+    token = bench.stranger.encode()
+    requests = [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"b" * 100_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"H%d: x\r\n" % i for i in range(5000)) + b"\r\n",
+        b"GET /weights/manifest/..%2f..%2fetc/1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + token + b"\r\n\r\n",
+        b"GET /weights/manifest/bench/-1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + token + b"\r\n\r\n",
+        b"GET /weights/manifest/bench/" + b"9" * 5000 + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + token
+        + b"\r\n\r\n",
+        b"GET /weights/chunk/" + b"0" * 64 + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + token + b"\r\n\r\n",
+        b"GET /weights/chunk/..%2f..%2f..%2ftokens.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + token
+        + b"\r\n\r\n",
+        b"POST /worker HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+        b"GET /worker HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + token + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+        *(rng.randbytes(300) for _ in range(20)),
+    ]  # fmt: skip
+    for request in requests:
+        with socket.create_connection(("127.0.0.1", bench.port_number), timeout=20) as line:
+            line.sendall(request)
+            line.shutdown(socket.SHUT_WR)
+            try:
+                answer = line.recv(65536)
+            except ConnectionResetError:
+                continue
+            status = answer.split(b" ")[1] if answer.startswith(b"HTTP/1") else b""
+            wanted = {b"200"} if request.startswith(b"GET /health HTTP/1.1\r\nT") else set()
+            assert not answer or status in {b"400", b"404", b"405", b"431"} | wanted, answer[:200]
+            assert b"Traceback" not in answer
+    assert view(bench) == before
+
+
+def test_thousands_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkeypatch):
+    monkeypatch.setattr(baton.swarm.door, "MAX_CONNECTIONS", 300)
+    monkeypatch.setattr(baton.swarm.door, "FIRST_REQUEST_S", 1.0)
+    before, memory = view(bench), memory_mb()
+    lines = []
+    for number in range(2000):
+        line = socket.socket()
+        line.settimeout(20)
+        line.connect(("127.0.0.1", bench.port_number))
+        if number % 2:
+            with suppress(OSError):
+                line.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        lines.append(line)
+    wait_until(lambda: bench.hub._door.turned_away >= 1990, "they are turned away")
+    assert memory_mb() - memory < 100
+    for line in lines:
+        with suppress(ConnectionResetError):
+            assert line.recv(100) == b"", "hung up on"
+        line.close()
+    bench.step()
+    assert view(bench)[0][0][0] == before[0][0][0], "the same worker, never cut off"
+    with socket.create_connection(("127.0.0.1", bench.port_number), timeout=20) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in line.recv(1000), "and there is room again"
+
+
+def test_who_never_says_hello_is_hung_up_on(bench, monkeypatch):
+    monkeypatch.setattr(baton.swarm.line, "PREPARE_SILENCE_S", 0.2)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        line = await connect(session, bench)
+        heard = []
+        while (message := await line.receive()).type is aiohttp.WSMsgType.BINARY:
+            heard.append(decode_from_hub(message.data))
+        assert isinstance(heard[-1], Rejected)
+
+    run(work)
+
+
+def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypatch):
+    """It asks without end, and takes no answer off its connection."""
+    monkeypatch.setattr(baton.swarm.peers, "MAX_UNSENT_BYTES", 2**20)
+    monkeypatch.setattr(baton.swarm.line, "CLOSE_S", 0.2)
+    memory = memory_mb()
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        line = await connect(session, bench)
+        await line.send_bytes(encode(hello("deaf")))
+        transport = line.get_extra_info("socket")
+        assert transport is not None
+        line._response.connection.transport.pause_reading()  # type: ignore[union-attr]
+        frame = encode(Report(2**40, 0, ()))
+        try:
+            for _ in range(400_000):  # each is answered
+                await line.send_bytes(frame)
+        except (aiohttp.ClientError, ConnectionError):
+            return
+        raise AssertionError("the hub went on listening")
+
+    run(work)
+    assert memory_mb() - memory < 100
+    wait_until(lambda: len(bench.hub.peers) == 1, "the deaf one is forgotten")
+    assert any("takes nothing off its connection" in text for text in bench.said)
+
+
+def test_who_does_not_take_a_body_off_is_hung_up_on(bench, monkeypatch):
+    monkeypatch.setattr(baton.swarm.requests, "SEND_S", 0.3)
+    monkeypatch.setattr(baton.swarm.requests, "SLOWEST_BYTES_PER_S", 1e9)
+    monkeypatch.setattr(Store, "get_chunk", lambda self, digest: b"\x00" * 20_000_000)
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.settimeout(20)
+    line.connect(("127.0.0.1", bench.port_number))
+    bearer = f"Authorization: Bearer {bench.stranger}\r\n"
+    line.sendall(f"GET /weights/chunk/{'0' * 64} HTTP/1.1\r\nHost: x\r\n{bearer}\r\n".encode())
+    requests = bench.hub._requests
+    wait_until(lambda: requests._sending._value < baton.swarm.requests.MAX_SENDING, "it is served")
+    wait_until(lambda: requests._sending._value == baton.swarm.requests.MAX_SENDING, "it is hung up on")
+    taken = 0
+    try:
+        while data := line.recv(2**20):
+            taken += len(data)
+    except ConnectionResetError:
+        pass
+    assert taken < 20_000_000
+    line.close()
+
+
+def test_a_flood_from_one_worker_does_not_starve_another(bench):
+    """Thirty thousand reports of leases that are not its own, as fast as they go."""
+    before = bench.workers[0].engine.stats.decoded_tokens
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        line = await connect(session, bench)
+        await line.send_bytes(encode(hello("flood")))
+
+        async def read() -> None:
+            while (await line.receive()).type is aiohttp.WSMsgType.BINARY:
+                pass
+
+        reader = asyncio.create_task(read())
+        frame = encode(Report(0, 0, (Segment((3, 4), (-1.0, -0.5), 0),)))
+        for _ in range(30_000):
+            await line.send_bytes(frame)
+        await line.send_bytes(encode(Leaving()))
+        await reader
+
+    run(work)
+    bench.step()
+    assert bench.workers[0].engine.stats.decoded_tokens > before
+    assert bench.desk.refused >= 30_000
+
+
+def test_two_connections_of_one_session_are_one_worker_and_the_old_one_ends(bench):
+    async def work(session: aiohttp.ClientSession) -> None:
+        old, new = await connect(session, bench), await connect(session, bench)
+        await old.send_bytes(encode(hello("twice")))
+        await old.receive()
+        await old.receive()
+        await new.send_bytes(encode(hello("twice")))
+        while (await old.receive()).type is aiohttp.WSMsgType.BINARY:
+            pass
+        assert old.closed
+        assert sorted(p.hello.session for p in bench.hub.peers.values()).count("twice") == 1
+        assert bench.hub.port is not None
+        await new.send_bytes(encode(Leaving()))
+        while (await new.receive()).type is aiohttp.WSMsgType.BINARY:
+            pass
+
+    run(work)
+    begin_s = time.monotonic()
+    wait_until(lambda: len(bench.hub.peers) == 1, "it has left")
+    assert time.monotonic() - begin_s < 60
+    assert bench.hub.parts.model == MODEL

@@ -1,0 +1,204 @@
+"""Dishonest workers at a real hub: found out, put into quarantine, and without a trace in what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from baton.build import build_loop
+from baton.config import Recipe
+from baton.errors import UserError
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.settings import ScratchSettings
+from baton.progress import TerminalObserver
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.skeleton import skeleton_engine
+from baton.runs import RunDirectory
+from baton.swarm.auth import Role, TokenFile
+from baton.swarm.examiner import Quarantine
+from baton.swarm.messages import Welcome
+from baton.swarm.worker import SwarmWorker, WorkerOptions
+from baton.trainer.checkpoint import latest_checkpoint
+from baton.types import FinishReason, FromWorker, Lease, PolicyVersion, Report
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = scratch_tokenizer(["1+2-3 <think>1+2=3</think><answer>0</answer>"], 300)
+    settings = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    scratch_model(settings, tokenizer, seed=0).save_pretrained(path)
+    tokenizer.hf.save_pretrained(path)
+    return path
+
+
+def recipe(model: Path, directory: Path) -> Recipe:
+    directory.mkdir(exist_ok=True)
+    return Recipe.model_validate(
+        {
+            "run": {"name": "r", "directory": str(directory), "steps": STEPS, "threads": 1, "seed": 3},
+            "model": {"path": str(model), "device": "cpu"},
+            "task": [{"name": "chain_sum", "form": "compact", "params": {"max_terms": 3, "max_digits": 1}}],
+            "answer": {"format": "last_line", "instruct": False},
+            "reward": [{"kind": "function", "function": "tests.test_resume:evenness", "isolate": False}],
+            "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12, "stall_timeout_s": 60},
+            "engine": {"slots": 16, "max_context_tokens": 64},
+            "trainer": {"lr": 1e-3},
+            "eval": {"every": 0, "num_prompts": 4},
+            "swarm": {"serve": "127.0.0.1:0", "token_file": str(directory / "tokens.json")},
+        }
+    )
+
+
+class Honest(EmbeddedEngine):
+    """What it is."""
+
+
+class OtherWeights(EmbeddedEngine):
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        noise = torch.Generator().manual_seed(1)
+        spoilt = {n: t + 0.02 * torch.randn(t.shape, generator=noise) for n, t in tensors.items()}
+        super().load_weights(spoilt, version)
+
+
+class _Forging(EmbeddedEngine):
+    """Changes each report on its way out."""
+
+    def forged(self, report: Report) -> Report:
+        raise NotImplementedError
+
+    def step(self) -> list[FromWorker]:
+        return [self.forged(one) if isinstance(one, Report) and one.segments else one for one in super().step()]
+
+
+class FlatteredLogprobs(_Forging):
+    def forged(self, report: Report) -> Report:
+        last = report.segments[-1]
+        flattered = msgspec.structs.replace(last, behavior_logprobs=tuple(x / 2 for x in last.behavior_logprobs))
+        return msgspec.structs.replace(report, segments=(*report.segments[:-1], flattered))
+
+
+class CutShort(_Forging):
+    """Says that it has come to the end of a response after two tokens, to be through with it."""
+
+    def forged(self, report: Report) -> Report:
+        last = report.segments[-1]
+        end = self._book._end_ids[0]
+        short = msgspec.structs.replace(
+            last, token_ids=(*last.token_ids[:1], end), behavior_logprobs=(*last.behavior_logprobs[:1], -0.5)
+        )
+        return msgspec.structs.replace(report, segments=(short,), finish_reason=FinishReason.STOP)
+
+
+class OtherNoise(EmbeddedEngine):
+    """Draws as it likes: the first step towards choosing the best of several."""
+
+    def submit(self, lease: Lease) -> None:
+        super().submit(msgspec.structs.replace(lease, noise_seed=lease.noise_seed + 1))
+
+
+class WordsOfAnother(_Forging):
+    """Hands in the same words for everybody."""
+
+    _kept: Report | None = None
+
+    def forged(self, report: Report) -> Report:
+        self._kept = self._kept or report
+        return msgspec.structs.replace(self._kept, lease_id=report.lease_id)
+
+
+def train(wanted: Recipe, kinds: Mapping[str, type[EmbeddedEngine]]) -> dict[str, torch.Tensor]:
+    """Train over a hub, with a worker of each kind under a token of its name; return the last weights."""
+    from safetensors.torch import load_file
+
+    tokens = TokenFile(Path(wanted.swarm.token_file))
+    texts = {name: tokens.create(Role.WORKER, 3600, name=name) for name in kinds}
+    with TerminalObserver(Console(quiet=True), STEPS) as observer:
+        loop = build_loop(wanted, observer, resume=False, overwrite=False)
+        url = f"http://127.0.0.1:{loop.port._parts.hub.port}"  # type: ignore[attr-defined]
+        with working({texts[name]: kind for name, kind in kinds.items()}, url):
+            loop.train()
+            loop.close()
+    last = latest_checkpoint(RunDirectory.open(wanted.run.path).checkpoints)
+    assert last is not None
+    return load_file(last / "model.safetensors")
+
+
+@contextmanager
+def working(kinds: Mapping[str, type[EmbeddedEngine]], url: str) -> Iterator[None]:
+    """Workers in threads, by their tokens; ended at the end."""
+    threads, stops = [], []
+    for token, kind in kinds.items():
+        worker = SwarmWorker(WorkerOptions(url, token, device="test", say=lambda text: None), maker(kind))
+        loop = asyncio.new_event_loop()
+        stops.append(lambda loop=loop, worker=worker: loop.call_soon_threadsafe(worker.leave))
+
+        def run(loop: asyncio.AbstractEventLoop = loop, worker: SwarmWorker = worker) -> None:
+            with suppress(UserError):  # in quarantine
+                loop.run_until_complete(worker.run())
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+    try:
+        yield
+    finally:
+        for stop in stops:
+            stop()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a worker does not end"
+
+
+def maker(kind: type[EmbeddedEngine]) -> Callable[[Welcome, Path, Any], EmbeddedEngine]:
+    def make(welcome: Welcome, directory: Path, base: Any) -> EmbeddedEngine:
+        engine = skeleton_engine(directory, base, welcome.engine_settings(), device="cpu", attention=welcome.attention)
+        engine.__class__ = kind
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def honest(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    wanted = recipe(model, tmp_path_factory.mktemp("honest"))
+    weights = train(wanted, {"one": Honest, "two": Honest})
+    assert not Quarantine(wanted.run.path / "quarantine.jsonl").convictions, "nobody is accused without a reason"
+    return weights
+
+
+@pytest.mark.parametrize("kind", [OtherWeights, FlatteredLogprobs, CutShort, OtherNoise, WordsOfAnother])
+def test_a_dishonest_worker_is_found_out_and_leaves_no_trace(
+    model: Path, tmp_path: Path, honest: dict[str, torch.Tensor], kind: type[EmbeddedEngine]
+) -> None:
+    wanted = recipe(model, tmp_path)
+    weights = train(wanted, {"good": Honest, "bad": kind})
+    convictions = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
+    assert [conviction.worker for conviction in convictions] == ["bad"]
+    assert convictions[0].verdict.reason
+    assert not convictions[0].trained, "what it wrote was held back until it was judged"
+    assert all(torch.equal(weights[name], honest[name]) for name in honest), "as if it had never been there"
+
+
+def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path) -> None:
+    wanted = recipe(model, tmp_path)
+    train(wanted, {"good": Honest, "bad": OtherNoise})
+    again = wanted.model_copy(update={"run": wanted.run.model_copy(update={"steps": STEPS + 2})})
+    with TerminalObserver(Console(quiet=True), STEPS) as observer:
+        loop = build_loop(again, observer, resume=True, overwrite=False)
+        hub = loop.port._parts.hub  # type: ignore[attr-defined]
+        reason = hub.parts.is_banned("bad")
+        loop.close()
+    assert reason is not None
+    assert reason.startswith("in quarantine")
+    assert hub.parts.is_banned("good") is None

@@ -1,0 +1,380 @@
+"""Whatever goes wrong between trainer and worker: the old version is held, and the error says who is at fault."""
+
+from __future__ import annotations
+
+import errno
+import random
+
+import msgspec
+import pytest
+from blake3 import blake3
+from weights_cases import Run, Twisted, are_bit_equal, changed, policy, replaced, version_of
+
+from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
+from baton.types import PolicyVersion
+from baton.weights.fetch import Fetcher
+from baton.weights.manifest import Chunk, Manifest, Part, Way, decode_manifest, encode_manifest
+from baton.weights.places import LocalPlace
+from baton.weights.publish import Publisher
+from baton.weights.shared import SharedMemory
+from baton.weights.sources import ChunkCache, StoreSource
+from baton.weights.store import Store
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def swapped(run: Run):
+    """Every chunk is answered with the same other one of the version."""
+    other = run.store.get_chunk(run.store.find("first", 0).chunks[0].digest)
+    return lambda data: other
+
+
+def gone(_: bytes) -> bytes:
+    raise FileNotFoundError("no such chunk")
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "store", anchor_every=100)
+    run.chain(range(3), density=0.3)
+    return run
+
+
+def holding(run: Run, sources, number: int = 0, **more) -> Fetcher:
+    """A fetcher that holds a version, whose sources then turn out to be those given."""
+    fetcher = Fetcher(sources, seed=0, **more)
+    fetcher.hold(run.version(number), run.tensors[number])
+    return fetcher
+
+
+def still_holds(run: Run, fetcher: Fetcher, number: int = 0) -> bool:
+    return fetcher.held == run.version(number) and are_bit_equal(fetcher.tensors, run.tensors[number])
+
+
+@pytest.mark.parametrize("fault", ["truncated", "longer", "flipped", "swapped", "omitted", "empty"])
+def test_a_bad_chunk_names_its_source_and_the_old_version_is_held(run, fault):
+    twist = {
+        "truncated": lambda data: data[:-1],
+        "longer": lambda data: data + b"x",
+        "flipped": flipped,
+        "swapped": swapped(run),
+        "omitted": gone,
+        "empty": lambda data: b"",
+    }[fault]
+    bad = Twisted(run.store, "relay 7", chunk=twist)
+    fetcher = holding(run, [bad])
+    said = r"version 2 .* cannot be had: chunk \w+ came from nobody \(relay 7\): relay 7"
+    with pytest.raises(WeightsFault, match=said):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher)
+    assert fetcher.last.bad_sources == (set() if fault == "omitted" else {"relay 7"})
+    # with a good source beside it, the fetch goes through, and the bad one is asked no more than once
+    bad.asked = 0
+    fetcher = holding(run, [bad, StoreSource(run.store)])
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+    assert fault == "omitted" or bad.asked <= 1
+
+
+@pytest.mark.parametrize("twist", [flipped, lambda data: data[:-1], lambda data: b"", gone])
+def test_a_bad_manifest_names_its_source_and_the_old_version_is_held(run, twist):
+    bad = Twisted(run.store, "relay 7", manifest=twist)
+    fetcher = holding(run, [bad])
+    with pytest.raises(WeightsFault, match="relay 7"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher)
+    fetcher = holding(run, [bad, StoreSource(run.store)])
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+
+
+def test_the_manifest_of_another_version_is_refused(run):
+    other = run.store.read_manifest(run.version(1))
+    fetcher = holding(run, [Twisted(run.store, "relay 7", manifest=lambda data: other)])
+    with pytest.raises(WeightsFault, match=r"relay 7: the manifest of version 2 .* it is the manifest of version 1"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher)
+
+
+def lying(run: Run, number: int, way: Way) -> bytes:
+    """A manifest of a version's own tensors, with another way to them."""
+    manifest = run.store.find("first", number)
+    return encode_manifest(msgspec.structs.replace(manifest, ways=(way,)))
+
+
+def test_chunks_that_make_other_tensors_are_the_manifests_fault(run):
+    """Each chunk has the digest its manifest says, the version's digest is right, and still the way leads elsewhere."""
+    right, wrong = run.store.find("first", 2), run.store.find("first", 1)
+    data = lying(run, 2, Way(run.version(1), wrong.delta.parts, wrong.delta.chunks))
+    liar = Twisted(run.store, "relay 7", manifest=lambda good: data if right == decode_manifest(good) else good)
+    fetcher = holding(run, [liar], 1)
+    with pytest.raises(WeightsFault, match=r"relay 7: its manifests do not lead to version 2 .* another digest"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher, 1)
+    assert fetcher.last.bad_sources == {"relay 7"}
+    for seed in range(4):
+        fetcher = Fetcher([liar, StoreSource(run.store)], seed=seed)
+        fetcher.hold(run.version(1), run.tensors[1])
+        assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+
+
+def test_a_delta_from_another_base_is_refused_and_out_of_order_is_put_in_order(run):
+    # a way that claims to lead from 0, though its delta is from 1: the same delta twice would end here as well
+    delta = run.store.find("first", 2).delta
+    data = lying(run, 2, Way(run.version(0), delta.parts, delta.chunks))
+    fetcher = holding(run, [Twisted(run.store, "relay 7", manifest=lambda good: data)])
+    with pytest.raises(WeightsFault, match="relay 7: its manifests do not lead to version 2"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher)
+    # who holds 0 and asks for 2 first gets 1 on the way, and asking for 1 afterwards is no harm
+    fetcher = holding(run, [StoreSource(run.store)])
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+    assert fetcher.last.num_steps == 2
+    assert are_bit_equal(fetcher.fetch(run.version(1), deadline_s=60), run.tensors[1])
+
+
+def test_who_holds_another_version_of_the_same_number_begins_whole(run):
+    other = changed(run.tensors[1], 0.5, 77)
+    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher.hold(version_of(other, 1), other)
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+    assert fetcher.last.num_steps == 3  # 0 whole, then 1 and 2
+
+
+def test_a_version_that_is_not_published_is_not_had(run):
+    fetcher = holding(run, [StoreSource(run.store)])
+    for want in (PolicyVersion("first", 9, "0" * 64), PolicyVersion("first", 2, "0" * 64), PolicyVersion("../x", 1)):
+        with pytest.raises(WeightsFault):
+            fetcher.fetch(want, deadline_s=60)
+        assert still_holds(run, fetcher)
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])  # nothing is left of it (E12)
+
+
+def test_a_fetch_ends_at_its_deadline_and_names_who_was_waited_for(run):
+    fetcher = holding(run, [Twisted(run.store, "relay 7")])
+    with pytest.raises(DeadlineExceeded, match=r"waiting for the manifest of version 2 .* from relay 7"):
+        fetcher.fetch(run.version(2), deadline_s=-1.0)
+    assert still_holds(run, fetcher)
+
+
+def test_no_source_at_all_is_a_fault(run):
+    fetcher = holding(run, [])
+    with pytest.raises(WeightsFault, match="came from nobody"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher)
+
+
+def full_disk(after: int):
+    """LocalPlace.write that finds the disk full from the n-th call on."""
+    write, calls = LocalPlace.write, []
+
+    def limited(self: LocalPlace, name: str, data: bytes) -> None:
+        calls.append(name)
+        if len(calls) > after:
+            raise StorageFault(f"{name} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+        write(self, name, data)
+
+    return limited
+
+
+def test_a_full_disk_of_a_worker_leaves_the_old_version(run, tmp_path, monkeypatch):
+    fetcher = holding(run, [StoreSource(run.store)], cache=ChunkCache(tmp_path / "cache", 10**9))
+    monkeypatch.setattr(LocalPlace, "write", full_disk(after=1))
+    with pytest.raises(StorageFault, match=r"cannot be written.*the version held before is still served"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert still_holds(run, fetcher)
+    monkeypatch.undo()
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+
+
+def test_the_operating_systems_no_space_left_is_named(tmp_path, monkeypatch):
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = LocalPlace(tmp_path)
+    monkeypatch.setattr("pathlib.Path.write_bytes", no_space)
+    with pytest.raises(StorageFault, match="No space left on device"):
+        place.write("chunks/x", b"data")
+    assert not list(tmp_path.rglob("*.unfinished"))
+
+
+def test_full_shared_memory_is_an_error_and_publishing_goes_on_once_there_is_room(run, tmp_path, monkeypatch):
+    shared = SharedMemory(tmp_path / "shared")
+    publisher = Publisher(run.store, run.settings, shared=shared)
+    tensors = changed(run.tensors[2], 0.1, 5)
+    monkeypatch.setattr("baton.weights.shared._header", lambda entries: (_ for _ in ()).throw(OSError(28, "No space")))
+    with pytest.raises(StorageFault, match="No space"):
+        publisher.publish(tensors, version_of(tensors, 3))
+    assert run.store.latest("first") == run.version(2)
+    monkeypatch.undo()
+    publisher.publish(tensors, version_of(tensors, 3))
+    assert are_bit_equal(shared.read(version_of(tensors, 3)), tensors)
+
+
+class Death(BaseException):
+    """The process ends here: nothing that was to come happens."""
+
+
+def dying(at: int):
+    """LocalPlace.write that dies at its n-th call, in the middle of the file."""
+    write, calls = LocalPlace.write, []
+
+    def mortal(self: LocalPlace, name: str, data: bytes) -> None:
+        calls.append(name)
+        if len(calls) == at:
+            path = self._root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f"{path.name}.unfinished").write_bytes(data[: len(data) // 2])
+            raise Death
+        write(self, name, data)
+
+    return mortal, calls
+
+
+def test_a_publisher_that_dies_at_any_write_leaves_the_old_version_and_a_new_one_goes_on(tmp_path, monkeypatch):
+    tensors = changed(policy(), 0.4, 1)
+    deaths, at = 0, 1
+    while True:
+        run = Run(tmp_path / str(at))
+        run.publish(0, policy())
+        mortal, calls = dying(at)
+        monkeypatch.setattr(LocalPlace, "write", mortal)
+        try:
+            run.publish(1, tensors)
+            break  # it has fewer writes than that
+        except Death:
+            deaths += 1
+        finally:
+            monkeypatch.undo()
+        store = Store(tmp_path / str(at))
+        assert store.latest("first") == run.version(0)
+        assert are_bit_equal(Fetcher([StoreSource(store)]).fetch(run.version(0), deadline_s=60), policy())
+        # the next process: what the dead one left goes, and the same version can be published
+        store.collect([], keep=1)
+        left = [path for path in (tmp_path / str(at)).rglob("*") if path.is_file()]
+        assert len(left) == 1 + len({chunk.digest for chunk in store.find("first", 0).chunks})
+        again = Publisher(store, run.settings)
+        again.publish(tensors, version_of(tensors, 1))
+        follower = Fetcher([StoreSource(store)])
+        assert are_bit_equal(follower.fetch(version_of(tensors, 1), deadline_s=60), tensors)
+        at += 1
+    assert deaths == len(calls) >= 2  # a chunk and the manifest at least
+
+
+def test_a_publisher_that_failed_goes_on_from_what_it_last_published(run, monkeypatch):
+    tensors = changed(run.tensors[2], 0.1, 5)
+    monkeypatch.setattr(LocalPlace, "write", full_disk(after=0))
+    with pytest.raises(StorageFault):
+        run.publisher.publish(tensors, version_of(tensors, 3))
+    monkeypatch.undo()
+    later = changed(tensors, 0.1, 6)
+    assert run.publish(4, later).manifest.base == run.version(2)
+    fetcher = holding(run, [StoreSource(run.store)], 2)
+    assert are_bit_equal(fetcher.fetch(run.version(4), deadline_s=60), later)
+
+
+# ---- manifests that others made --------------------------------------------------------------------------------------
+
+
+def test_every_cut_and_every_flip_of_a_manifest_is_refused_or_changes_nothing_that_is_vouched_for(run):
+    good = run.store.read_manifest(run.version(2))
+    manifest = decode_manifest(good)
+    for size in range(len(good)):
+        with pytest.raises(WeightsFault):
+            decode_manifest(good[:size])
+    random_ = random.Random(0)
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(random_.choice((1, 1, 2, 5))):
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        try:
+            read = decode_manifest(bytes(data))
+        except WeightsFault:
+            continue
+        assert read.version.digest != manifest.version.digest or read.tensors == manifest.tensors
+    for _ in range(500):
+        with pytest.raises(WeightsFault):
+            decode_manifest(random_.randbytes(random_.randrange(200)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("format", 2, "format 2"),
+        ("ways", [], "0 ways"),
+        ("version", {"lineage": "../../etc", "number": 1, "digest": "0" * 64}, "lineage '../../etc'"),
+        ("version", {"lineage": "first", "number": -1, "digest": "0" * 64}, "number -1"),
+        ("version", {"lineage": "first", "number": 1, "digest": "0" * 64}, "not 00000000"),
+        ("tensors", [["../a", "float32", [1], "0" * 64]], "tensor name"),
+        ("tensors", [["a" * 600, "float32", [1], "0" * 64]], "tensor name"),
+        ("tensors", [["a", "object", [1], "0" * 64]], "dtype"),
+        ("tensors", [["a", "float32", [-1], "0" * 64]], "shape"),
+        ("tensors", [["a", "float32", [2**50], "0" * 64]], "shape"),
+        ("tensors", [["a", "float32", [2**22, 2**22], "0" * 64]], "too many bytes"),
+        ("tensors", [["a", "float32", [1] * 17, "0" * 64]], "shape"),
+        ("tensors", [["a", "float32", [1], "0" * 63]], "digest"),
+        ("tensors", [["b", "float32", [1], "0" * 64], ["a", "float32", [1], "0" * 64]], "out of order"),
+        ("tensors", [["a", "float32", [1], "0" * 64], ["a", "float32", [1], "0" * 64]], "named twice"),
+        ("tensors", [["a", "float32", [1], "0" * 64], ["a", "bfloat16", [1], "0" * 64]], "two tensors of one name"),
+        ("more", 1, "cannot be read"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_together_is_refused(run, field, value, said):
+    good = run.store.read_manifest(run.version(2))
+    with pytest.raises(WeightsFault, match=said):
+        decode_manifest(replaced(good, **{field: value}))
+
+
+def test_ways_that_do_not_make_the_tensors_are_refused(run):
+    manifest: Manifest = run.store.find("first", 2)
+    way = manifest.delta
+    part, chunk = way.parts[0], way.chunks[0]
+    later = PolicyVersion("first", 2, "0" * 64)
+    wrong = {
+        "not earlier": Way(later, way.parts, way.chunks),
+        "not all of the tensors": Way(way.base, way.parts[:-1], way.chunks),
+        "chunks of": Way(way.base, way.parts, way.chunks[:-1]),
+        "chunk digest": Way(way.base, way.parts, (Chunk("../" + chunk.digest[3:], chunk.size), *way.chunks[1:])),
+        "a chunk of": Way(way.base, way.parts, (Chunk(chunk.digest, 2**40), *way.chunks[1:])),
+        "a coded part of": Way(way.base, (Part(part.num_bytes, part.word, part.coding, 2**40), *way.parts[1:]), ()),
+        "a part of .* bytes": Way(way.base, (Part(2**40, part.word, part.coding, 1), *way.parts[1:]), ()),
+        "words of 3 bytes": Way(way.base, (Part(3, 3, part.coding, 1), *way.parts[1:]), ()),
+        "without a base": Way(None, way.parts, way.chunks),
+    }
+    for said, other in wrong.items():
+        with pytest.raises(WeightsFault, match=said):
+            encode_manifest(msgspec.structs.replace(manifest, ways=(other,)))
+    with pytest.raises(WeightsFault, match="two ways of one kind"):
+        encode_manifest(msgspec.structs.replace(manifest, ways=(way, way)))
+
+
+def test_coded_parts_that_nobody_wrote_end_in_a_fault_or_in_a_wrong_digest(run):
+    """Chunks of the right digest whose content is noise or cut: the manifest's source is at fault each time."""
+    random_ = random.Random(0)
+    manifest = run.store.find("first", 2)
+    coded = b"".join(run.store.get_chunk(chunk.digest) for chunk in manifest.delta.chunks)
+    for round_ in range(60):
+        data = bytearray(coded)
+        for _ in range(1 + round_ % 3):
+            data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+        chunk = Chunk(blake3(bytes(data)).hexdigest(), len(data))
+        lie = lying(run, 2, Way(run.version(1), manifest.delta.parts, (chunk,)))
+
+        class Liar:
+            name = "relay 7"
+            distance = 0
+
+            def manifest(self, version, lie=lie):
+                return lie
+
+            def chunk(self, digest, size, data=bytes(data)):
+                return data
+
+        fetcher = holding(run, [Liar()], 1)
+        try:
+            found = fetcher.fetch(run.version(2), deadline_s=60)
+        except WeightsFault as error:
+            assert "relay 7: its manifests do not lead to version 2" in str(error)  # noqa: PT017
+            assert still_holds(run, fetcher, 1)
+        else:  # a bit that fills up a byte
+            assert are_bit_equal(found, run.tensors[2])
