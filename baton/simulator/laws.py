@@ -24,7 +24,7 @@ from baton.swarm import lease_events as ev
 Key = tuple[int, int]
 
 
-class Broken(Exception):
+class Broken(AssertionError):
     """A law does not hold."""
 
     def __init__(self, law: str, what: str, at_s: float) -> None:
