@@ -14,7 +14,6 @@ from baton.simulator.setting import Setting
 from baton.simulator.world import Hang
 
 
-
 class LawBroken(BatonError):
     """A law of the architecture does not hold; the message has the seed and the log that shows it."""
 

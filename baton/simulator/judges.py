@@ -31,7 +31,7 @@ class Judges:
             return
         seconds = spec.latency_s
         if self._sigma:
-            seconds *= math.exp(self._random.gauss(-self._sigma**2 / 2, self._sigma))
+            seconds *= math.exp(self._random.gauss(-(self._sigma**2) / 2, self._sigma))
         begin_s = now_s
         if len(self._free_s) >= spec.concurrency:
             begin_s = max(now_s, heapq.heappop(self._free_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.errors import UserError
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.faults import Fate, FaultSettings, storms
 from baton.simulator.laws import Laws
@@ -41,6 +42,10 @@ def build(setting: Setting, options: Options | None = None) -> World:
     world = World(setting, options.seed, tracer=options.tracer, make_scheduler=options.make_scheduler)
     swarm: Swarm | None = None
     if setting.swarm is None:
+        if options.faults:
+            raise UserError(
+                "faults happen to workers, and engine processes die with their run: set swarm.workers=2, say"
+            )
         world.port = Pool(setting, world.clock, world, options.tracer)
     else:
         faults = list(options.faults)

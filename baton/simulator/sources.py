@@ -236,7 +236,11 @@ class RecipeSource:
             leases = swarm.lease_rules(restarts=rules.mode == "sync")
             heartbeat_s, fetch_s = swarm.silence_s / 6, efficiency.publish_latency_s
             spec = replace(
-                wishes.swarm, rules=leases, fetch_s=fetch_s, heartbeat_s=heartbeat_s, report_every_s=swarm.report_every_s
+                wishes.swarm,
+                rules=leases,
+                fetch_s=fetch_s,
+                heartbeat_s=heartbeat_s,
+                report_every_s=swarm.report_every_s,
             )
         return Setting(
             rules=rules,
@@ -282,4 +286,3 @@ class RecipeSource:
 def _with_section(overrides: Sequence[str]) -> list[str]:
     """Keys without a section are of [rollout]."""
     return [one if "." in one.partition("=")[0] else f"rollout.{one}" for one in overrides]
-

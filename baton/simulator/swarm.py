@@ -165,4 +165,3 @@ class Swarm:
     def lost(self, num_tokens: int) -> None:
         """See `Surroundings`."""
         self.world.record.unreported += num_tokens
-

@@ -139,7 +139,11 @@ def test_the_provisioning_rule_says_how_long_the_trainer_waits(workers: int, eve
 def test_spans_of_generation_hold_every_token_and_do_not_overlap_in_a_slot() -> None:
     spans = Spans()
     record = simulate(setting("async"), Options(0, tracer=spans))
-    made = [(actor, lane, begin_s, end_s, facts) for name, actor, lane, begin_s, end_s, facts in spans.spans if name == "generate"]
+    made = [
+        (actor, lane, begin_s, end_s, facts)
+        for name, actor, lane, begin_s, end_s, facts in spans.spans
+        if name == "generate"
+    ]
     assert sum(facts["tokens"] for *_, facts in made) >= record.generated
     by_slot: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for actor, lane, begin_s, end_s, _ in made:
