@@ -12,7 +12,7 @@ Action = Callable[..., None]
 class Clock:
     """One timeline. Nothing here is random and nothing looks at real time."""
 
-    __slots__ = ("_heap", "_sequence", "num_fired", "now_s")
+    __slots__ = ("_heap", "_sequence", "now_s", "num_fired")
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -15,10 +15,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.simulator.clock import Clock
+from baton.simulator.rows import Busy, Grown, Row
 from baton.simulator.timing import Speed
 from baton.simulator.tracing import Tracer
 
@@ -27,68 +27,12 @@ WATERMARK = 0.01
 _CLOSE = 1e-9
 
 
-@dataclass(slots=True, eq=False)
-class Row:
-    """One lease in an engine."""
-
-    lease: int
-    group_id: int
-    sample_index: int
-    prompt: int
-    tokens: int
-    """After the prompt, when it was last counted."""
-    length: int
-    """Tokens at which it ends."""
-    version: int
-    is_exact: bool
-    grown: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens) that have not been reported."""
-    end_step: int = -1
-    """The engine's step after which it is complete; -1 while it waits."""
-    born: int = 0
-    """Order of admission."""
-    lane: int = 0
-    since_s: float = 0.0
-    """When it was admitted, or the version changed."""
-
-
-@dataclass(slots=True, eq=False)
-class Grown:
-    """What an engine says of one lease."""
-
-    row: Row
-    segments: list[tuple[int, int]]
-    """(version, tokens) since the last report."""
-    end: str
-    """``, `finished`, `put_down` or `refused`."""
-
-
 class Owner(Protocol):
     """Who holds an engine."""
 
     def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
         """The engine reports. May submit, abort and switch at once."""
         ...
-
-
-@dataclass(slots=True)
-class Busy:
-    """Where an engine's time went, seconds, and what it made."""
-
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    load_s: float = 0.0
-    row_s: float = 0.0
-    """Slot time in which a trajectory was decoded."""
-    decoded: int = 0
-    prefilled: int = 0
-    reprefilled: int = 0
-    """Tokens after prompts among them."""
-    preemptions: int = 0
-
-    def plus(self, other: Busy) -> Busy:
-        """Return the sums."""
-        return Busy(*(getattr(self, name) + getattr(other, name) for name in Busy.__slots__))
 
 
 class SimEngine:
@@ -348,17 +292,8 @@ class SimEngine:
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"
             if self._tracer is not None:
-                self._tracer.span(
-                    "generate",
-                    self.name,
-                    row.lane,
-                    row.since_s,
-                    self._clock.now_s,
-                    version=self.version,
-                    group=row.group_id,
-                    sample=row.sample_index,
-                    tokens=fresh,
-                )
+                facts = {"version": self.version, "group": row.group_id, "sample": row.sample_index, "tokens": fresh}
+                self._tracer.span("generate", self.name, row.lane, row.since_s, self._clock.now_s, **facts)
                 row.since_s = self._clock.now_s
             row.tokens += fresh
             row.grown.append((self.version, fresh))

@@ -8,9 +8,9 @@ worker = "w3"         # a name; without it one of those that are alive
 for_s = 60.0
 ```
 
-Kinds: `crash`, `hang` (it stands still and says nothing for for_s), `slow` (by factor), `leave` (it says goodbye), `join`
-(one more like `worker`), `restart` (the controller dies and is back after for_s), `partition`, and `storm` (of messages:
-loss, duplicate, reorder, delay_s; of fetches: corrupt).
+Kinds: `crash`, `hang` (it stands still and says nothing for for_s), `slow` (by factor), `leave` (it says goodbye),
+`join` (one more like `worker`), `restart` (the controller dies and is back after for_s), `partition`, and `storm` (of
+messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SpotSettings(Settings):
     """[spot] preemptions of rented machines, from a trace."""
 
     trace: Path
-    """CSV with columns at_s, worker and for_s: when it is taken away, and how long until another is there (0: never)."""
+    """CSV with columns at_s, worker, for_s: when it is taken away, how long until another is there (0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
     """Warning before it is taken: with one, the worker puts down what it has and leaves."""
 
@@ -137,7 +137,7 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
         for row in rows:
             try:
                 at_s, for_s = float(row["at_s"]), float(row.get("for_s") or 0)
-                kind = "leave" if spot.notice_s else "crash"
+                kind: Kind = "leave" if spot.notice_s else "crash"
                 found.append(FaultSettings(kind=kind, at_s=at_s, worker=row["worker"], for_s=for_s))
             except ValueError as error:
                 raise UserError(f"{spot.trace}, line {rows.line_num}: at_s and for_s are seconds, got {row}") from error
@@ -198,7 +198,7 @@ class Fate:
         return self._random.choice(alive) if alive else None
 
     def _strike(self, worker: SimWorker, fault: FaultSettings) -> None:
-        swarm, clock = self._swarm, self._swarm.clock
+        clock = self._swarm.clock
         match fault.kind:
             case "hang":
                 worker.freeze()
@@ -210,7 +210,10 @@ class Fate:
             case "crash" | "leave":
                 worker.die() if fault.kind == "crash" else worker.leave()
                 if fault.for_s:
-                    clock.after(fault.for_s, swarm.join, worker.spec)
+                    clock.after(fault.for_s, self._replace, worker)
+
+    def _replace(self, worker: SimWorker) -> None:
+        self._swarm.join(worker.spec)
 
     def _slow(self, worker: SimWorker, factor: float) -> None:
         worker.slowness = factor

@@ -299,7 +299,7 @@ class _TableLaws:
         must(table.num_tasks == len(self._lengths), "leases", "tasks in the table")
         must(table.wasted == self._wasted, "conservation", "wasted tokens")
         restarts, open_ = table.rules.restarts, 0
-        for task in table._tasks.values():  # noqa: SLF001  # what rests is nobody's business but the witness's
+        for task in table._tasks.values():  # what rests is nobody's business but the witness's
             must(len(task.leases) <= 2, "leases", f"task {task.number} is leased {len(task.leases)} times")
             if not restarts:
                 open_ += sum(lease.length - task.committed for lease in (*task.leases, *task.rested))
@@ -320,7 +320,7 @@ class _TableLaws:
             return
         prefetch = table.rules.prefetch
         room = [w for w in table.workers.values() if len(w.leases) < w.slots + int(prefetch * w.slots)]
-        waiting = [task for task in table._tasks.values() if task.is_waiting]  # noqa: SLF001
+        waiting = [task for task in table._tasks.values() if task.is_waiting]
         for task in waiting if room else ():
             idle = [w.number for w in room if w.serves(*task.ask)]
             self._must(not idle, "leases", f"workers {idle} have room, and task {task.number} waits")

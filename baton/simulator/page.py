@@ -18,7 +18,6 @@ from baton.report.plan_printed import money
 from baton.simulator.result import Result
 from baton.simulator.sweep import Point, Sweep
 
-
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -36,7 +35,8 @@ _PAGE = """<!doctype html>
 </header>
 <section class="tiles" aria-label="At a glance">
 {% for what, number, beside in tiles %}
-  <div class="tile"><p class="what">{{ what }}</p><p class="number">{{ number }}</p><p class="beside">{{ beside }}</p></div>
+  <div class="tile"><p class="what">{{ what }}</p><p class="number">{{ number }}</p>
+  <p class="beside">{{ beside }}</p></div>
 {% endfor %}
 </section>
 <section>

@@ -7,8 +7,9 @@ before it matters: at the end of a lease, and when a version is exchanged.
 from __future__ import annotations
 
 from baton.simulator.clock import Clock
-from baton.simulator.engine import Busy, Grown, Row, SimEngine
+from baton.simulator.engine import SimEngine
 from baton.simulator.port import Controller, Wish
+from baton.simulator.rows import Busy, Grown, Row
 from baton.simulator.setting import Setting
 from baton.simulator.tracing import Tracer
 

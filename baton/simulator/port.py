@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.simulator.engine import Busy
+from baton.simulator.rows import Busy
 
 
 @dataclass(frozen=True, slots=True)

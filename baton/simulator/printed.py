@@ -26,13 +26,13 @@ def print_result(console: Console, result: Result) -> None:
     )
     _say(
         console,
-        f"step {seconds(result.step_s)} ± {seconds(result.step_s_spread)}: train {seconds(result.train_s)}, wait for the "
-        f"batch {seconds(result.wait_s)}, publication and other {seconds(max(0.0, result.other_s))}",
+        f"step {seconds(result.step_s)} ± {seconds(result.step_s_spread)}: train {seconds(result.train_s)}, wait for "
+        f"the batch {seconds(result.wait_s)}, publication and other {seconds(max(0.0, result.other_s))}",
     )
     _say(
         console,
-        f"throughput {result.trained_tokens_per_s:,.0f} trained tokens/s, {result.generated_tokens_per_s:,.0f} generated "
-        f"tokens/s, {result.trajectories_per_s:,.2f} trajectories/s",
+        f"throughput {result.trained_tokens_per_s:,.0f} trained tokens/s, {result.generated_tokens_per_s:,.0f} "
+        f"generated tokens/s, {result.trajectories_per_s:,.2f} trajectories/s",
     )
     if result.price:
         _say(

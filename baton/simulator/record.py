@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.rollout.ledger import Ledger, StepCounts
-from baton.simulator.engine import Busy
+from baton.simulator.rows import Busy
 
 
 @dataclass(slots=True)

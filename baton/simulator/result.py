@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def summarise(setting: Setting, record: Record) -> Result:
     begin_s = done[warm - 1].end_s if warm else 0.0
     span_s = max(1e-9, steady[-1].end_s - begin_s)
     ends = [begin_s, *(step.end_s for step in steady)]
-    each = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    each = [after - before for before, after in itertools.pairwise(ends)]
     size = rules.batch_groups * rules.group_size
     wait_s, train_s = _mean([s.begin_s - s.wanted_s for s in steady]), _mean([s.train_s for s in steady])
     in_batches = sum(sum(s.staleness.values()) for s in steady)

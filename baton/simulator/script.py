@@ -94,4 +94,5 @@ class Script:
 
 def _pick(lengths: Lengths, shares: NDArray[np.float64]) -> NDArray[np.float64]:
     values = np.asarray(lengths.values)
-    return values[np.minimum((shares * len(values)).astype(int), len(values) - 1)]
+    found: NDArray[np.float64] = values[np.minimum((shares * len(values)).astype(int), len(values) - 1)]
+    return found

@@ -15,4 +15,4 @@ def generator(seed: int, concern: str, *place: int) -> Generator:
 
 def choices(seed: int, concern: str) -> Random:
     """Return Python's generator for a concern: for a few draws at a time."""
-    return Random(f"{seed}/{concern}")  # noqa: S311  # nothing is secret here
+    return Random(f"{seed}/{concern}")  # nothing is secret here

@@ -29,7 +29,7 @@ from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_
 from baton.workload import LengthSettings, Workload
 
 REPORTS_PER_STEP = 20
-"""How often workers report where nobody fails: what they say between a lease's beginning and its end changes nothing."""
+"""How often workers report where nobody fails: what they say in the middle of a lease changes nothing then."""
 RATED_SLOTS = 64
 """Of an engine that a table of rates describes, which says nothing of its batch."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.simulator.clock import Clock
-from baton.simulator.engine import Busy
 from baton.simulator.hub import SimHub, TableWatch
 from baton.simulator.port import Wish
+from baton.simulator.rows import Busy
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.tracing import Tracer
 from baton.simulator.trouble import Trouble

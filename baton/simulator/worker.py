@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.simulator.clock import Clock
-from baton.simulator.engine import Grown, Row, SimEngine
+from baton.simulator.engine import SimEngine
+from baton.simulator.rows import Grown, Row
 from baton.simulator.setting import EngineSpec, SwarmSpec
 from baton.simulator.tracing import Tracer
 from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Line, Recalled, Report, Retry, Want

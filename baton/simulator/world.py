@@ -199,7 +199,7 @@ class World:
             case Load(version=version):
                 self.port.load(version)
             case _:  # Discard
-                del self._made[command.group_id]  # type: ignore[union-attr]
+                del self._made[command.group_id]
 
     def _assign(self, command: Assign) -> None:
         group_id, sample_index = key = (command.group_id, command.sample_index)
@@ -290,7 +290,8 @@ class World:
             return
         group_ids, self._batch = self._batch, None
         size, script = self.rules.group_size, self.script
-        lengths, made = [], {}
+        lengths: list[int] = []
+        made: dict[int, int] = {}
         for group_id in group_ids:
             prompt = script.prompt(group_id)
             lengths += [prompt + script.length(group_id, index) for index in range(size)]
@@ -351,7 +352,7 @@ class World:
             self._batch = None
         self.record.restarted(now_s, old.ledger)
         groups = sorted((self._kept(group) for group in old.groups()), key=lambda group: group.group_id)
-        next_group_id = old._next_group_id  # noqa: SLF001  # the journal knows it; the scheduler does not say
+        next_group_id = old._next_group_id  # the journal knows it; the scheduler does not say
         self._key_of, self._lease_of, self._is_training = {}, {}, False
         self.clock.after(down_s + replay_s, self._resume, self.lineage, delivered, next_group_id, groups)
 

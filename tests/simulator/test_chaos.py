@@ -81,7 +81,7 @@ def test_every_law_holds_under_every_setting(
 
 @pytest.mark.xfail(strict=True, reason="a task is leased to a worker whose version is older than the task's last token")
 def test_no_honest_worker_is_taken_for_a_liar() -> None:
-    """Two slow workers get a version late. Tokens of version v + 1 are followed by some of v; swarm/checks.py convicts."""
+    """Slow workers get a version late: tokens of version v + 1 are followed by some of v, which convicts them."""
     late = [
         FaultSettings(kind="slow", at_s=1.473, for_s=1.584, factor=2.0),
         FaultSettings(kind="slow", at_s=3.038, for_s=1.252, factor=20.0),

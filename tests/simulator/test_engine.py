@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.simulator.clock import Clock
-from baton.simulator.engine import Grown, Row, SimEngine
+from baton.simulator.engine import SimEngine
+from baton.simulator.rows import Grown, Row
 from baton.simulator.timing import FlatSpeed
 
 

@@ -9,7 +9,7 @@ from simulator_cases import swarm
 
 from baton.config import load_recipe
 from baton.errors import UserError
-from baton.simulator.faults import FaultsSettings, FaultSettings
+from baton.simulator.faults import FaultSettings, FaultsSettings
 from baton.simulator.run import Options, build, simulate
 
 
@@ -79,7 +79,7 @@ def test_an_unknown_worker_is_named() -> None:
 
 
 def test_engine_processes_die_with_their_run() -> None:
-    with pytest.raises(UserError, match="swarm.workers"):
+    with pytest.raises(UserError, match=r"swarm\.workers"):
         build(swarm(swarm=None), Options(faults=[FaultSettings(kind="crash", at_s=1.0)]))
 
 

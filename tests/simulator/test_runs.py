@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -150,5 +151,5 @@ def test_spans_of_generation_hold_every_token_and_do_not_overlap_in_a_slot() -> 
         by_slot.setdefault((actor, lane), []).append((begin_s, end_s))
     for slot in by_slot.values():
         ordered = sorted(slot)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in zip(ordered, ordered[1:], strict=False))
+        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(ordered))
     assert {name for name, *_ in spans.spans} >= {"generate", "prefill", "train", "publish", "judge"}

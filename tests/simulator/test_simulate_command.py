@@ -89,8 +89,9 @@ def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_pat
     write_plan(planned.plan, tmp_path / "plan.json")
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "work.toml").write_text(
-        'groups = 32\ngroup_size = 8\nmax_staleness = 4\n[prompt_tokens]\nmean = 128\n[output_tokens]\nkind = "lognormal"'
-        "\nmean = 600\ncv = 0.8\nmax = 3000\n[engine]\nmax_batch = 64\n"
+        "groups = 32\ngroup_size = 8\nmax_staleness = 4\n[prompt_tokens]\nmean = 128\n"
+        '[output_tokens]\nkind = "lognormal"\n'
+        "mean = 600\ncv = 0.8\nmax = 3000\n[engine]\nmax_batch = 64\n"
     )
     given = ["--plan", tmp_path / "plan.json", "--model", tmp_path, "--workload", tmp_path / "work.toml"]
     found = json.loads(call(*given, "--steps", 6, "--json", "rollout.max_staleness=2"))
