@@ -26,21 +26,23 @@ from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
-from baton.loop import Loop, LoopState, Observer
+from baton.loop import Clock, Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.parts import Parts
+from baton.rollout.parts import Judges, Parts
 from baton.rollout.port import LocalPort, WorkerPort
 from baton.rollout.runner import Runner
 from baton.rollout.sweep import Sweep
+from baton.rollout.traced import TracedJudges
 from baton.runs import RunDirectory, without_none
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trace import BEGIN, LeaseTrace, TraceWriter
 from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
 from baton.trainer.local import LocalTrainer
 from baton.trainer.sft import Demonstration
@@ -89,13 +91,15 @@ def build_engine(recipe: Recipe, path: str, tokenizer: Tokenizer, version: Polic
     return EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
 
 
-def build_port(recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion) -> WorkerPort:
+def build_port(
+    recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion, trace: LeaseTrace | None = None
+) -> WorkerPort:
     """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
-        return LocalPort(build_engine(recipe, path, tokenizer, version))
+        return LocalPort(build_engine(recipe, path, tokenizer, version), trace)
     start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
     timeout_s = recipe.rollout.stall_timeout_s
-    return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s)
+    return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
@@ -128,9 +132,11 @@ def build_loop(
     held_out = mixture.held_out(recipe.eval.num_prompts)
     trainer = build_trainer(recipe, tokenizer)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
-    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer)
+    trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
+    trace.mark(BEGIN, step=place.state.step)
+    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-    sweep, runner = _rollout_side(recipe, port, stream, judge, tokenizer, journal)
+    sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal)
     return Loop(
         run=run,
         stream=stream,
@@ -153,20 +159,27 @@ def build_loop(
         state=place.state,
         last_checkpoint=place.checkpoint,
         should_stop=should_stop,
+        clock=Clock(trace),
     )
 
 
 def _open(
-    recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place: _Place, threads: int, observer: Observer
+    recipe: Recipe,
+    trainer: LocalTrainer,
+    tokenizer: Tokenizer,
+    place: _Place,
+    threads: int,
+    observer: Observer,
+    trace: TraceWriter,
 ) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
     """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
     with ExitStack() as undo:
         if not recipe.swarm.is_on:
-            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version)
+            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version, LeaseTrace(trace))
             undo.callback(port.close)
         run = _open_run(recipe, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said)
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace)
             undo.callback(port.close)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
         journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
@@ -175,7 +188,7 @@ def _open(
 
 
 def _rollout_side(
-    recipe: Recipe, port: WorkerPort, stream: PromptStream, judge: Judge, tokenizer: Tokenizer, journal: Journal
+    recipe: Recipe, port: WorkerPort, stream: PromptStream, judges: Judges, tokenizer: Tokenizer, journal: Journal
 ) -> tuple[Sweep, Runner]:
     """Make the two who lease to the worker: for evaluations, and for training."""
     lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
@@ -183,7 +196,7 @@ def _rollout_side(
     parts = Parts(
         port,
         stream,
-        judge,
+        judges,
         prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
         text=tokenizer.text,
         sampling=lambda group_id, sample_index: sampling,

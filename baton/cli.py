@@ -25,6 +25,7 @@ from baton.plan_command import plan, profile
 from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
 from baton.token_command import token_app
+from baton.trace_command import trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -315,6 +316,7 @@ def rollout(
 app.command()(plan)
 app.command()(profile)
 app.command()(simulate)
+app.command()(trace)
 app.command()(worker)
 app.command()(relay)
 app.command()(status)

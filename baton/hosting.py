@@ -22,8 +22,8 @@ from baton.rollout.engines.rescore import Rescorer
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Grant, Role, TokenFile, write_private
 from baton.swarm.checks import Limits, check_report
-from baton.swarm.desk import Desk, Outside, Span
-from baton.swarm.examiner import Author, Examiner, Quarantine
+from baton.swarm.desk import Outside, Span
+from baton.swarm.examiner import Author, Examiner, Quarantine, Scorer
 from baton.swarm.hub import Hub, HubParts
 from baton.swarm.inspector import Conviction, Inspector
 from baton.swarm.leases import LeaseTable
@@ -36,10 +36,13 @@ from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
 from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, prometheus
+from baton.swarm.traced import DeskTrace, TracedDesk, TracedScorer
 from baton.swarm.transfer import model_digest, pack_model
 from baton.swarm.verify import Calibration
+from baton.trace import LeaseTrace, Tracer
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
-from baton.weights.publish import Publisher
+from baton.weights.publish import Published, Publisher
+from baton.weights.settings import WeightsSettings
 from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
 
@@ -70,19 +73,31 @@ def check_swarm(recipe: Recipe) -> Listen:
 
 
 def open_swarm(
-    recipe: Recipe, run: Path, tokenizer: Tokenizer, version: PolicyVersion, say: Callable[[str], None]
+    recipe: Recipe,
+    run: Path,
+    tokenizer: Tokenizer,
+    version: PolicyVersion,
+    say: Callable[[str], None],
+    tracer: Tracer,
 ) -> SwarmPort:
     """Start a hub for a run whose directory is there, and this machine's own workers. Raises UserError."""
-    return _Host(recipe, run, tokenizer, version, say).open()
+    return _Host(recipe, run, tokenizer, version, say, tracer).open()
 
 
 class _Host:
     """What the parts of a hub know of each other; its methods are their callbacks."""
 
     def __init__(
-        self, recipe: Recipe, run: Path, tokenizer: Tokenizer, version: PolicyVersion, say: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        run: Path,
+        tokenizer: Tokenizer,
+        version: PolicyVersion,
+        say: Callable[[str], None],
+        tracer: Tracer,
     ) -> None:
         self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
+        self.tracer = tracer
         self.rules = recipe.rules()
         self.listen = check_swarm(recipe)
         self.passing = Scratch(run / "scratch.txt")
@@ -96,9 +111,8 @@ class _Host:
         model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"))
         self.model_files, self.base = self._model_files(model, tokenizer), None
         self.store = Store(recipe.weights.store or run / "weights")
-        self.publisher = Publisher(
-            self.store, recipe.weights, shared=SharedMemory(self.shared) if self.shared is not None else None
-        )
+        shared = SharedMemory(self.shared) if self.shared is not None else None
+        self.publisher = _TracedPublisher(self.store, recipe.weights, shared=shared, tracer=tracer)
         if recipe.lora is not None:
             tensors = policy_tensors(model)
             digest = weights_digest(tensors)
@@ -110,11 +124,12 @@ class _Host:
             end_ids=end_ids(model, tokenizer),
         )
         self.text = lambda ids: tokenizer.text(ids, keep_special=True)
-        self.desk = Desk(
+        self.desk = TracedDesk(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
             Outside(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
             self._check,
             time.monotonic,
+            DeskTrace(LeaseTrace(tracer), lambda worker: self.hub.peers[worker].name, self.pace.announced),
         )
         self.examiner = self._make_examiner()
 
@@ -175,6 +190,7 @@ class _Host:
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
                 self._keep_versions,
+                recipe.weights.keep,
                 () if self.base is None else (self.base,),
                 self.inbox,
                 self.pace,
@@ -231,7 +247,10 @@ class _Host:
             on_conviction=self._convicted,
         )
 
-    def _make_scorer(self) -> Rescorer:
+    def _make_scorer(self) -> Scorer:
+        return TracedScorer(self._make_rescorer(), self.tracer)
+
+    def _make_rescorer(self) -> Rescorer:
         """In the engines' dtype: then honest tokens are mostly scored to the same bits, and small lies stand out."""
         dtype, attention = torch_dtype(self.recipe.engine.dtype), self.recipe.model.attention
         device = torch_device(self.recipe.model.device)
@@ -289,6 +308,21 @@ class _Host:
 
     def _joined(self, peer: Peer) -> None:
         self.authors[peer.number] = Author(peer.grant.name, peer.worker_class, peer.grant.is_trusted)
+
+
+class _TracedPublisher(Publisher):
+    """A publisher whose time is in the trace."""
+
+    def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None, tracer: Tracer) -> None:
+        super().__init__(store, settings, shared=shared)
+        self._tracer = tracer
+
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> Published:
+        """See `Publisher`."""
+        begin_s = time.monotonic()
+        made = super().publish(tensors, version)
+        self._tracer.span("publish", "hub", 0, begin_s, time.monotonic(), version=version.number, bytes=made.bytes)
+        return made
 
 
 class _TrainingChecks:

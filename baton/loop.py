@@ -45,6 +45,7 @@ from baton.runs import RunDirectory
 from baton.settings import Settings
 from baton.tasks.rewards import Judge, failure_metrics, require_judged
 from baton.tasks.stream import PromptStream
+from baton.trace import TraceWriter
 from baton.trainer.trainer import Trainer
 from baton.types import Batch, Group, Prompt, SamplingParams
 
@@ -94,18 +95,21 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds by stage since the last `take`."""
+    """Seconds by stage since the last `take`; and in the trace, for good."""
 
+    trace: TraceWriter = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def stage(self, name: str) -> Any:
-        """Add the time of the context to a stage."""
-        begin = time.perf_counter()
+    def stage(self, name: str, step: int, span: str = "") -> Any:
+        """Add the time of the context to a stage; `span` is what the trace calls it, where that is another name."""
+        begin_s = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            end_s = time.monotonic()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end_s - begin_s
+            self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
 
     def take(self) -> dict[str, float]:
         """Return the times and begin again."""
@@ -192,6 +196,7 @@ class Loop:
     def close(self) -> None:
         """End the worker and close the files."""
         self.port.close(is_over=self.state.step >= self.num_steps)
+        self.clock.trace.flush()
         self.metrics.close()
         self.journal.close()
 
@@ -204,10 +209,10 @@ class Loop:
         step = self.state.step + 1
         groups, counted = self._recorded(step) or self._next_batch(step)
         require_judged(groups, f"train step {step}")
-        with self.clock.stage("train"), self.observer.phase("train", 0):
+        with self.clock.stage("train", step), self.observer.phase("train", 0):
             values = self._train_on(Batch(step, tuple(groups)))
         self.port.consumed(step, groups)
-        with self.clock.stage("weight_sync"):
+        with self.clock.stage("weight_sync", step, "publish"):
             if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
                 self._publish()
             else:
@@ -219,6 +224,7 @@ class Loop:
         values |= counted | self._performance(groups, counted, time.perf_counter() - begin)
         values |= self.port.metrics(values)
         self.metrics.write(step, values)
+        self.clock.trace.flush()
         self.observer.stepped(step, values)
 
     def _is_evaluated(self, step: int) -> bool:
@@ -239,7 +245,7 @@ class Loop:
         if not self.has_begun:
             self._begin()
         total = self.rollout.batch_groups * self.rollout.group_size
-        with self.clock.stage("wait_for_batch"), self.observer.phase("generate", total) as done:
+        with self.clock.stage("wait_for_batch", step), self.observer.phase("generate", total) as done:
             groups = self.runner.next_batch(done)
         counts = self.runner.scheduler.take_step_counts()
         counted = counts.metrics()
@@ -280,8 +286,10 @@ class Loop:
             return future.result()
 
     def _save(self) -> None:
+        begin_s = time.monotonic()
         self.last_checkpoint = self.save_checkpoint(self.state)
         self.journal.checkpointed(self.state.step)
+        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
 
     def _publish(self) -> None:
         weights = self.trainer.publish()
@@ -319,7 +327,7 @@ class Loop:
         if self.eval.greedy:
             ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
         results: list[Evaluation] = []
-        with self.clock.stage("eval"), self.runner.paused() if self.has_begun else nullcontext():
+        with self.clock.stage("eval", self.state.step), self.runner.paused() if self.has_begun else nullcontext():
             for sampling in ways:
                 samples = self.eval.samples if sampling.temperature else 1
                 with self.observer.phase("evaluate", 0):
@@ -338,6 +346,7 @@ class Loop:
             values |= evaluation_metrics(result)
         self.metrics.write(self.state.step, values)
         self.run.write_evaluation(self.state.step, results)
+        self.clock.trace.flush()
         self.stats = self.port.stats()
         accuracy = next(r.accuracy.value for r in reversed(results) if r.temperature)
         if accuracy > self.state.best_accuracy:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from baton.errors import UserError
 from baton.files import write_whole
@@ -25,10 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class LogSettings(Settings):
-    """[log] where metrics go besides metrics.jsonl and TensorBoard."""
+    """[log] where metrics go besides metrics.jsonl and TensorBoard, and how much is kept of who did what when."""
 
     wandb: str | None = None
     """Project of Weights & Biases that receives the metrics; WANDB_MODE=offline keeps them on disk."""
+
+    trace: bool = True
+    """Whether every lease, train step and publication is written to trace.jsonl, for `baton trace` and the page."""
+    trace_mb: int = Field(default=32, ge=1)
+    """MB that the trace of a run may take; of a longer one the first half is kept, and the end."""
 
     @field_validator("wandb")
     @classmethod

@@ -24,11 +24,11 @@ import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.build import build_engine, build_trainer, set_up_torch
+from baton.build import build_engine, build_port, build_trainer, set_up_torch
 from baton.cluster import find_gpu, gpu_types
 from baton.config import Recipe
 from baton.cost.efficiency import Efficiency
-from baton.cost.fit import Measured, fit
+from baton.cost.fit import Measured, fit, with_rollout
 from baton.cost.generate import Place
 from baton.errors import EngineFault, UserError
 from baton.files import write_whole
@@ -37,6 +37,8 @@ from baton.planning import recipe_workload
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.sweep import Request, Sweep
+from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer import alarms
 from baton.trainer.local import LocalTrainer
 from baton.types import (
@@ -53,11 +55,14 @@ from baton.types import (
     Segment,
     Trajectory,
 )
+from baton.workload import Workload, measured
 
 DECODE_STEPS = 24
 REPEATS = 3
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Of the engine's context: where decode and prefill are measured."""
+LONGEST_ROLLOUT = 256
+"""Tokens at which the responses of a whole batch are cut, so that measuring takes no longer."""
 LENGTH_SHARES = (0.1, 0.25, 0.6)
 """Of the longest response: where training is measured."""
 Say = Callable[[str], None]
@@ -98,6 +103,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
         alarms.logger.disabled = False
     publish_s = _publish_s(recipe, trainer)
     say(f"publication: {publish_s * 1e3:.1f} ms")
+    rollout, lengths = _rollout_point(recipe, say)
     spec = read_model(Path(recipe.model.path))
     hardware = gpu_types()[name]
     start = Efficiency(
@@ -105,8 +111,10 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     )
     place = Place(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
     found, shown = fit(spec, recipe_workload(recipe), place, devices, points)
+    fitted = msgspec.structs.replace(place, efficiency=found)
+    found, whole = with_rollout(spec, lengths, fitted, max(1, recipe.engine.processes), rollout)
     found = msgspec.structs.replace(found, publish=1.0, publish_latency_s=publish_s)
-    return Profile(name, devices, found, shown, publish_s)
+    return Profile(name, devices, found, [*shown, whole], publish_s)
 
 
 def write_calibration(found: Profile, path: Path) -> None:
@@ -225,6 +233,38 @@ def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: 
     return times[0] - decode, decode
 
 
+# ---- a whole batch ---------------------------------------------------------------------------------------------------
+
+
+def _rollout_point(recipe: Recipe, say: Say) -> tuple[Measured, Workload]:
+    """Generate a batch of the recipe's own prompts to its end, as a run does; return its time and its lengths."""
+    rollout = recipe.rollout
+    tokenizer = load_tokenizer(recipe.model.path)
+    prompts = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed).take(rollout.batch_groups)
+    requests = [Request(i, tokenizer.prompt_ids(p.messages), rollout.group_size) for i, p in enumerate(prompts)]
+    port = build_port(recipe, recipe.model.path, tokenizer, PolicyVersion("profile", 0))
+    sweep = Sweep(port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens)
+    sampling = rollout.sampling()
+    sampling = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, LONGEST_ROLLOUT))
+    times, trajectories = [], []
+    try:
+        for _ in range(REPEATS + 1):  # the first one warms up
+            started = time.perf_counter()
+            trajectories = list(sweep.rollout(requests, sampling, noise_seed=recipe.run.seed, version=0))
+            times.append(time.perf_counter() - started)
+    finally:
+        port.close()
+    lengths = msgspec.structs.replace(
+        recipe_workload(recipe),
+        prompt=measured([len(t.prompt_ids) for t in trajectories]),
+        output=measured([max(1, t.num_tokens) for t in trajectories]),
+        max_staleness=0,
+    )
+    point = Measured("rollout", len(trajectories), round(lengths.output.mean), min(times))
+    say(f"a batch of {point.batch} responses, {point.context} tokens on average: {point.seconds:.3f} s")
+    return point, lengths
+
+
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
@@ -251,14 +291,15 @@ def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[M
 
 
 def _batch(step: int, groups: int, group_size: int, length: int) -> Batch:
-    """Trajectories of `length` tokens, half of them prompt; rewards differ in every group, so that all have
-    gradient."""
+    """Trajectories of `length` tokens on average, half of them prompt, responses from next to nothing to twice the
+    mean; rewards differ in every group, so that all have gradient."""
     generator = torch.Generator().manual_seed(step)
     prompt = max(1, length // 2)
 
     def member(group: int, index: int) -> Judged:
-        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
-        segment = Segment(tuple(ids[prompt:]), (-1.0,) * (length - prompt), step - 1)
+        own = prompt + max(1, round(2 * (length - prompt) * float(torch.rand((), generator=generator))))
+        ids = torch.randint(3, 60, (own,), generator=generator).tolist()
+        segment = Segment(tuple(ids[prompt:]), (-1.0,) * (own - prompt), step - 1)
         trajectory = Trajectory(group, index, tuple(ids[:prompt]), (segment,), FinishReason.LENGTH)
         return Judged(trajectory, Judgement(float(index % 2), {}, bool(index % 2)))
 

@@ -4,6 +4,7 @@ runs/<name>/
   recipe.toml         resolved: every key, defaults included
   run.json            commit, versions, seed, hardware, command line
   metrics.jsonl       one row per step; tensorboard/ holds the same
+  trace.jsonl         who did what when
   evaluations.jsonl   held-out results with their intervals
   journal.sqlite      rollouts that are in no checkpoint yet: issued, grown, finished, judged
   trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included

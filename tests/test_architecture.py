@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
     ("types", "errors", "settings", "files"),
     ("cluster", "model", "workload", "plan"),
-    ("metrics", "journal", "buffer", "cost"),
+    ("metrics", "journal", "buffer", "cost", "trace"),
     ("policy",),
     ("tasks", "rollout", "trainer", "planner", "weights"),
     ("evaluation", "launch"),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hosting",),
     ("keys", "algorithms", "build", "footprint", "planning"),
     ("warmstart", "bench", "profile", "simulator"),
-    ("plan_command", "simulate_command", "token_command", "swarm_commands"),
+    ("plan_command", "simulate_command", "trace_command", "token_command", "swarm_commands"),
     ("cli",),
     ("__main__",),
 )

@@ -25,6 +25,8 @@ class Efficiency(msgspec.Struct, frozen=True):
     """Of one decode step of one pipeline stage, whatever the batch."""
     row_overhead_s: float = 0.0
     """Of one decode step, for each trajectory in it."""
+    trajectory_overhead_s: float = 0.0
+    """Of an engine's time, for each trajectory: its place filled, its reports, the messages about it."""
     link: float = 0.7
     """Of link bandwidth in collectives."""
     publish: float = 0.25
@@ -58,6 +60,8 @@ class EfficiencySettings(Settings):
     """Fixed time of a decode step."""
     row_overhead_s: float | None = Field(default=None, ge=0)
     """Time of a decode step for each trajectory in it."""
+    trajectory_overhead_s: float | None = Field(default=None, ge=0)
+    """Time of an engine for each trajectory, beside prefill and decode."""
     link: float | None = Field(default=None, gt=0, le=1)
     """Share of link bandwidth in collectives."""
     publish: float | None = Field(default=None, gt=0, le=1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import Place, decode_s, prefill_s
+from baton.cost.generate import Place, decode_s, prefill_s, replica_cost
 from baton.cost.train import forward_passes, layer_flops
 from baton.model import ModelSpec
 from baton.workload import Workload, constant
@@ -22,13 +22,13 @@ class Measured(msgspec.Struct, frozen=True):
     """One measurement."""
 
     phase: str
-    """`decode`, `prefill` or `train`."""
+    """`decode`, `prefill`, `train`, or `rollout`: a whole batch."""
     batch: int
     """Trajectories at once."""
     context: int
     """Tokens each has."""
     seconds: float
-    """Of a decode step of the whole batch, of its prefill, of a train step."""
+    """Of a decode step of the whole batch, of its prefill, of a train step, of a batch to its end."""
     predicted_s: float = 0.0
     """By the cost model after the fit."""
 
@@ -50,6 +50,24 @@ def predicted_s(model: ModelSpec, work: Workload, place: Place, devices: int, po
     flops = model.num_layers * layer_flops(model, load) + load.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
     return place.efficiency.train_overhead_s + forward_passes(load) * flops / rate
+
+
+def rollout_s(model: ModelSpec, work: Workload, place: Place, engines: int, point: Measured) -> float:
+    """What the cost model says of a batch that engines share and generate to its end; `work` has its lengths."""
+    each = point.batch / engines
+    cost = replica_cost(model, work, place, 1, 1, min(work.max_batch, math.ceil(each)))
+    return each * work.output.mean / cost.tokens_per_s + cost.pause_s
+
+
+def with_rollout(
+    model: ModelSpec, work: Workload, place: Place, engines: int, point: Measured
+) -> tuple[Efficiency, Measured]:
+    """Return the efficiencies with an overhead for each trajectory that explains a whole batch, and the batch so."""
+    rest_s = point.seconds - rollout_s(model, work, place, engines, point)
+    overhead_s = max(0.0, rest_s * engines / point.batch)
+    found = msgspec.structs.replace(place.efficiency, trajectory_overhead_s=overhead_s)
+    tried = msgspec.structs.replace(place, efficiency=found)
+    return found, msgspec.structs.replace(point, predicted_s=rollout_s(model, work, tried, engines, point))
 
 
 def fit(

@@ -152,7 +152,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: in
     prompt = prefill_s(model, place, tp, layers, work.prompt.mean, work.prompt.moment(2))
     prompt /= work.group_size if work.shared_prefill else 1
     step = decode_s(model, work, place, tp, layers, batch, work.live_context_tokens)
-    per_token = step / batch + prompt / work.output.mean
+    per_token = step / batch + (prompt + place.efficiency.trajectory_overhead_s) / work.output.mean
     if work.max_staleness == 0:
         pause = max(0.0, drain_s(model, work, place, tp, layers, batch) - batch * work.output.mean * step / batch)
     elif work.reprefills:

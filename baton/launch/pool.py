@@ -38,6 +38,7 @@ from baton.launch.protocol import (
 )
 from baton.rollout.engine import EngineStats
 from baton.rollout.port import WorkerPort
+from baton.trace import ASIDE, LeaseTrace, TraceWriter
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
@@ -104,7 +105,15 @@ class EngineProcess:
 class EnginePool(WorkerPort):
     """A `WorkerPort` over engine processes."""
 
-    def __init__(self, count: int, start: Start, save_tensors: SaveTensors, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        start: Start,
+        save_tensors: SaveTensors,
+        *,
+        timeout_s: float,
+        trace: LeaseTrace | None = None,
+    ) -> None:
         """Start the processes and wait until all serve. Raises EngineFault or DeadlineExceeded naming the process."""
         self._slots = start.engine_settings().slots
         self._count = count
@@ -112,6 +121,7 @@ class EnginePool(WorkerPort):
         """Reports that came while a version was being loaded."""
         self._save_tensors = save_tensors
         self._timeout_s = timeout_s
+        self._trace = trace or LeaseTrace(TraceWriter())
         shared = Path("/dev/shm")
         self._directory = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
         self._queue: deque[Lease] = deque()
@@ -198,6 +208,7 @@ class EnginePool(WorkerPort):
     def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
         process.tell(lease)
         process.leases.add(lease.lease_id)
+        self._trace.given(lease, process.name, self._slots)
 
     def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
         by_connection = {process.connection: process for process in self._processes}
@@ -205,7 +216,8 @@ class EnginePool(WorkerPort):
 
     def _await_serving(self, version: PolicyVersion) -> None:
         """Wait until every process serves a version; reports that come meanwhile are kept."""
-        deadline = time.monotonic() + self._timeout_s
+        begin_s = time.monotonic()
+        deadline = begin_s + self._timeout_s
         waiting = set(self._processes)
         while waiting:
             ready = [p for p in self._ready(max(0.0, deadline - time.monotonic())) if p in waiting]
@@ -216,6 +228,8 @@ class EnginePool(WorkerPort):
                 heard = process.hear()
                 if heard == Serving(version):
                     waiting.discard(process)
+                    now_s = time.monotonic()
+                    self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
                 else:  # it was generating when the version came
                     assert isinstance(heard, Progress), f"{process.name} said {heard}, not that it serves {version}"
                     self._take(process, heard)
@@ -223,4 +237,6 @@ class EnginePool(WorkerPort):
     def _take(self, process: EngineProcess, progress: Progress) -> None:
         process.stats = progress.stats
         self._inbox += progress.messages
+        for message in progress.messages:
+            self._trace.heard(message)
         process.leases.difference_update(m.lease_id for m in progress.messages if ends_lease(m))

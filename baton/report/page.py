@@ -25,9 +25,16 @@ from baton.report.history import MAX_SAMPLED_STEPS, History, read_lengths
 from baton.report.summary import RunReport, summarise
 from baton.runs import RunDirectory
 from baton.show import visible
+from baton.trace import read_trace
 
 if TYPE_CHECKING:
     from baton.report.charts import Chart
+    from baton.report.slots import Picture
+
+SLOTS_NOTE = (
+    "Each row is a slot, each bar a lease: from when a worker began on a response to when it "
+    "finished it or put it down. A dashed line is where a step begins to train, a solid one where its version is out."
+)
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -41,8 +48,10 @@ class Section(msgspec.Struct, frozen=True):
     """Charts under one heading."""
 
     heading: str
-    charts: Sequence[Chart]
+    charts: Sequence[Chart | Picture]
     note: str = ""
+    is_wide: bool = False
+    """Whether each chart takes the width of the page."""
 
 
 class MetricRange(msgspec.Struct, frozen=True):
@@ -101,6 +110,7 @@ def render(run: RunDirectory) -> str:
 def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     from baton.report import charts
     from baton.report.length_charts import length_charts
+    from baton.report.slots import slot_pictures
 
     last = history.last_step
     window = charts.smoothing_window(history.last_step)
@@ -114,6 +124,7 @@ def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     yield Section("Responses", [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)], note)
     yield Section("Optimisation", list(charts.line_charts(history, charts.OPTIMISATION)))
     yield Section("Speed", list(charts.speed_charts(history)))
+    yield Section("Slots over time", slot_pictures(read_trace(run.path)), SLOTS_NOTE, is_wide=True)
 
 
 def _status(summary: RunReport | None, history: History, recipe: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.rollout.engine import Engine, EngineStats
+from baton.trace import LeaseTrace, TraceWriter
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 
@@ -58,8 +59,9 @@ class WorkerPort(Protocol):
 class LocalPort(WorkerPort):
     """A worker in this process: receiving runs the engine for one step."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
         self._engine = engine
+        self._trace = trace or LeaseTrace(TraceWriter())
 
     @property
     def name(self) -> str:
@@ -76,12 +78,16 @@ class LocalPort(WorkerPort):
         match message:
             case Lease():
                 self._engine.submit(message)
+                self._trace.given(message, "engine", self._engine.slots)
             case Abort():
                 self._engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """See `WorkerPort`; one decode step, so it returns long before any sensible timeout."""
-        return self._engine.step()
+        messages = self._engine.step()
+        for message in messages:
+            self._trace.heard(message)
+        return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """See `WorkerPort`."""

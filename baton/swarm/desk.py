@@ -83,7 +83,7 @@ class Desk:
         self._refusals: Counter[int] = Counter()
         """Of leases, by worker, since its last report."""
         self.busy_since_s = 0.0
-        """Since when there has been a task without a break."""
+        """Since when somebody has been at work without a break."""
         self.refused = 0
         """Messages that were late, repeated, or of somebody else's lease."""
 
@@ -92,8 +92,6 @@ class Desk:
     def want(self, lease: Lease) -> None:
         """Have a trajectory grown."""
         task = lease.lease_id
-        if not self._tasks:
-            self.busy_since_s = self._clock()
         self._tasks[task] = _Task(lease, lease.trajectory)
         self._tell(
             ev.TaskWanted(
@@ -206,7 +204,11 @@ class Desk:
     # ---- commands ----------------------------------------------------------------------------------------------------
 
     def _tell(self, event: ev.Event) -> None:
-        for command in self.table.handle(event):
+        was_idle = not self.table.num_leases
+        commands = self.table.handle(event)
+        if was_idle and self.table.num_leases:
+            self.busy_since_s = self._clock()
+        for command in commands:
             self._obey(command)
 
     def _obey(self, command: ev.Command) -> None:

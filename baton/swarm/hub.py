@@ -165,8 +165,8 @@ class Hub:
         """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerPort.close`."""
         with suppress(RuntimeError):  # its loop has ended by itself
             if is_over:
-                self.call(self._dismiss)
-            self.call(self._stopping.set)
+                self._loop.call_soon_threadsafe(self._do, self._dismiss)
+            self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread.is_alive():
             self._thread.join(START_DEADLINE_S)
 

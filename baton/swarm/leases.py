@@ -115,6 +115,11 @@ class LeaseTable:
         """Tasks that are neither finished nor put down."""
         return len(self._tasks)
 
+    @property
+    def num_leases(self) -> int:
+        """Leases that workers hold."""
+        return len(self._leases)
+
     def knows(self, lease: int) -> bool:
         """Whether a lease is still valid."""
         return lease in self._leases
@@ -126,10 +131,6 @@ class LeaseTable:
     def length(self, lease: int) -> int:
         """Tokens after the prompt that a lease has reported, with those it was given."""
         return self._leases[lease].length
-
-    def task_of(self, lease: int) -> int:
-        """The task of a valid lease."""
-        return self._leases[lease].task
 
     def leases_of(self, task: int) -> list[int]:
         """The leases under which a task is being grown."""

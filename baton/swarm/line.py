@@ -47,9 +47,14 @@ class Line:
             await asyncio.wait({sender, reader}, timeout=CLOSE_S)
             sender.cancel()
             await asyncio.gather(sender, reader, return_exceptions=True)
+            await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        try:
             with suppress(Exception):
                 async with asyncio.timeout(CLOSE_S):
                     await self._socket.close()
+        finally:
             if self._transport is not None and self._transport.get_write_buffer_size():
                 self._transport.abort()  # nobody reads at the other end
 

@@ -70,6 +70,8 @@ class PortParts:
     trajectories_per_step: int
     keep_versions: int
     """Published versions that stay fetchable and scorable."""
+    keep_stored: int
+    """Latest versions that stay in the store whatever the workers hold."""
     pinned: tuple[PolicyVersion, ...]
     """Versions that stay whatever happens: the base model of adapters."""
     inbox: SimpleQueue[FromPort]
@@ -211,7 +213,7 @@ class SwarmPort:
             self._futures.append(self._publishing.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:
-        self._parts.store.collect(live)
+        self._parts.store.collect(live, keep=self._parts.keep_stored)
 
 
 def _doing(peer: Peer) -> str:

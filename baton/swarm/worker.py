@@ -19,7 +19,6 @@ import asyncio
 import random
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,6 +96,8 @@ class SwarmWorker:
         self._welcome: Welcome | None = None
         self._line: WorkerLine | None = None
         self._fault: Exception | None = None
+        self._was_served = False
+        """Whether the last connection got as far as Hello."""
         self._is_leaving = asyncio.Event()
         self._engine: EngineThread | None = None
 
@@ -116,15 +117,14 @@ class SwarmWorker:
             self._refresher = Refresher(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
-                    began_s = time.monotonic()
+                    self._was_served = False
                     try:
                         await self._serve()
                     except LOST as error:
                         self._check_engine()
                         if self._is_leaving.is_set():
                             return
-                        if time.monotonic() - began_s > LONGEST_WAIT_S:
-                            wait_s = 0.0
+                        wait_s = 0.0 if self._was_served else wait_s
                         wait_s = min(LONGEST_WAIT_S, max(0.5, 2 * wait_s))
                         waiting_s = wait_s * random.uniform(0.5, 1.0)
                         cause = str(error) or type(error).__name__
@@ -193,7 +193,7 @@ class SwarmWorker:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
         line.say(self._hello(welcome, slots))
-        line.is_open = True
+        line.is_open = self._was_served = True
         for report in self._outbox.again():
             line.say(report)
         while True:

@@ -300,7 +300,7 @@ class SwarmBench:
         self.said: list[str] = []
         welcome = Welcome(
             PROTOCOL, "bench", f"hub-{id(self)}", model_digest(MODEL), False, None, "eager", SETTINGS.model_dump(),
-            self.rules.on_new_version, heartbeat_s=0.1, report_every_s=0.02,
+            self.rules.on_new_version, relay_secret="secret", heartbeat_s=0.1, report_every_s=0.02,
         )  # fmt: skip
         known: dict[str, Any] = {
             "status": lambda hub: {"workers": len(hub.peers)},
@@ -325,11 +325,13 @@ class SwarmBench:
                 store=self.store,
                 shared="",
                 look_after=lambda: None,
-                close=lambda: None,
+                dismiss=lambda: None,
+                clear=lambda: None,
                 checks=None,
                 publish_every=publish_every,
                 trajectories_per_step=9,
                 keep_versions=self.rules.max_staleness // publish_every + 2,
+                keep_stored=3,
                 pinned=(),
                 inbox=self.inbox,
                 pace=self.pace,

@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 import tomli_w
 
 from baton.metrics import read_metrics
 from baton.runs import RunDirectory
 from baton.swarm.auth import Role, TokenFile, write_private
+from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, WorkerStatus
 
 DEADLINE_S = 120.0
@@ -83,7 +85,7 @@ def recipe_tree(model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
         "trainer": {"lr": 1e-3},
         "eval": {"every": 100, "num_prompts": 2, "greedy": False},
         "checkpoint": {"every": 2},
-        "swarm": {"silence_s": 2.0, "report_every_s": 0.1, "token_file": str(directory / "tokens.json")},
+        "swarm": {"silence_s": 1.5, "report_every_s": 0.1, "token_file": str(directory / "tokens.json")},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -361,6 +363,8 @@ def swarm(directory: Path, model: Path, **changes: Any) -> Iterator[Swarm]:
     finally:
         for child in [*found.workers, *([found.trainer] if found.trainer else [])]:
             child.kill()
+        if (directory / "r").is_dir():
+            Scratch(directory / "r/scratch.txt").close()  # as its next process would have done
 
 
 def free_port() -> int:
@@ -368,6 +372,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model on disk."""
+    return scratch_model_at(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The run that nothing happens to, with its engine in the trainer's process."""
+    with swarm(tmp_path_factory.mktemp("unbroken"), model) as run:
+        run.engine_beside_trainer()
+        run.finish()
+        return outcome(run.run)
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import asyncio
 import random
 import resource
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from swarm_bench import MODEL, SwarmBench, hello, quick, wait_until
+from swarm_bench import SwarmBench, hello, quick, wait_until
 
 import baton.swarm.door
 import baton.swarm.line
@@ -41,21 +40,34 @@ MESSAGES = [
 ]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[SwarmBench]:
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmBench]:
     """A swarm with one healthy worker, that of its owner; strangers have a token of their own."""
     with quick():
-        made = SwarmBench(tmp_path, "async", max_staleness=4)
+        made = SwarmBench(tmp_path_factory.mktemp("hub"), "async", max_staleness=4)
         made.stranger = made.tokens.create(Role.WORKER, 3600, name="stranger")
         made.join(1)
         made.begin()
-        made.step()
         yield made
-        made.step()  # it goes on
-        made.assert_sound()
-        made.hub.check()
-        assert [peer.grant.name for peer in made.hub.peers.values() if peer.is_connected] == ["workers"]
         made.close()
+
+
+@pytest.fixture
+def bench(swarm: SwarmBench) -> Iterator[SwarmBench]:
+    """The same for every test: what one does must not trouble the next, nor the run."""
+    swarm.step()
+    wait_until(lambda: all(peer.served == swarm.version for peer in own(swarm)), "the newest version is served")
+    worker = own(swarm)[0].number
+    yield swarm
+    swarm.step()
+    swarm.hub.check()
+    swarm.assert_sound()
+    wait_until(lambda: not [p for p in swarm.hub.peers.values() if p.is_connected and p not in own(swarm)], "strangers")
+    assert [peer.number for peer in own(swarm) if peer.is_connected] == [worker], "never cut off"
+
+
+def own(bench: SwarmBench) -> list[Any]:
+    return [peer for peer in list(bench.hub.peers.values()) if peer.grant.name == "workers"]
 
 
 def run(work: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
@@ -95,13 +107,18 @@ def view(bench: SwarmBench) -> Any:
     """What nobody but its own worker may change."""
 
     def look() -> Any:
-        table = bench.desk.table
-        own = [peer for peer in bench.hub.peers.values() if peer.grant.name == "workers"]
-        return [(p.number, p.hello, p.served, p.is_connected) for p in own], bench.hub.want, bench.hub.versions, {
-            number for number in table.workers if number in [p.number for p in own]
-        }  # fmt: skip
+        mine = own(bench)
+        known = [peer.number in bench.desk.table.workers for peer in mine]
+        return [(p.number, p.hello, p.served) for p in mine], known, bench.hub.want, dict(bench.hub.versions)
 
     return bench.in_hub(look)
+
+
+def framed(message: bytes) -> bytes:
+    """A WebSocket frame as a client sends it, masked with zeros."""
+    assert len(message) < 126 or len(message) < 2**16
+    size = bytes([0x80 | len(message)]) if len(message) < 126 else b"\xfe" + len(message).to_bytes(2, "big")
+    return b"\x82" + size + bytes(4) + message
 
 
 def memory_mb() -> float:
@@ -127,7 +144,7 @@ def mutated(frame: bytes, rng: random.Random) -> bytes:
 
 
 def test_random_and_mutated_frames_end_their_connection_and_nothing_else(bench):
-    rng, before = random.Random(5), view(bench)
+    rng, before, malformed = random.Random(5), view(bench), bench.hub.counters.malformed
     frames = [rng.randbytes(rng.randrange(0, 200)) for _ in range(60)]
     frames += [mutated(encode(rng.choice(MESSAGES)), rng) for _ in range(240)]
 
@@ -140,10 +157,9 @@ def test_random_and_mutated_frames_end_their_connection_and_nothing_else(bench):
 
     run(work)
     assert view(bench) == before
-    assert bench.hub.counters.malformed > 100
+    assert bench.hub.counters.malformed - malformed > 100
     assert bench.convicted == []
-    bench.step()
-    wait_until(lambda: len(bench.hub.peers) == 1, "the strangers are forgotten")
+    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the strangers are forgotten")
 
 
 def test_every_message_in_every_wrong_order(bench):
@@ -162,7 +178,7 @@ def test_every_message_in_every_wrong_order(bench):
         )
         assert bool(rejected) == is_wrong or isinstance(second, Fault | Leaving), (first, second, heard)
     assert view(bench) == before
-    wait_until(lambda: len(bench.hub.peers) == 1, "the strangers are forgotten")
+    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the strangers are forgotten")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +203,7 @@ def test_every_message_in_every_wrong_order(bench):
 )
 @pytest.mark.parametrize("is_seated", [False, True])
 def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
-    before, malformed = view(bench), bench.hub.counters.malformed
+    before, malformed, memory = view(bench), bench.hub.counters.malformed, memory_mb()
 
     async def work(session: aiohttp.ClientSession) -> Any:
         line = await connect(session, bench)
@@ -204,16 +220,18 @@ def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
     run(work)
     wait_until(lambda: bench.hub.counters.malformed == malformed + 1, "it is counted")
     assert view(bench) == before
+    assert memory_mb() - memory < 150
     audit = (bench.directory / "audit.jsonl").read_text()
     assert '"event":"malformed"' in audit
     assert '"token":"stranger"' in audit
-    wait_until(lambda: len(bench.hub.peers) == 1, "the stranger is forgotten")
 
 
 def test_a_seated_worker_that_says_what_is_no_message_is_named(tmp_path):
     named: list[tuple[str, str]] = []
     with quick():
-        bench = SwarmBench(tmp_path, parts={"on_malformed": lambda peer, text: named.append((peer.grant.name, text))})
+        bench: Any = SwarmBench(
+            tmp_path, parts={"on_malformed": lambda peer, text: named.append((peer.grant.name, text))}
+        )
         bench.stranger = bench.tokens.create(Role.WORKER, 3600, name="stranger")
         run(lambda session: say(session, bench, [encode(hello("a")), b"\xc1"]))
         run(lambda session: say(session, bench, [b"\xc1"]))
@@ -258,12 +276,12 @@ def test_raw_nonsense_over_http_is_answered_or_hung_up_on(bench):
     assert view(bench) == before
 
 
-def test_thousands_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkeypatch):
+def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkeypatch):
     monkeypatch.setattr(baton.swarm.door, "MAX_CONNECTIONS", 300)
     monkeypatch.setattr(baton.swarm.door, "FIRST_REQUEST_S", 1.0)
-    before, memory = view(bench), memory_mb()
+    memory, turned_away = memory_mb(), bench.hub._door.turned_away
     lines = []
-    for number in range(2000):
+    for number in range(700):
         line = socket.socket()
         line.settimeout(20)
         line.connect(("127.0.0.1", bench.port_number))
@@ -271,14 +289,12 @@ def test_thousands_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monke
             with suppress(OSError):
                 line.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
         lines.append(line)
-    wait_until(lambda: bench.hub._door.turned_away >= 1990, "they are turned away")
+    wait_until(lambda: bench.hub._door.turned_away - turned_away >= 680, "they are turned away")
     assert memory_mb() - memory < 100
     for line in lines:
         with suppress(ConnectionResetError):
             assert line.recv(100) == b"", "hung up on"
         line.close()
-    bench.step()
-    assert view(bench)[0][0][0] == before[0][0][0], "the same worker, never cut off"
     with socket.create_connection(("127.0.0.1", bench.port_number), timeout=20) as line:
         line.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200 OK" in line.recv(1000), "and there is room again"
@@ -302,24 +318,26 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
     monkeypatch.setattr(baton.swarm.peers, "MAX_UNSENT_BYTES", 2**20)
     monkeypatch.setattr(baton.swarm.line, "CLOSE_S", 0.2)
     memory = memory_mb()
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.settimeout(60)
+    line.connect(("127.0.0.1", bench.port_number))
+    head = f"GET /worker HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {bench.stranger}\r\nConnection: Upgrade\r\n"
+    line.sendall(
+        f"{head}Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {'A' * 22}==\r\n\r\n".encode()
+    )
+    line.sendall(framed(encode(hello("deaf"))))
+    many = framed(encode(Report(2**40, 0, ()))) * 500  # each is answered
 
-    async def work(session: aiohttp.ClientSession) -> None:
-        line = await connect(session, bench)
-        await line.send_bytes(encode(hello("deaf")))
-        transport = line.get_extra_info("socket")
-        assert transport is not None
-        line._response.connection.transport.pause_reading()  # type: ignore[union-attr]
-        frame = encode(Report(2**40, 0, ()))
-        try:
-            for _ in range(400_000):  # each is answered
-                await line.send_bytes(frame)
-        except (aiohttp.ClientError, ConnectionError):
-            return
-        raise AssertionError("the hub went on listening")
+    def flood() -> None:
+        for _ in range(2000):
+            line.sendall(many)
 
-    run(work)
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        flood()
+    line.close()
     assert memory_mb() - memory < 100
-    wait_until(lambda: len(bench.hub.peers) == 1, "the deaf one is forgotten")
+    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the deaf one is forgotten")
     assert any("takes nothing off its connection" in text for text in bench.said)
 
 
@@ -388,7 +406,4 @@ def test_two_connections_of_one_session_are_one_worker_and_the_old_one_ends(benc
             pass
 
     run(work)
-    begin_s = time.monotonic()
-    wait_until(lambda: len(bench.hub.peers) == 1, "it has left")
-    assert time.monotonic() - begin_s < 60
-    assert bench.hub.parts.model == MODEL
+    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "it has left")

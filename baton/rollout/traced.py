@@ -1,0 +1,39 @@
+"""Judges whose time is in the trace."""
+
+from __future__ import annotations
+
+import time
+
+from baton.rollout.parts import Judges
+from baton.trace import Tracer
+from baton.types import Judged, Prompt, Trajectory
+
+CUT_S = 1.0
+"""A longer stretch of judging is written in pieces, so that none is missing when the process ends."""
+
+
+class TracedJudges(Judges):
+    """Judges, and a span for each stretch of time in which somebody waits for them."""
+
+    def __init__(self, judges: Judges, tracer: Tracer) -> None:
+        self._judges, self._tracer = judges, tracer
+        self._num_out = self._num_judged = 0
+        self._since_s = 0.0
+
+    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
+        """See `Judges`."""
+        if not self._num_out:
+            self._since_s = time.monotonic()
+        self._num_out += 1
+        self._judges.submit(trajectory, prompt, response)
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        """See `Judges`."""
+        found = self._judges.collect(timeout_s)
+        self._num_out -= len(found)
+        self._num_judged += len(found)
+        now_s = time.monotonic()
+        if (found and not self._num_out) or (self._num_out and now_s - self._since_s > CUT_S):
+            self._tracer.span("judge", "judges", 0, self._since_s, now_s, trajectories=self._num_judged)
+            self._since_s, self._num_judged = now_s, 0
+        return found

@@ -1,0 +1,35 @@
+"""The command `baton trace`: a run's spans for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from baton.errors import UserError
+from baton.files import write_whole
+from baton.runs import RunDirectory
+from baton.trace import chrome_trace, read_trace
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")],
+    to: Annotated[
+        Path | None, typer.Option("--out", help="Where the trace goes; the default is RUN/trace.json.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")] = False,
+) -> None:
+    """Write who did what when in a run, for ui.perfetto.dev or chrome://tracing."""
+    spans = read_trace(RunDirectory.open(run).path)
+    if not spans:
+        raise UserError(f"{run} has no trace: the run has not made a step yet, or its recipe says log.trace = false")
+    path = to or run / "trace.json"
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"{path} is no place for a trace: allowed is a file in a directory that exists")
+    write_whole(path, chrome_trace(spans))
+    if as_json:
+        typer.echo(msgspec.json.encode({"trace": str(path), "spans": len(spans)}).decode())
+    else:
+        typer.echo(f"{len(spans):,} spans: {path}; open it at https://ui.perfetto.dev")

@@ -1,0 +1,241 @@
+"""The examiner: what is checked waits for its verdict, and who is convicted loses what is not trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import pytest
+
+import baton.swarm.examiner
+from baton.rollout.rescored import Claim, Rescored
+from baton.swarm.examiner import Author, Examiner, Quarantine
+from baton.swarm.inspector import InspectionSettings, Inspector
+from baton.swarm.verify import Calibration, WorkerClass
+from baton.types import FinishReason, Lease, PolicyVersion, SamplingParams, Segment, Trajectory
+
+KIND = WorkerClass("cpu", "float32", "fake")
+LENGTH = 10
+
+
+class Script:
+    """A scorer that finds each claim's tokens forged by what `forged` says, once it is let."""
+
+    def __init__(self) -> None:
+        self.may_score = Event()
+        self.may_score.set()
+        self.forged: dict[str, float] = {}
+        self.loaded: list[int] = []
+        self.fails = False
+
+    def load(self, tensors: Any, version: int) -> None:
+        assert tensors == {"version": version}
+        self.loaded.append(version)
+
+    def score(self, claims: list[Claim]) -> list[Rescored]:
+        assert self.may_score.wait(60)
+        if self.fails:
+            raise ArithmeticError("no such number")
+        version = self.loaded[-1]
+        found = []
+        for claim in claims:
+            trajectory = claim.trajectory
+            places = [p for p, v in enumerate(trajectory.policy_versions) if v == version]
+            off = self.forged.get(trajectory.name, 0.0)
+            known = [trajectory.behavior_logprobs[p] for p in places]
+            found.append(
+                Rescored(
+                    trajectory.name, version, 1.0, tuple(places), tuple(trajectory.token_ids[p] for p in places),
+                    tuple(known), tuple(k - off for k in known), (0.0,) * len(places), (1.0,) * len(places),
+                )
+            )  # fmt: skip
+        return found
+
+
+class Office:
+    """An examiner, with the hub's thread played by the test."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.script, self.actions = Script(), SimpleQueue()
+        self.released: list[Any] = []
+        self.convictions: list[Any] = []
+        values = {"share": 1.0, "trusted_share": 1.0, "first": 0, **settings}
+        self.calibration = Calibration(min_tokens=40)
+        self.examiner = Examiner(
+            lambda: self.script,
+            Inspector(InspectionSettings(**values), b"secret"),
+            self.calibration,
+            Quarantine(path / "quarantine.jsonl"),
+            keep_versions=2,
+            to_hub=self.actions.put,
+            on_release=self.released.append,
+            on_conviction=self.convictions.append,
+        )
+        for number in (0, 1):
+            self.examiner.published(PolicyVersion("a", number), {"version": number})
+
+    def finish(self, group: int, *parts: tuple[Author, int, int], versions: tuple[int, ...] = (1,)) -> bool:
+        size = LENGTH // len(versions)
+        segments = tuple(Segment((3,) * size, (-1.0,) * size, version) for version in versions)
+        whole = Trajectory(group, 0, (5,), segments, FinishReason.LENGTH)
+        lease = Lease(group, Trajectory(group, 0, (5,)), SamplingParams(LENGTH), 9, 0)
+        return self.examiner.finished(lease, whole, parts)
+
+    def rule(self, count: int = 1) -> None:
+        """Let so many verdicts come in."""
+        for _ in range(count):
+            self.actions.get(timeout=60)()
+
+
+def author(name: str, *, trusted: bool = False) -> Author:
+    return Author(name, KIND, trusted)
+
+
+@pytest.fixture
+def office(tmp_path: Path):
+    made = Office(tmp_path)
+    yield made
+    made.script.may_score.set()
+    made.examiner.close()
+    made.examiner.close()
+
+
+def test_what_is_checked_waits_for_its_verdict(office):
+    office.script.may_score.clear()
+    assert office.finish(1, (author("a"), 0, LENGTH))
+    office.examiner.tick()
+    assert office.released == []
+    office.script.may_score.set()
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+    assert office.examiner.counters.checked == 1
+    assert office.examiner.counters.tokens == LENGTH
+    assert office.examiner.counters.by_name == {"a": 1}
+
+
+def test_what_nobody_wants_checked_is_not_held(tmp_path):
+    office = Office(tmp_path, share=0.0, trusted_share=0.0)
+    assert not office.finish(1, (author("a"), 0, LENGTH))
+    office.examiner.close()
+
+
+def test_who_waits_too_long_is_released_once_and_counted(office, monkeypatch):
+    monkeypatch.setattr(baton.swarm.examiner, "PATIENCE_S", -1.0)
+    office.script.may_score.clear()
+    assert office.finish(1, (author("a"), 0, LENGTH))
+    office.examiner.tick()
+    office.examiner.tick()
+    assert office.released == [(9, 1, 0)]
+    assert office.examiner.counters.unchecked == 1
+    office.script.forged["1/0"] = 0.5
+    office.script.may_score.set()
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+    assert [c.worker for c in office.convictions] == ["a"], "a late verdict convicts all the same"
+
+
+def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
+    for group in (1, 2, 3):
+        office.finish(group, (author("bad"), 0, LENGTH))
+        office.finish(group + 10, (author("good"), 0, LENGTH))
+        office.rule(2)
+    office.examiner.consumed(7, [(1, 0), (11, 0)], 9)
+    office.rule()
+    office.script.forged["4/0"] = 0.5
+    office.finish(4, (author("bad"), 0, LENGTH))
+    office.rule()
+    (conviction,) = office.convictions
+    assert conviction.worker == "bad"
+    assert conviction.name == "4/0@9"
+    assert conviction.requeue == ("2/0@9", "3/0@9", "4/0@9")
+    assert conviction.trained == (("1/0@9", 7),)
+    assert (conviction.num_trained, conviction.num_finished) == (1, 4)
+    assert "logprob" in conviction.verdict.reason
+    assert office.examiner.quarantine.reason("bad") == f"in quarantine: {conviction.verdict.reason}"
+    assert office.examiner.quarantine.reason("good") is None
+    assert not office.finish(5, (author("bad"), 0, LENGTH)), "nothing of it is taken any more"
+
+
+def test_each_author_answers_for_its_own_tokens_under_their_own_versions(office):
+    """Version 0 wrote the first half and is honest; only the second half is forged."""
+    original = office.script.score
+
+    def second_half_forged(claims: list[Claim]) -> list[Rescored]:
+        office.script.forged = {"1/0": 0.5 if office.script.loaded[-1] == 1 else 0.0}
+        return original(claims)
+
+    office.script.score = second_half_forged
+    office.finish(1, (author("a"), 0, 5), (author("b"), 5, 10), versions=(0, 1))
+    office.rule()
+    assert office.script.loaded == [0, 1]
+    assert [c.worker for c in office.convictions] == ["b"]
+
+
+def test_versions_that_are_kept_no_more_go_unchecked_and_nobody_is_accused(office):
+    for number in (2, 3):
+        office.examiner.published(PolicyVersion("a", number), {"version": number})
+    office.script.forged["1/0"] = 0.5
+    office.finish(1, (author("a"), 0, LENGTH), versions=(1,))
+    office.rule()
+    assert office.script.loaded == []
+    assert office.convictions == []
+    assert office.released == [(9, 1, 0)]
+
+
+def test_the_quarantine_survives_a_restart(office, tmp_path):
+    office.script.forged["1/0"] = 0.5
+    office.finish(1, (author("bad"), 0, LENGTH))
+    office.rule()
+    again = Office(tmp_path)
+    assert again.examiner.quarantine.reason("bad") == office.examiner.quarantine.reason("bad")
+    assert again.examiner.quarantine.convictions == office.convictions
+    assert not again.finish(2, (author("bad"), 0, LENGTH))
+    assert again.finish(3, (author("good"), 0, LENGTH))
+    again.rule()
+    again.examiner.close()
+
+
+def test_a_violation_convicts_without_a_check_and_only_once(office):
+    conviction = office.examiner.violated(author("bad"), "an id beyond the vocabulary", "a report")
+    assert conviction is not None
+    assert office.convictions == [conviction]
+    assert office.examiner.violated(author("bad"), "again", "a report") is None
+    assert len(office.convictions) == 1
+
+
+def test_trusted_workers_calibrate_their_class_and_others_do_not(office):
+    before = office.calibration.tolerance(KIND)
+    for group in range(6):
+        office.script.forged[f"{group}/0"] = 1e-4
+        office.finish(group, (author("stranger"), 0, LENGTH))
+        office.rule()
+    assert office.calibration.num_tokens(KIND) == 0
+    assert office.calibration.tolerance(KIND) == before
+    for group in range(10, 16):
+        office.script.forged[f"{group}/0"] = 1e-4
+        office.finish(group, (author("ours", trusted=True), 0, LENGTH))
+        office.rule()
+    assert office.calibration.num_tokens(KIND) == 60
+    assert office.calibration.tolerance(KIND) != before
+
+
+def test_what_was_made_again_waits_for_its_own_verdict(office):
+    """The verdict on the old trajectory of the same name does not release the new one."""
+    office.script.may_score.clear()
+    office.finish(1, (author("a"), 0, LENGTH))
+    office.finish(1, (author("b"), 0, LENGTH))
+    office.script.may_score.set()
+    office.rule()
+    assert office.released == []
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+
+
+def test_a_scorer_that_fails_is_heard_of(office):
+    """Else checks would end without a word, and everybody be believed."""
+    office.script.fails = True
+    office.finish(1, (author("a"), 0, LENGTH))
+    with pytest.raises(ArithmeticError, match="no such number"):
+        office.rule()

@@ -1,0 +1,222 @@
+"""The hub's door: who may do what, what is written down of those who may not, and what the hub shows of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from swarm_bench import LINEAGE, MODEL, SwarmBench, quick, version_of, wait_until
+
+from baton.errors import UserError
+from baton.swarm.auth import Role, TokenFile
+from baton.swarm.examiner import Examiner, Quarantine
+from baton.swarm.hub import Hub
+from baton.swarm.inspector import Conviction, InspectionSettings, Inspector
+from baton.swarm.listen import Listen
+from baton.swarm.overview import overview
+from baton.swarm.status import HubStatus, prometheus
+from baton.swarm.verify import Calibration, violation
+
+ROUTES = {
+    "/worker": {Role.WORKER},
+    "/model": {Role.WORKER, Role.RELAY},
+    f"/weights/manifest/{LINEAGE}/0": {Role.WORKER, Role.RELAY},
+    "/weights/chunk/" + "0" * 64: {Role.WORKER, Role.RELAY},
+    "/status": {Role.ADMIN},
+    "/metrics": {Role.ADMIN},
+}
+
+
+def get(bench: SwarmBench, path: str, token: str | None = None, **headers: str) -> tuple[int, bytes]:
+    """Ask; return status and body."""
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(bench.url + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[SwarmBench]:
+    (tmp_path / "run").mkdir()
+    examiner = Examiner(
+        lambda: pytest.fail("nothing is scored here"),
+        Inspector(InspectionSettings(), b"secret"),
+        Calibration(),
+        Quarantine(tmp_path / "run" / "quarantine.jsonl"),
+        keep_versions=2,
+        to_hub=lambda action: None,
+        on_release=lambda key: None,
+        on_conviction=lambda conviction: None,
+    )
+
+    def look(hub: Hub) -> HubStatus:
+        return overview(hub, made.port, examiner, lineage=LINEAGE)
+
+    with quick():
+        made = SwarmBench(
+            tmp_path,
+            "async",
+            max_staleness=4,
+            parts={
+                "status": look,
+                "prometheus": lambda hub: prometheus(look(hub)),
+                "is_banned": examiner.quarantine.reason,
+            },
+        )
+        made.examiner = examiner
+        yield made
+        made.close()
+
+
+def state(bench: SwarmBench) -> Any:
+    hub, table = bench.hub, bench.desk.table
+    return bench.in_hub(
+        lambda: (sorted(hub.peers), sorted(table.workers), table.num_tasks, hub.want, dict(hub.versions), hub.slots)
+    )
+
+
+def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(bench):
+    bench.begin()
+    wait_until(lambda: bench.hub.want is not None, "a version")
+    tokens = {role: bench.tokens.create(role, 3600, name=f"a-{role}") for role in Role}
+    revoked = bench.tokens.create(Role.WORKER, 3600, name="revoked")
+    bench.tokens.revoke("revoked")
+    past = TokenFile(bench.tokens.path, clock=lambda: time.time() - 7200)
+    expired = past.create(Role.ADMIN, 3600, name="expired")
+    banned = bench.tokens.create(Role.WORKER, 3600, name="banned")
+    verdict = violation("forged logprobs")
+    bench.examiner.quarantine.add(Conviction("banned", "0/0@1", verdict, (), (), 0, 1, 1))
+    before, denied = state(bench), 0
+    unknown = "baton_worker_" + "A" * 43
+    for route, roles in ROUTES.items():
+        cases = [(None, 401), (unknown, 401), ("nonsense", 401), (revoked, 401), (expired, 401), (banned, 403)]
+        cases += [(tokens[role], 403) for role in Role if role not in roles]
+        for token, wanted in cases:
+            if token is banned and Role.WORKER not in roles:
+                continue
+            status, body = get(bench, route, token)
+            assert status == wanted, (route, token, body)
+            denied += 1
+        for role in roles:
+            assert get(bench, route, tokens[role])[0] not in {401, 403}, (route, role)
+    assert bench.hub.counters.denied == denied
+    assert state(bench) == before
+    lines = [json.loads(line) for line in (bench.directory / "audit.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["event"] == "denied"]
+    assert len(lines) == denied
+    assert {line["status"] for line in lines} == {401, 403}
+    assert {line["token"] for line in lines if "token" in line} >= {"revoked", "expired", "banned", "a-admin"}
+    assert {line["reason"] for line in lines} >= {"no token", "unknown token", "expired token", "revoked token"}
+    assert "in quarantine: forged logprobs" in {line["reason"] for line in lines}
+    text = (bench.directory / "audit.jsonl").read_text()
+    assert not any(token in text for token in (*tokens.values(), revoked, expired, banned)), "never a token itself"
+
+
+def test_what_is_handed_out_is_what_was_published(bench):
+    bench.begin()
+    wait_until(lambda: bench.hub.want is not None, "a version")
+    assert get(bench, "/model", bench.worker_token) == (200, MODEL)
+    status, manifest = get(bench, f"/weights/manifest/{LINEAGE}/0", bench.worker_token)
+    assert (status, manifest) == (200, bench.store.read_manifest(version_of(0)))
+    chunk = bench.store.find(LINEAGE, 0).chunks[0]
+    assert get(bench, f"/weights/chunk/{chunk.digest}", bench.worker_token) == (
+        200, bench.store.get_chunk(chunk.digest)
+    )  # fmt: skip
+    assert get(bench, f"/weights/manifest/{LINEAGE}/7", bench.worker_token)[0] == 404
+    assert get(bench, "/health") == (200, b"ok"), "for anybody"
+
+
+def test_a_token_that_is_revoked_ends_its_connected_worker_for_good(bench):
+    bench.begin()
+    token = bench.tokens.create(Role.WORKER, 3600, name="guest")
+    (guest,) = bench.join(1, token=token)
+    bench.step()
+    bench.tokens.revoke("guest")
+    wait_until(lambda: guest.is_over, "the guest's end")
+    assert isinstance(guest.error, UserError)
+    assert "no longer valid" in str(guest.error)
+    bench.join(1)
+    bench.step()
+    bench.assert_sound()
+
+
+def test_a_worker_for_another_model_is_refused(bench, monkeypatch):
+    monkeypatch.setattr("baton.swarm.transfer.model_digest", lambda packed: "0" * 64)
+    (worker,) = bench.join(1, is_waited_for=False)
+    wait_until(lambda: any("not those that it announced" in text for text in worker.said), "the refusal")
+    assert bench.port.slots == 0
+
+
+def test_status_and_metrics_say_how_it_is(bench):
+    bench.begin()
+    first, _ = bench.join(2)
+    for _ in range(3):
+        groups = bench.step()
+        bench.port.consumed(bench.version, groups)
+        bench.port.metrics({"time/train": 2.5})
+    versions = [v for group in groups for member in group.members for v in member.trajectory.policy_versions]
+    staleness = {str(age): versions.count(2 - age) / len(versions) for age in range(3) if 2 - age in versions}
+    first.kill()
+    admin = bench.admin_token
+
+    def shown() -> HubStatus:
+        return msgspec.json.decode(get(bench, "/status", admin)[1], type=HubStatus)
+
+    wait_until(lambda: len(shown().workers) == 1, "the dead one is forgotten")
+    wait_until(lambda: shown().workers[0].version == 3, "the newest is served")
+    found = shown()
+    (worker,) = found.workers
+    assert (found.run, found.lineage, found.version, found.step) == ("bench", LINEAGE, 3, 3)
+    assert found.staleness == staleness
+    assert worker.state == "serving"
+    assert worker.name.startswith("workers#")
+    assert worker.slots == 8
+    assert worker.is_trusted
+    assert worker.worker_class == "fake in float32 on cpu"
+    assert found.publication["bytes"] > 0
+    assert sum(size for route, size in found.bytes_out.items() if route != "total") == found.bytes_out["total"]
+    assert found.bytes_out["model"] == 2 * len(MODEL)
+    assert found.rule["broadcast_s"] > 0
+    assert "trajectories/s" in found.provisioning
+    text = get(bench, "/metrics", admin)[1].decode()
+    samples = dict(re.findall(r"^(baton_\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE))
+    assert float(samples["baton_version"]) == 3
+    assert float(samples['baton_workers{state="serving"}']) == 1
+    assert float(samples[f'baton_worker_version{{worker="{worker.name}"}}']) == 3
+    for age, share in staleness.items():
+        assert float(samples[f'baton_staleness_share{{versions="{age}"}}']) == share
+    assert float(samples['baton_bytes_out{route="model"}']) == 2 * len(MODEL)
+    for line in text.splitlines():
+        assert re.fullmatch(r"# (HELP|TYPE) baton_\w+ .+|baton_\w+(\{\w+=\"[^\"]*\"(,\w+=\"[^\"]*\")*\})? \S+", line)
+
+
+def test_large_counters_lose_no_digit_and_labels_are_quoted():
+    status = HubStatus(
+        "run", "a", None, (), 0, (), 0, 0, {'a"b\\c\nd': 123_456_789_012}, {}, {}, {"chunk": 987_654_321_987}, "", {},
+        (), 0, 0, 0.0,
+    )  # fmt: skip
+    text = prometheus(status)
+    assert 'baton_wasted_tokens{cause="a\\"b\\\\c\\nd"} 123456789012\n' in text
+    assert 'baton_bytes_out{route="chunk"} 987654321987\n' in text
+    assert "baton_version -1\n" in text
+
+
+def test_two_hubs_cannot_have_one_port(bench, tmp_path):
+    other = Hub(bench.hub.parts, Listen.parse(f"127.0.0.1:{bench.port_number}"))
+    with pytest.raises(UserError, match="the hub cannot listen there"):
+        other.start()
+    other.stop()
+    with pytest.raises(OSError, match="address already in use"):
+        other.call(lambda: None)

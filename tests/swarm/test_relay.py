@@ -1,0 +1,167 @@
+"""A relay hands on what is right, once over the long way, to those who may have it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+from aiohttp import web
+
+from baton.errors import UserError, WeightsFault
+from baton.policy.tensors import weights_digest
+from baton.swarm.listen import Listen
+from baton.swarm.relay import FORGET_AFTER_S, Relay, RelayList, RelayOptions, RelayTicket
+from baton.swarm.transfer import HttpSource
+from baton.types import PolicyVersion
+from baton.weights.fetch import Fetcher
+from baton.weights.publish import Publisher
+from baton.weights.settings import WeightsSettings
+from baton.weights.store import Store
+
+TOKEN, SECRET = "the relay's token", "the workers' secret"
+
+
+@dataclass
+class Origin:
+    """A hub as a relay sees it, with counts, and with lies on demand."""
+
+    store: Store
+    asked: Counter[str] = field(default_factory=Counter)
+    bytes_out: int = 0
+    relays: set[str] = field(default_factory=set)
+    lies: bool = False
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise web.HTTPUnauthorized(text="no token")
+        _, kind, *rest = request.path.split("/")
+        if kind == "relay":
+            self.relays.add(request.query["url"])
+            return web.Response(body=msgspec.json.encode(RelayTicket(SECRET)))
+        self.asked[request.path] += 1
+        await asyncio.sleep(0.05)  # so that several ask for the same meanwhile
+        if rest[0] == "manifest":
+            body = self.store.read_manifest(PolicyVersion(rest[1], int(rest[2])))
+        else:
+            body = self.store.get_chunk(rest[1])
+            body = bytes([body[0] ^ 1]) + body[1:] if self.lies else body
+        self.bytes_out += len(body)
+        return web.Response(body=body)
+
+
+@asynccontextmanager
+async def running(origin: Origin, cache: Path, token: str = TOKEN) -> AsyncIterator[tuple[Relay, str]]:
+    """A relay behind an origin; yields the relay and the origin's URL."""
+    app = web.Application()
+    app.router.add_get("/{path:.*}", origin.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    headers = {"Authorization": f"Bearer {token}"}
+    listen = Listen.parse("127.0.0.1:0")
+    relay, until = Relay(RelayOptions(url, headers, listen, None, cache, 2**24, say=lambda text: None)), asyncio.Event()
+    serving = asyncio.create_task(relay.run(until))
+    try:
+        async with asyncio.timeout(10):
+            while not origin.relays and not serving.done():
+                await asyncio.sleep(0.01)
+        if serving.done():
+            serving.result()
+        yield relay, url
+    finally:
+        until.set()
+        await asyncio.gather(serving, return_exceptions=True)
+        await runner.cleanup()
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[Store, PolicyVersion, int]:
+    store = Store(tmp_path / "store")
+    tensors = {f"layer.{i}": torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(8)}
+    version = PolicyVersion("run", 0, weights_digest(tensors))
+    return store, version, Publisher(store, WeightsSettings(chunk_mb=0.0625)).publish(tensors, version).bytes
+
+
+def test_many_workers_cost_the_hub_what_one_does(tmp_path: Path, published: tuple[Store, PolicyVersion, int]) -> None:
+    store, version, num_bytes = published
+    origin = Origin(store)
+
+    async def scenario() -> None:
+        async with running(origin, tmp_path / "cache") as (relay, url), aiohttp.ClientSession() as http:
+            loop = asyncio.get_running_loop()
+
+            def fetch() -> str:
+                near = HttpSource(http, loop, relay.url, SECRET, distance=0)
+                fetcher = Fetcher([HttpSource(http, loop, url, "a worker's token"), near])
+                return weights_digest(fetcher.fetch(version, deadline_s=30))
+
+            with ThreadPoolExecutor(8) as workers:  # of their own: the relay has its threads too
+                digests = await asyncio.gather(*(loop.run_in_executor(workers, fetch) for _ in range(8)))
+            assert set(digests) == {version.digest}
+            assert relay.bytes_out >= 8 * num_bytes
+
+    asyncio.run(scenario())
+    assert set(origin.asked.values()) == {1}, "each manifest and chunk takes the long way once"
+    assert num_bytes <= origin.bytes_out <= 1.5 * num_bytes
+
+
+def test_a_relay_forges_nothing_that_the_hub_did_not(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int]
+) -> None:
+    store, version, _ = published
+    origin = Origin(store, lies=True)
+
+    async def scenario() -> None:
+        async with running(origin, tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
+            source = HttpSource(http, asyncio.get_running_loop(), relay.url, SECRET)
+            with pytest.raises(WeightsFault, match="gave another chunk"):
+                await asyncio.to_thread(Fetcher([source]).fetch, version, deadline_s=30)
+            origin.lies = False
+            tensors = await asyncio.to_thread(Fetcher([source]).fetch, version, deadline_s=30)
+            assert weights_digest(tensors) == version.digest, "nothing wrong was kept"
+
+    asyncio.run(scenario())
+
+
+def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int]
+) -> None:
+    store, version, _ = published
+
+    async def scenario() -> None:
+        origin = Origin(store)
+        async with running(origin, tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
+            for token in ("", "a worker's token", TOKEN):
+                headers = {"Authorization": f"Bearer {token}"}
+                async with http.get(f"{relay.url}/weights/manifest/run/{version.number}", headers=headers) as answer:
+                    assert answer.status == 401
+            assert not origin.asked
+        with pytest.raises(UserError, match="refuses this token"):
+            async with running(Origin(store), tmp_path / "other", token="wrong"):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_relays_that_are_silent_are_named_no_more() -> None:
+    now = [0.0]
+    relays = RelayList(lambda: now[0])
+    assert relays.announce("http://a:1")
+    now[0] = FORGET_AFTER_S / 2
+    assert not relays.announce("http://a:1")
+    assert relays.announce("http://b:1")
+    now[0] = FORGET_AFTER_S * 1.2
+    assert relays.urls() == ("http://a:1", "http://b:1")
+    now[0] = FORGET_AFTER_S * 1.6
+    assert relays.urls() == ()
+    assert relays.announce("http://a:1"), "it is new again"
