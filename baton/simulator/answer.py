@@ -27,8 +27,9 @@ from baton.simulator.run import Options, simulate
 from baton.simulator.setting import Setting
 from baton.simulator.sources import PlanSource, RecipeSource, Source, Wishes
 from baton.simulator.sweep import read_axes, sweep
-from baton.simulator.tracing import Tracer
+from baton.simulator.tracing import Spans
 from baton.simulator.world import Hang
+from baton.trace import chrome_trace
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -68,10 +69,6 @@ def run(question: Question, out: Console) -> None:
         return
     setting = source.setting(wishes)
     result = _run_one(question, setting, options)
-    if question.html is not None:
-        from baton.simulator.page import write_result_page
-
-        write_result_page(question.html, result)
     if question.as_json:
         _print_json(result)
         return
@@ -81,7 +78,7 @@ def run(question: Question, out: Console) -> None:
 
 def _run_one(question: Question, setting: Setting, options: Options) -> Result:
     log = Log() if question.log is not None else None
-    tracer = _tracer(question)
+    tracer = Spans() if question.trace is not None or question.html is not None else None
     try:
         record = simulate(setting, replace(options, log=log, tracer=tracer))
     except Hang as error:
@@ -92,7 +89,15 @@ def _run_one(question: Question, setting: Setting, options: Options) -> Result:
     finally:
         if question.log is not None and log is not None:
             write_whole(question.log, b"\n".join(log.lines) + b"\n")
-    return summarise(setting, record)
+    result = summarise(setting, record)
+    spans = tracer.spans if tracer is not None else []
+    if question.trace is not None:
+        write_whole(question.trace, chrome_trace(spans))
+    if question.html is not None:
+        from baton.simulator.page import write_result_page
+
+        write_result_page(question.html, result, spans)
+    return result
 
 
 def _run_sweep(question: Question, source: Source, wishes: Wishes, options: Options, out: Console) -> None:
@@ -143,12 +148,6 @@ def _wishes(question: Question) -> Wishes:
         question.judge_cv,
         is_detailed=question.faults is not None or question.laws,
     )
-
-
-def _tracer(question: Question) -> Tracer | None:
-    if question.trace is None:
-        return None
-    raise UserError("--trace is not supported yet")
 
 
 def _check_page(path: Path) -> None:

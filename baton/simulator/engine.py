@@ -20,7 +20,8 @@ from typing import Protocol
 from baton.simulator.clock import Clock
 from baton.simulator.rows import Busy, Grown, Row
 from baton.simulator.timing import Speed
-from baton.simulator.tracing import Tracer
+from baton.simulator.tracing import trace_row
+from baton.trace import Tracer
 
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, as vLLM does."""
@@ -67,10 +68,8 @@ class SimEngine:
         self._dropping: dict[int, None] = {}
         self._switch: tuple[int, bool, float] | None = None
         self._width = self._context = self._step = self._born = 0
-        self._since_s = 0.0
-        """When the last whole step was done, prefill after it included."""
-        self._planned = 0
-        self._step_s = self._slope_s = 0.0
+        self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
+        """The last: when a whole step was last done, prefill after it included."""
         self._wake = 0
         """Number of the latest wake; earlier ones are out of date."""
         self._report_s = math.inf
@@ -86,8 +85,8 @@ class SimEngine:
 
     @property
     def leases(self) -> list[int]:
-        """The same."""
-        return list(self._rows)
+        """They."""
+        return [*self._rows]
 
     def submit(self, row: Row) -> None:
         """Take a lease."""
@@ -124,6 +123,12 @@ class SimEngine:
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 
+    def abandon(self) -> None:
+        """After `stop`, for good: what is in the slots is lost."""
+        for _, _, row in self._heap if self._tracer is not None else ():
+            self._count(row)
+            self._leave(row, "lost")
+
     def go_on(self) -> None:
         """Go on after `stop`."""
         self._is_stopped = False
@@ -147,8 +152,8 @@ class SimEngine:
     def unreported(self) -> int:
         """Tokens that are made, and nobody has been told of."""
         steps = 0 if self._is_stopped else self._whole_steps()
-        open_ = sum(self._fresh(row) + steps for row in self._rows.values() if row.end_step >= 0)
-        return open_ + sum(n for row in self._rows.values() for _, n in row.grown)
+        rows = self._rows.values()
+        return sum((row.end_step >= 0) * (self._fresh(row) + steps) + sum(n for _, n in row.grown) for row in rows)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -235,7 +240,7 @@ class SimEngine:
         while heap and heap[0][0] <= step:
             row = heapq.heappop(heap)[2]
             self._count(row)
-            self._leave(row)
+            self._leave(row, "finish")
             del self._rows[row.lease]
             reports.append(Grown(row, row.grown, "finished"))
 
@@ -292,14 +297,14 @@ class SimEngine:
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"
             if self._tracer is not None:
-                facts = {"version": self.version, "group": row.group_id, "sample": row.sample_index, "tokens": fresh}
-                self._tracer.span("generate", self.name, row.lane, row.since_s, self._clock.now_s, **facts)
-                row.since_s = self._clock.now_s
+                row.traced[self.version] = row.traced.get(self.version, 0) + fresh
             row.tokens += fresh
             row.grown.append((self.version, fresh))
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: Row, ended: str = "abort") -> None:
         """A sequence leaves the batch."""
+        if self._tracer is not None:
+            trace_row(self._tracer, self.name, row, self._since_s, ended)
         self._width -= 1
         self._context -= row.prompt + row.tokens
         row.end_step = -1
@@ -339,27 +344,28 @@ class SimEngine:
                 del self._rows[row.lease]
                 self._owner.heard(self, [Grown(row, row.grown, "refused")])
                 continue
+            row.lane = self._lanes.pop()
             self._prefill(row, context)
+            row.since_s = self._since_s
             self._width += 1
             self._context += context
             self._born += 1
             row.born = self._born
             row.end_step = self._step + row.length - row.tokens
             self._here[row.group_id] += 1
-            row.lane, row.since_s = self._lanes.pop(), self._since_s
             heapq.heappush(self._heap, (row.end_step, row.born, row))
 
     def _prefill(self, row: Row, context: int) -> None:
-        if row.tokens == 0 and self._shares_prefill and row.group_id in self._here:
-            return
-        seconds = self._speed.prefill_s(context) * self._slowness
+        seconds = self._speed.trajectory_s * self._slowness
+        if row.tokens or not self._shares_prefill or row.group_id not in self._here:
+            seconds += self._speed.prefill_s(context) * self._slowness
+            self.busy.prefilled += context
+            self.busy.reprefilled += row.tokens
         if self._tracer is not None and seconds:
-            begin_s, facts = self._since_s, {"group": row.group_id, "sample": row.sample_index}
-            self._tracer.span("prefill", self.name, -1, begin_s, begin_s + seconds, tokens=context, **facts)
+            facts = {"group": row.group_id, "sample": row.sample_index, "tokens": context}
+            self._tracer.span("prefill", self.name, row.lane, self._since_s, self._since_s + seconds, **facts)
         self._since_s += seconds
         self.busy.prefill_s += seconds
-        self.busy.prefilled += context
-        self.busy.reprefilled += row.tokens
 
     def _plan(self) -> None:
         """Find the next event, and sleep until then."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from baton.simulator.clock import Clock
 from baton.simulator.seeds import choices
 from baton.simulator.setting import JudgeSpec
-from baton.simulator.tracing import Tracer
+from baton.trace import Tracer
 
 
 class Judges:
@@ -22,8 +22,11 @@ class Judges:
         self._free_s: list[float] = []
         """When each judge that was ever busy is free."""
         self.busy_s = 0.0
+        self._since_s = self._until_s = 0.0
+        """Between which any judgement is waited for."""
+        self._num = 0
 
-    def submit(self, group_id: int, sample_index: int, then: Callable[[], None]) -> None:
+    def submit(self, then: Callable[[], None]) -> None:
         """Have a trajectory judged, and `then` called."""
         spec, now_s = self._spec, self._clock.now_s
         if not spec.latency_s:
@@ -37,6 +40,14 @@ class Judges:
             begin_s = max(now_s, heapq.heappop(self._free_s))
         heapq.heappush(self._free_s, begin_s + seconds)
         self.busy_s += seconds
-        if self._tracer is not None:
-            self._tracer.span("judge", "judges", -1, begin_s, begin_s + seconds, group=group_id, sample=sample_index)
+        if now_s > self._until_s:
+            self.close()
+            self._since_s = now_s
+        self._until_s, self._num = max(self._until_s, begin_s + seconds), self._num + 1
         self._clock.at(begin_s + seconds, then)
+
+    def close(self) -> None:
+        """Trace the time in which judgements were waited for without a break."""
+        if self._tracer is not None and self._num:
+            self._tracer.span("judge", "judges", 0, self._since_s, self._until_s, trajectories=self._num)
+        self._num = 0

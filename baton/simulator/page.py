@@ -15,8 +15,10 @@ from baton.planner.describe import seconds
 from baton.report.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, draw
 from baton.report.charts import Chart
 from baton.report.plan_printed import money
+from baton.report.slots import Picture, slot_pictures
 from baton.simulator.result import Result
 from baton.simulator.sweep import Point, Sweep
+from baton.trace import Span
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -46,6 +48,10 @@ _PAGE = """<!doctype html>
     {% if chart.note %}<p class="note">{{ chart.note }}</p>{% endif %}</figure>
 {% endfor %}
   </div>
+{% for picture in pictures %}
+  <figure><figcaption>{{ picture.title }}</figcaption>{{ picture.svg|safe }}
+    <p class="note">{{ picture.note }}</p></figure>
+{% endfor %}
   <div class="wide"><table>
     <thead><tr>{% for name in heading %}<th>{{ name }}</th>{% endfor %}</tr></thead>
     <tbody>
@@ -63,7 +69,7 @@ _PAGE = """<!doctype html>
 """
 
 
-def write_result_page(path: Path, result: Result) -> None:
+def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
     """Write the page of one run."""
     charts = [_time(result), _staleness(result), _tokens(result)]
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
@@ -73,6 +79,7 @@ def write_result_page(path: Path, result: Result) -> None:
         said=f"{result.steps} train steps in {seconds(result.seconds)} of virtual time",
         tiles=_tiles(result),
         charts=charts,
+        pictures=slot_pictures(spans) if spans else (),
         heading=("engines", "slots taken", "tokens/s"),
         rows=rows,
         notes=result.notes,
@@ -118,12 +125,21 @@ def _write(
     heading: Sequence[str],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str],
+    pictures: Sequence[Picture] = (),
 ) -> None:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_PAGE)
     css = (files("baton.report") / "page.css").read_text(encoding="utf-8")
     page = template.render(
-        css=css, title=title, said=said, tiles=tiles, charts=charts, heading=heading, rows=rows, notes=notes
+        css=css,
+        title=title,
+        said=said,
+        tiles=tiles,
+        charts=charts,
+        heading=heading,
+        rows=rows,
+        notes=notes,
+        pictures=pictures,
     )
     write_whole(path, page.encode("utf-8"))
 

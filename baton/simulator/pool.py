@@ -11,7 +11,7 @@ from baton.simulator.engine import SimEngine
 from baton.simulator.port import Controller, Wish
 from baton.simulator.rows import Busy, Grown, Row
 from baton.simulator.setting import Setting
-from baton.simulator.tracing import Tracer
+from baton.trace import Tracer
 
 
 class Pool:

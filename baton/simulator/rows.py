@@ -27,7 +27,9 @@ class Row:
     """Order of admission."""
     lane: int = 0
     since_s: float = 0.0
-    """When it was admitted, or the version changed."""
+    """When it was admitted."""
+    traced: dict[int, int] = field(default_factory=dict)
+    """Version → tokens since then, for the trace."""
 
 
 @dataclass(slots=True, eq=False)

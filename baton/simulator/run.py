@@ -15,10 +15,10 @@ from baton.simulator.record import Record
 from baton.simulator.seeds import choices
 from baton.simulator.setting import Setting
 from baton.simulator.swarm import Swarm
-from baton.simulator.tracing import Tracer
 from baton.simulator.trouble import Trouble
 from baton.simulator.world import World
 from baton.swarm.leases import LeaseTable
+from baton.trace import Tracer
 
 
 @dataclass(frozen=True, slots=True)

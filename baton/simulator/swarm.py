@@ -9,12 +9,12 @@ from baton.simulator.hub import SimHub, TableWatch
 from baton.simulator.port import Wish
 from baton.simulator.rows import Busy
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
-from baton.simulator.tracing import Tracer
 from baton.simulator.trouble import Trouble
 from baton.simulator.wire import Line
 from baton.simulator.worker import SimWorker
 from baton.simulator.world import World
 from baton.swarm.leases import LeaseTable
+from baton.trace import Tracer
 from baton.types import PolicyVersion
 
 
@@ -70,7 +70,7 @@ class Swarm:
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
-            self._tracer.span("publish", "trainer", 0, begin_s, self._published_s, version=version)
+            self._tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version)
         known = PolicyVersion(self.hub.lineage, version, f"digest {version}")
         self.clock.at(self._published_s, self._announce, self.incarnation, known)
         self.world.serving(version)
@@ -121,6 +121,8 @@ class Swarm:
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
         worker.up = Line(self.clock, self.spec.link_s, lambda message: self._hear(worker, message), worker.cut, fate)
         worker.down = Line(self.clock, self.spec.link_s, worker.hear, worker.cut, fate)
+        same = sum(other.spec.name == spec.name for other in self.workers)
+        worker.engine.name += f" ({same + 1})" if same else ""
         worker.slowness = slowness
         worker.engine.slow(slowness)
         self.workers.append(worker)

@@ -20,6 +20,11 @@ KNOTS = 64
 class Speed(Protocol):
     """How fast an engine is."""
 
+    @property
+    def trajectory_s(self) -> float:
+        """Of its time, for each trajectory that it takes, beside prefill and decode."""
+        ...
+
     def step_s(self, rows: int, context: float) -> float:
         """Time in which each of `rows` trajectories of this mean context grows by a token."""
         ...
@@ -41,6 +46,8 @@ class FlatSpeed:
     """Of a decode step, for each token of context in it."""
     token_s: float = 0.0
     """Of prefill, for each token."""
+    trajectory_s: float = 0.0
+    """See `Speed`."""
 
     def step_s(self, rows: int, context: float) -> float:
         """See `Speed`."""
@@ -58,6 +65,11 @@ class CostSpeed:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
         self._spacing = max(1.0, work.longest_tokens / KNOTS)
         self._tables: dict[int, list[float]] = {}
+
+    @property
+    def trajectory_s(self) -> float:
+        """See `Speed`."""
+        return self._place.efficiency.trajectory_overhead_s
 
     def step_s(self, rows: int, context: float) -> float:
         """See `Speed`."""

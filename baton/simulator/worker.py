@@ -12,9 +12,9 @@ from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
 from baton.simulator.rows import Grown, Row
 from baton.simulator.setting import EngineSpec, SwarmSpec
-from baton.simulator.tracing import Tracer
 from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Line, Recalled, Report, Retry, Want
 from baton.swarm import have_want as hw
+from baton.trace import ASIDE, Tracer
 from baton.types import PolicyVersion
 
 LONGEST_WAIT_S = 30.0
@@ -106,6 +106,7 @@ class SimWorker:
         self.engine.stop()
         kept = sum(report.length - report.offset for reports in self._outbox.values() for report in reports)
         self._around.lost(self.engine.unreported() + kept)
+        self.engine.abandon()
         self._hang_up()
 
     def leave(self) -> None:
@@ -118,6 +119,7 @@ class SimWorker:
         self.is_up = self.is_connected = False
         self._around.lost(self.engine.unreported())
         self.engine.stop()
+        self.engine.abandon()
 
     def freeze(self) -> None:
         """Stand still, and say nothing."""
@@ -285,7 +287,7 @@ class SimWorker:
         now_s = self._clock.now_s
         cause = self._around.fetches(self, version)
         if self._tracer is not None:
-            self._tracer.span("fetch", self.spec.name, -1, self._fetching_s, now_s, version=version.number)
+            self._tracer.span("fetch", self.engine.name, ASIDE, self._fetching_s, now_s, version=version.number)
         if cause:
             self._consider(hw.FetchFailed(now_s, version, cause))
         else:

@@ -42,7 +42,7 @@ from baton.simulator.port import Port, Wish
 from baton.simulator.record import Record
 from baton.simulator.script import Script
 from baton.simulator.setting import Setting
-from baton.simulator.tracing import Tracer
+from baton.trace import Tracer
 
 Key = tuple[int, int]
 _NOTHING = (0, -1)
@@ -141,6 +141,7 @@ class World:
         record.seconds = self.clock.now_s
         record.engines = self.port.busy()
         record.judge_s = self._judges.busy_s
+        self._judges.close()
         record.close(self.scheduler.ledger, self.scheduler.num_carried_tokens)
         return record
 
@@ -269,7 +270,7 @@ class World:
         if not self.setting.judges.latency_s:
             self._judged(lineage, key)
         else:
-            self._judges.submit(*key, lambda: self._judged(lineage, key))
+            self._judges.submit(lambda: self._judged(lineage, key))
 
     def _judged(self, lineage: int, key: Key) -> None:
         if lineage == self.lineage:
@@ -318,7 +319,9 @@ class World:
         self.num_trained += 1
         self.record.trained_step(now_s, now_s - begin_s)
         if self._tracer is not None:
-            self._tracer.span("train", "trainer", 0, begin_s, now_s, version=self.version)
+            if begin_s > self._wanted_s:
+                self._tracer.span("wait_for_batch", "trainer", 0, self._wanted_s, begin_s, step=self.version)
+            self._tracer.span("train", "trainer", 0, begin_s, now_s, step=self.version, version=self.version)
         if self.version % self.setting.checkpoint_every == 0:
             self._since_checkpoint = []
         if self.is_over:

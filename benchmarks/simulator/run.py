@@ -3,8 +3,8 @@
     python benchmarks/simulator/run.py [plain] [large] [laws]
 
 `plain`: engines behind a queue, as `baton simulate --recipe` has them; the best of three. `large`: 1,000 workers of
-eight H100 each and 2,000 GPUs that train, 50 asynchronous steps of 32,768 trajectories, leases and weights as a swarm has
-them.
+eight H100 each and 2,000 GPUs that train, 50 asynchronous steps of 32,768 trajectories, leases and weights as a swarm
+has them.
 `laws`: random bad days with every law checked at every event. Processor time; raw results: results/raw.json.
 """
 

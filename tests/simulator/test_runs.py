@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from simulator_cases import MODES, bad_day, rules, setting, swarm
@@ -137,19 +137,16 @@ def test_the_provisioning_rule_says_how_long_the_trainer_waits(workers: int, eve
     assert 1 - result.trainer_busy == pytest.approx(rule.idle_share, abs=0.07)
 
 
-def test_spans_of_generation_hold_every_token_and_do_not_overlap_in_a_slot() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_spans_of_generation_hold_every_token_and_do_not_overlap_in_a_slot(mode: str) -> None:
     spans = Spans()
-    record = simulate(setting("async"), Options(0, tracer=spans))
-    made = [
-        (actor, lane, begin_s, end_s, facts)
-        for name, actor, lane, begin_s, end_s, facts in spans.spans
-        if name == "generate"
-    ]
-    assert sum(facts["tokens"] for *_, facts in made) >= record.generated
+    record = simulate(setting(mode), Options(0, tracer=spans))
+    made = [span for span in spans.spans if span.name == "generate"]
+    assert sum(span.facts["tokens"] for span in made) == record.generated
     by_slot: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for actor, lane, begin_s, end_s, _ in made:
-        by_slot.setdefault((actor, lane), []).append((begin_s, end_s))
+    for span in spans.spans:
+        by_slot.setdefault((span.actor, span.lane), []).append((span.begin_s, span.end_s))
     for slot in by_slot.values():
-        ordered = sorted(slot)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(ordered))
-    assert {name for name, *_ in spans.spans} >= {"generate", "prefill", "train", "publish", "judge"}
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(sorted(slot)))
+    assert {span.name for span in spans.spans} >= {"generate", "prefill", "train", "publish", "judge", "wait_for_batch"}
+    assert {span.facts["ended"] for span in made} == ({"finish"} if mode == "sync" else {"finish", "abort"})

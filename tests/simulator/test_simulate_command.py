@@ -112,6 +112,15 @@ def test_a_recipe_is_simulated_as_it_would_run(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == (tmp_path / "again").read_bytes()
 
 
+def test_a_trace_and_a_page_show_who_generated_what(tmp_path: Path) -> None:
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    call("--recipe", RECIPE, "--steps", 3, "--trace", trace, "--html", page, "rollout.mode=partial")
+    names = {event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]}
+    assert names >= {"generate", "prefill", "train", "publish", "wait_for_batch"}
+    assert page.read_text().count("<svg") >= 4
+    assert "<script" not in page.read_text()
+
+
 def test_faults_and_laws_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "faults.toml").write_text('[[fault]]\nkind = "crash"\nat_s = 3\nworker = "worker 1"\nfor_s = 5\n')
     found = json.loads(
