@@ -18,6 +18,8 @@ class Step:
     begin_s: float
     """… and when it was there."""
     end_s: float = 0.0
+    is_trained: bool = False
+    """Not so for one that a restart of the controller broke off."""
     train_s: float = 0.0
     tokens: int = 0
     """Prompts and responses of the batch."""
@@ -88,11 +90,12 @@ class Record:
 
     def trained_step(self, now_s: float, train_s: float) -> None:
         """It is trained."""
-        self.steps[-1].end_s, self.steps[-1].train_s = now_s, train_s
+        step = self.steps[-1]
+        step.end_s, step.train_s, step.is_trained = now_s, train_s, True
 
     def restarted(self, now_s: float, ledger: Ledger) -> None:
         """The controller has died: what its ledger settled stays settled."""
-        if self.steps and not self.steps[-1].end_s:
+        if self.steps and not self.steps[-1].is_trained:
             self.steps[-1].end_s = now_s
         self._add(ledger)
         self.outcomes["controller restarted"] += 1

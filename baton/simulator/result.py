@@ -90,7 +90,7 @@ class Result(msgspec.Struct, frozen=True):
 def summarise(setting: Setting, record: Record) -> Result:
     """Make sense of a run."""
     rules = setting.rules
-    done = [step for step in record.steps if step.train_s]
+    done = [step for step in record.steps if step.is_trained]
     warm = min(len(done) - 1, max(1, int(WARM_SHARE * len(done)), _first_full(rules))) if len(done) > 1 else 0
     steady = done[warm:]
     begin_s = done[warm - 1].end_s if warm else 0.0
