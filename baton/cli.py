@@ -22,6 +22,7 @@ from rich.console import Console
 import baton
 from baton.errors import BatonError, UserError
 from baton.plan_command import plan, profile
+from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
 from baton.token_command import token_app
 from baton.trace_command import trace
@@ -314,6 +315,7 @@ def rollout(
 
 app.command()(plan)
 app.command()(profile)
+app.command()(simulate)
 app.command()(trace)
 app.command()(worker)
 app.command()(relay)

@@ -25,8 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("hosting",),
     ("keys", "algorithms", "build", "footprint", "planning"),
-    ("warmstart", "bench", "profile"),
-    ("plan_command", "trace_command", "token_command", "swarm_commands"),
+    ("warmstart", "bench", "profile", "simulator"),
+    ("plan_command", "simulate_command", "trace_command", "token_command", "swarm_commands"),
     ("cli",),
     ("__main__",),
 )
@@ -111,6 +111,7 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.weights.delta",
         "baton.swarm.checks",
         "baton.swarm.inspector",
+        "baton.simulator.answer",
     ],
 )
 def test_planning_and_simulating_need_no_torch(module: str) -> None:

@@ -1,0 +1,45 @@
+"""Virtual time: a heap of what is to happen. Time jumps to the next of it; what is due at once happens in order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+Action = Callable[..., None]
+
+
+class Clock:
+    """One timeline. Nothing here is random and nothing looks at real time."""
+
+    __slots__ = ("_heap", "_sequence", "now_s", "num_fired")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_fired = 0
+        """Actions so far."""
+        self._sequence = 0
+        self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
+
+    def at(self, at_s: float, action: Action, *args: Any) -> None:
+        """Have something done at a time that is not past."""
+        assert at_s >= self.now_s, f"an action at {at_s} s is asked for at {self.now_s} s"
+        self._sequence += 1
+        heapq.heappush(self._heap, (at_s, self._sequence, action, args))
+
+    def after(self, wait_s: float, action: Action, *args: Any) -> None:
+        """Have something done in so many seconds."""
+        self.at(self.now_s + wait_s, action, *args)
+
+    def fire(self) -> bool:
+        """Go to the next action and do it; False when there is none."""
+        if not self._heap:
+            return False
+        self.now_s, _, action, args = heapq.heappop(self._heap)
+        self.num_fired += 1
+        action(*args)
+        return True
+
+    def __len__(self) -> int:
+        """Actions that are still to come."""
+        return len(self._heap)

@@ -1,0 +1,399 @@
+"""An engine in virtual time: continuous batching over a number of slots and a KV cache of some size.
+
+Decode steps are not simulated one by one. Between two events nothing changes but the contexts, which grow by a token a
+step, so a step's time changes linearly and a stretch of k steps takes, in closed form,
+
+    D(k) = k · step + slope · k (k − 1) / 2
+
+Everything takes effect between two steps, as in a real engine: what arrives in the middle of one waits for its end. A
+sequence that is admitted is prefilled first, and the others wait for it; a prompt is prefilled once for all members of
+its group that are here. Where the KV cache is full, the youngest sequence makes room and is prefilled again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from typing import Protocol
+
+from baton.simulator.clock import Clock
+from baton.simulator.rows import Busy, Grown, Row
+from baton.simulator.timing import Speed
+from baton.simulator.tracing import trace_row
+from baton.trace import Tracer
+
+WATERMARK = 0.01
+"""Share of the KV cache that admission leaves free, as vLLM does."""
+_CLOSE = 1e-9
+
+
+class Owner(Protocol):
+    """Who holds an engine."""
+
+    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+        """The engine reports. May submit, abort and switch at once."""
+        ...
+
+
+class SimEngine:
+    """One engine."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        name: str,
+        speed: Speed,
+        slots: int,
+        owner: Owner,
+        *,
+        kv_tokens: float = math.inf,
+        report_every_s: float = math.inf,
+        shares_prefill: bool = True,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.name, self.slots, self.busy = name, slots, Busy()
+        self.version: int | None = None
+        self._clock, self._speed, self._owner, self._tracer = clock, speed, owner, tracer
+        self._kv_tokens, self._report_every_s = kv_tokens, report_every_s
+        self._shares_prefill = shares_prefill
+        self._heap: list[tuple[int, int, Row]] = []
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}
+        """Every lease that is here, running or waiting."""
+        self._here: Counter[int] = Counter()
+        """Groups among what runs."""
+        self._lanes: list[int] = list(range(slots))
+        self._aborting: dict[int, None] = {}
+        self._dropping: dict[int, None] = {}
+        self._switch: tuple[int, bool, float] | None = None
+        self._width = self._context = self._step = self._born = 0
+        self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
+        """The last: when a whole step was last done, prefill after it included."""
+        self._wake = 0
+        """Number of the latest wake; earlier ones are out of date."""
+        self._report_s = math.inf
+        self._slowness = 1.0
+        self._is_between = self._is_stopped = False
+
+    # ---- asked for ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are here."""
+        return len(self._rows)
+
+    @property
+    def leases(self) -> list[int]:
+        """They."""
+        return [*self._rows]
+
+    def submit(self, row: Row) -> None:
+        """Take a lease."""
+        self._rows[row.lease] = row
+        self._waiting.append(row)
+        if not self._width or len(self._waiting) + self._width <= self.slots:
+            self._poke()
+
+    def abort(self, lease: int) -> None:
+        """Have a lease put down and reported; nothing for one that is not here."""
+        if lease in self._rows:
+            self._aborting[lease] = None
+            self._poke()
+
+    def drop(self, lease: int) -> None:
+        """Have a lease forgotten: nothing more is said of it."""
+        if lease in self._rows:
+            self._dropping[lease] = None
+            self._poke()
+
+    def switch(self, version: int, *, resumes: bool, load_s: float = 0.0) -> None:
+        """Serve another version from the next step on. `resumes`: what runs is prefilled again by the new weights."""
+        self._switch = (version, resumes, load_s)
+        self._poke()
+
+    def slow(self, factor: float) -> None:
+        """Take so many times as long for everything from the next step on."""
+        if factor != self._slowness:
+            self._slowness = factor
+            self._poke()
+
+    def stop(self) -> None:
+        """Stand still where it is, for good or until `go_on`."""
+        self._settle(self._whole_steps())
+        self._is_stopped, self._wake = True, self._wake + 1
+
+    def abandon(self) -> None:
+        """After `stop`, for good: what is in the slots is lost."""
+        for _, _, row in self._heap if self._tracer is not None else ():
+            self._count(row)
+            self._leave(row, "lost")
+
+    def go_on(self) -> None:
+        """Go on after `stop`."""
+        self._is_stopped = False
+        self._since_s = max(self._since_s, self._clock.now_s)
+        self._between()
+
+    def flush(self) -> None:
+        """Report what has grown so far, whole steps of it."""
+        if self._is_stopped:
+            return
+        self._settle(self._whole_steps())
+        reports: list[Grown] = []
+        self._report_all(reports)
+        if reports:
+            self._owner.heard(self, reports)
+
+    def decoded(self) -> int:
+        """The counter of decoded tokens now."""
+        return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
+
+    def unreported(self) -> int:
+        """Tokens that are made, and nobody has been told of."""
+        steps = 0 if self._is_stopped else self._whole_steps()
+        rows = self._rows.values()
+        return sum((row.end_step >= 0) * (self._fresh(row) + steps) + sum(n for _, n in row.grown) for row in rows)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def _duration_s(self, steps: float) -> float:
+        return steps * self._step_s + self._slope_s * steps * (steps - 1) / 2
+
+    def _whole_steps(self) -> int:
+        """Steps done since `_since_s` by now, at most what is planned."""
+        elapsed = self._clock.now_s - self._since_s
+        if elapsed <= 0 or not self._width:
+            return 0
+        half = self._slope_s / 2
+        first = self._step_s - half
+        if abs(half) < 1e-15:
+            found = elapsed / first
+        else:
+            found = (math.sqrt(max(0.0, first * first + 4 * half * elapsed)) - first) / (2 * half)
+        return min(self._planned, int(found + _CLOSE))
+
+    def _poke(self) -> None:
+        """Look after what was asked for at the end of the current step."""
+        if self._is_between or self._is_stopped:
+            return
+        now_s = self._clock.now_s
+        if not self._width:
+            self._set_wake(max(now_s, self._since_s), 0)
+            return
+        done = self._whole_steps()
+        if now_s <= self._since_s + self._duration_s(done) + _CLOSE:
+            self._set_wake(max(now_s, self._since_s + self._duration_s(done)), done)
+        elif done + 1 < self._planned:
+            self._set_wake(max(now_s, self._since_s + self._duration_s(done + 1)), done + 1)
+
+    def _set_wake(self, at_s: float, steps: int) -> None:
+        self._planned = steps
+        self._wake += 1
+        self._clock.at(at_s, self._woken, self._wake)
+
+    def _woken(self, wake: int) -> None:
+        if wake != self._wake:
+            return
+        self._settle(self._planned)
+        self._between()
+
+    def _settle(self, steps: int) -> None:
+        """Count steps that are done."""
+        if not steps:
+            return
+        seconds, width = self._duration_s(steps), self._width
+        busy = self.busy
+        busy.decode_s += seconds
+        busy.row_s += seconds * width
+        busy.decoded += steps * width
+        self._since_s += seconds
+        self._step += steps
+        self._context += steps * width
+        self._planned -= steps
+
+    # ---- between two steps -------------------------------------------------------------------------------------------
+
+    def _between(self) -> None:
+        self._is_between = True
+        self._since_s = max(self._since_s, self._clock.now_s)
+        reports: list[Grown] = []
+        self._end_complete(reports)
+        if self._aborting or self._dropping:
+            self._end_unwanted(reports)
+        if self._switch is not None:
+            self._exchange(reports)
+        if self._clock.now_s >= self._report_s:
+            self._report_all(reports)
+        if reports:
+            self._owner.heard(self, reports)
+        self._is_between = False
+        if self._aborting or self._dropping or self._switch is not None:
+            self._between()
+            return
+        self._preempt()
+        self._admit()
+        self._plan()
+
+    def _end_complete(self, reports: list[Grown]) -> None:
+        heap, step = self._heap, self._step
+        while heap and heap[0][0] <= step:
+            row = heapq.heappop(heap)[2]
+            self._count(row)
+            self._leave(row, "finish")
+            del self._rows[row.lease]
+            reports.append(Grown(row, row.grown, "finished"))
+
+    def _end_unwanted(self, reports: list[Grown]) -> None:
+        gone = set()
+        for lease in (*self._aborting, *self._dropping):
+            row = self._rows.pop(lease, None)
+            if row is None:
+                continue
+            gone.add(lease)
+            if row.end_step >= 0:
+                self._count(row)
+                self._leave(row)
+            if lease not in self._dropping:
+                reports.append(Grown(row, row.grown, "put_down"))
+        self._aborting.clear()
+        self._dropping.clear()
+        self._heap = [item for item in self._heap if item[2].lease not in gone]
+        heapq.heapify(self._heap)
+        if self._waiting:
+            self._waiting = deque(row for row in self._waiting if row.lease not in gone)
+
+    def _exchange(self, reports: list[Grown]) -> None:
+        assert self._switch is not None, "there is a version to switch to"
+        version, resumes, load_s = self._switch
+        self._switch = None
+        for row in [row for row in self._rows.values() if row.is_exact and row.version != version]:
+            self._aborting[row.lease] = None
+        if self._aborting:
+            self._end_unwanted(reports)
+        self._report_all(reports)
+        if resumes:
+            for item in sorted(self._heap, key=lambda item: item[2].born, reverse=True):
+                self._put_back(item[2])
+            self._heap = []
+        self.version = version
+        self._since_s += load_s
+        self.busy.load_s += load_s
+
+    def _report_all(self, reports: list[Grown]) -> None:
+        for _, _, row in sorted(self._heap, key=lambda item: item[2].born):
+            self._count(row)
+            if row.grown:
+                reports.append(Grown(row, row.grown, ""))
+                row.grown = []
+        self._report_s = self._clock.now_s + self._report_every_s
+
+    def _fresh(self, row: Row) -> int:
+        return row.length - (row.end_step - self._step) - row.tokens
+
+    def _count(self, row: Row) -> None:
+        """Write down what has grown since the last count, under the version that serves."""
+        fresh = self._fresh(row)
+        if fresh > 0:
+            assert self.version is not None, "an engine without a version generates"
+            if self._tracer is not None:
+                row.traced[self.version] = row.traced.get(self.version, 0) + fresh
+            row.tokens += fresh
+            row.grown.append((self.version, fresh))
+
+    def _leave(self, row: Row, ended: str = "abort") -> None:
+        """A sequence leaves the batch."""
+        if self._tracer is not None:
+            trace_row(self._tracer, self.name, row, self._since_s, ended)
+        self._width -= 1
+        self._context -= row.prompt + row.tokens
+        row.end_step = -1
+        left = self._here[row.group_id] - 1
+        if left:
+            self._here[row.group_id] = left
+        else:
+            del self._here[row.group_id]
+        self._lanes.append(row.lane)
+
+    def _put_back(self, row: Row) -> None:
+        self._count(row)
+        self._leave(row)
+        self._waiting.appendleft(row)
+
+    def _preempt(self) -> None:
+        while self._width > 1 and self._context + self._width > self._kv_tokens:
+            place = max(range(len(self._heap)), key=lambda i: self._heap[i][2].born)
+            row = self._heap[place][2]
+            self._heap[place] = self._heap[-1]
+            self._heap.pop()
+            heapq.heapify(self._heap)
+            self._put_back(row)
+            self.busy.preemptions += 1
+
+    def _admit(self) -> None:
+        """Fill the slots with what waits, first come first served, as far as the KV cache goes."""
+        waiting = self._waiting
+        while waiting and self._width < self.slots:
+            row = waiting[0]
+            context = row.prompt + row.tokens
+            after = self._context + context + self._width + 1
+            if self._width and after > self._kv_tokens * (1 - WATERMARK):
+                return
+            waiting.popleft()
+            if self.version is None or (row.version != self.version if row.is_exact else row.version > self.version):
+                del self._rows[row.lease]
+                self._owner.heard(self, [Grown(row, row.grown, "refused")])
+                continue
+            row.lane = self._lanes.pop()
+            self._prefill(row, context)
+            row.since_s = self._since_s
+            self._width += 1
+            self._context += context
+            self._born += 1
+            row.born = self._born
+            row.end_step = self._step + row.length - row.tokens
+            self._here[row.group_id] += 1
+            heapq.heappush(self._heap, (row.end_step, row.born, row))
+
+    def _prefill(self, row: Row, context: int) -> None:
+        seconds = self._speed.trajectory_s * self._slowness
+        if row.tokens or not self._shares_prefill or row.group_id not in self._here:
+            seconds += self._speed.prefill_s(context) * self._slowness
+            self.busy.prefilled += context
+            self.busy.reprefilled += row.tokens
+        if self._tracer is not None and seconds:
+            facts = {"group": row.group_id, "sample": row.sample_index, "tokens": context}
+            self._tracer.span("prefill", self.name, row.lane, self._since_s, self._since_s + seconds, **facts)
+        self._since_s += seconds
+        self.busy.prefill_s += seconds
+
+    def _plan(self) -> None:
+        """Find the next event, and sleep until then."""
+        width = self._width
+        if not width:
+            if self._waiting:
+                self._set_wake(self._since_s, 0)
+            else:
+                self._wake += 1
+                self._report_s = math.inf
+            return
+        steps = self._heap[0][0] - self._step
+        if self._context + width * (steps + 1) > self._kv_tokens and width > 1:
+            steps = max(1, min(steps, int((self._kv_tokens - self._context) // width)))
+        context = self._context / width
+        first = self._speed.step_s(width, context)
+        last = self._speed.step_s(width, context + steps)
+        self._step_s = first * self._slowness
+        self._slope_s = (last - first) / steps * self._slowness
+        if self._report_every_s < math.inf:
+            steps = self._until_report(steps)
+        self._set_wake(self._since_s + self._duration_s(steps), steps)
+
+    def _until_report(self, steps: int) -> int:
+        """Fewer steps where a report is due before."""
+        if self._report_s == math.inf:
+            self._report_s = self._clock.now_s + self._report_every_s
+        if self._since_s + self._duration_s(steps) <= self._report_s:
+            return steps
+        longest = max(self._step_s, self._step_s + self._slope_s * steps)
+        return min(steps, max(1, math.ceil((self._report_s - self._since_s) / longest)))

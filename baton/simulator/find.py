@@ -1,0 +1,91 @@
+"""When a law does not hold: the fewest faults that show it, and the event log up to there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from baton.errors import BatonError
+from baton.simulator.faults import FaultSettings
+from baton.simulator.laws import Broken
+from baton.simulator.log import Log
+from baton.simulator.run import Options, simulate
+from baton.simulator.setting import Setting
+from baton.simulator.world import Hang
+
+
+class LawBroken(BatonError):
+    """A law of the architecture does not hold; the message has the seed and the log that shows it."""
+
+
+MOST_TRIES = 400
+SHOWN_LINES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A law that does not hold, as small as it was found."""
+
+    law: str
+    what: str
+    seed: int
+    steps: int
+    faults: tuple[FaultSettings, ...]
+    log: tuple[str, ...]
+    """Every event and command up to it."""
+
+    def sentence(self, shown: int = SHOWN_LINES) -> str:
+        """For people: what, the seed, the faults, and the end of the log."""
+        faults = "\n".join(f"  {f.model_dump(exclude_defaults=True)}" for f in self.faults) or "  none"
+        left_out = max(0, len(self.log) - shown)
+        lines = "\n".join(f"  {line}" for line in self.log[left_out:])
+        before = f"  ({left_out} lines before)\n" if left_out else ""
+        return (
+            f"the law of {self.law} does not hold: {self.what}\nseed {self.seed}, {self.steps} train steps, "
+            f"{len(self.log)} events and commands; faults:\n{faults}\nlog:\n{before}{lines}"
+        )
+
+
+def broken_law(setting: Setting, options: Options) -> Violation | None:
+    """Simulate with all laws on; return the violation in as few faults and events as were found, or None."""
+    first = _try(setting, options)
+    if first is None:
+        return None
+    tries = 0
+    best = first
+    if first.faults or options.faults:
+        size = max(1, len(best.faults) // 2)
+        while size and tries < MOST_TRIES:
+            smaller = None
+            for start in range(0, len(best.faults), size):
+                fewer = best.faults[:start] + best.faults[start + size :]
+                tries += 1
+                smaller = _try(replace(setting, num_steps=best.steps), replace(options, faults=fewer))
+                if smaller is not None and smaller.law == first.law:
+                    break
+                smaller = None
+            if smaller is not None:
+                best, size = smaller, min(size, max(1, len(smaller.faults)))
+            else:
+                size //= 2
+    for steps in range(1, best.steps):
+        shorter = _try(replace(setting, num_steps=steps), replace(options, faults=best.faults))
+        if shorter is not None and shorter.law == first.law and len(shorter.log) <= len(best.log):
+            return shorter
+    return best
+
+
+def _try(setting: Setting, options: Options) -> Violation | None:
+    log = Log()
+    faults: Sequence[FaultSettings] = options.faults
+    try:
+        simulate(setting, replace(options, laws=True, log=log))
+        return None
+    except Broken as error:
+        law, what = error.law, f"at {error.at_s:.3f} s: {error.what}"
+    except Hang as error:
+        law, what = "progress", str(error)
+    except AssertionError as error:  # a decision object's own
+        law, what = "its own assertion", str(error)
+    lines = tuple(line.decode() for line in log.lines)
+    return Violation(law, what, options.seed, setting.num_steps, tuple(faults), lines)

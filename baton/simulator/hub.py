@@ -1,0 +1,349 @@
+"""The hub in virtual time: the live lease table, with payloads that are counts.
+
+What `swarm/hub.py` and `swarm/desk.py` do with a message is done here: a report counts only where its lease is current
+and its offset is the length; a worker that is cut off keeps its leases until it has been silent too long.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton.simulator.clock import Clock
+from baton.simulator.port import Controller, Wish
+from baton.simulator.wire import (
+    Ack,
+    Beat,
+    Dropped,
+    Granted,
+    Hello,
+    Leaving,
+    Recalled,
+    Report,
+    Retry,
+    Segments,
+    Want,
+)
+from baton.simulator.worker import SimWorker
+from baton.swarm import lease_events as ev
+from baton.swarm.leases import LeaseTable
+from baton.types import PolicyVersion
+
+MAX_REFUSALS = 64
+"""In a row, after which a worker is hung up on, as in the live desk."""
+
+
+class TableWatch(Protocol):
+    """Whoever looks at every event of the lease table."""
+
+    def heard_lease(self, event: ev.Event) -> None:
+        """The table is told."""
+        ...
+
+    def said_lease(self, command: ev.Command) -> None:
+        """It wants something done."""
+        ...
+
+    def settled_lease(self, event: ev.Event) -> None:
+        """That is done."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A trajectory that is to be grown."""
+
+    wish: Wish
+    committed: int
+    newest: int
+    """Version of the last committed token; -1 before the first."""
+    branches: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One lease of it."""
+
+    worker: int
+    task: int
+    base: int
+    length: int
+    newest: int
+    """Version of its last token; -1 before the first."""
+    segments: Segments = field(default_factory=list)
+    """From `base` on."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A worker as the hub knows it."""
+
+    worker: SimWorker
+    is_connected: bool = True
+    serves: int | None = None
+    decoded: int = -1
+    refusals: int = 0
+
+
+class SimHub:
+    """The hub of one incarnation of the controller."""
+
+    def __init__(self, table: LeaseTable, clock: Clock, controller: Controller, lineage: str, acks: bool) -> None:
+        """acks: whether workers are told what has come in, which only a fault makes use of."""
+        self.table, self.lineage = table, lineage
+        self.peers: dict[int, Peer] = {}
+        self.versions: dict[int, PolicyVersion] = {}
+        self.tasks: dict[int, Task] = {}
+        self.branches: dict[int, Branch] = {}
+        self.watches: list[TableWatch] = []
+        self.outcomes: Callable[[str], None] = lambda name: None
+        """Hears of expulsions and the like."""
+        self._clock, self._controller, self._acks = clock, controller, acks
+        self._want: Want | None = None
+        self._next_worker = 0
+        self._to_say: deque[tuple[Any, ...]] = deque()
+        """For the controller, which hears it when the table's commands are carried out: the live one has a thread of
+        its own."""
+        self._is_speaking = False
+
+    # ---- from the controller -----------------------------------------------------------------------------------------
+
+    def want(self, wish: Wish) -> None:
+        """Have a trajectory grown."""
+        self.tasks[wish.lease] = Task(wish, wish.tokens, wish.newest)
+        now_s = self._clock.now_s
+        self._tell(ev.TaskWanted(now_s, wish.lease, wish.version, wish.is_exact, wish.tokens, wish.length))
+
+    def abort(self, task: int) -> None:
+        """Have it put down."""
+        self._tell(ev.TaskAborted(self._clock.now_s, task))
+
+    def announce(self, version: PolicyVersion) -> None:
+        """A version can be fetched."""
+        self.versions[version.number] = version
+        self._want = Want(version)
+        for number in list(self.peers):
+            self._send(number, self._want)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._tell(ev.Tick(self._clock.now_s))
+
+    # ---- from workers ------------------------------------------------------------------------------------------------
+
+    def hear(self, worker: SimWorker, message: object) -> None:
+        """Take a worker's message."""
+        number = worker.number
+        if isinstance(message, Hello):
+            self._hello(worker, message)
+            return
+        peer = self.peers.get(number)
+        if peer is None or peer.worker is not worker:
+            return
+        match message:
+            case Report():
+                self._alive(number, peer)
+                self._report(number, peer, message)
+            case Beat(serves=serves, decoded=decoded):
+                peer.serves, peer.decoded = self._number_of(serves), decoded
+                self._alive(number, peer)
+            case Retry():
+                self._refused(number, peer, message)
+            case Leaving():
+                del self.peers[number]
+                self._tell(ev.WorkerLeft(self._clock.now_s, number, "left"))
+                self._count_slots()
+
+    def cut(self, worker: SimWorker) -> None:
+        """A connection has ended: nothing new for it, and its leases wait for it."""
+        peer = self.peers.get(worker.number)
+        if peer is None or peer.worker is not worker:
+            return
+        peer.is_connected = False
+        self._count_slots()
+        self._tell(ev.WorkerHeard(self._clock.now_s, worker.number, None, peer.decoded))
+
+    def _hello(self, worker: SimWorker, hello: Hello) -> None:
+        known = self.peers.get(worker.number)
+        if known is not None and known.worker is worker:
+            peer, number = known, worker.number
+            peer.is_connected = True
+        else:
+            number = worker.number = self._next_worker
+            self._next_worker += 1
+            peer = self.peers[number] = Peer(worker)
+            spec = worker.spec
+            self._tell(ev.WorkerJoined(self._clock.now_s, number, spec.slots, spec.weight))
+        if self._want is not None:
+            self._send(number, self._want)
+        self._count_slots()
+        self._held(number, set(hello.leases))
+        peer.serves = self._number_of(hello.serves)
+        self._alive(number, peer)
+
+    def _held(self, number: int, claimed: set[int]) -> None:
+        """What a worker should hold and does not is leased anew; what it should not is dropped."""
+        known = set(self.table.workers[number].leases)
+        for lease in sorted(known - claimed):
+            self._tell(ev.LeasePutDown(self._clock.now_s, lease))
+        for lease in sorted(claimed - known):
+            self._send(number, Dropped(lease))
+
+    def _report(self, number: int, peer: Peer, report: Report) -> None:
+        lease = report.lease
+        branch = self.branches.get(lease)
+        if branch is None or branch.worker != number or not self.table.knows(lease):
+            self._send(number, Dropped(lease))
+            return
+        if report.offset != branch.length:
+            self._acknowledge(number, lease, branch)
+            return
+        if self._is_older(branch, report.segments):
+            self.outcomes("an honest worker was convicted")
+            self._hang_up(number, "fault")
+            return
+        peer.refusals = 0
+        grown = report.length - report.offset
+        branch.segments += report.segments
+        branch.length += grown
+        if report.segments:
+            branch.newest = report.segments[-1][0]
+        now_s = self._clock.now_s
+        if grown:
+            self._tell(ev.LeaseGrew(now_s, lease, grown))
+        if report.end == "finished":
+            self._tell(ev.LeaseFinished(now_s, lease))
+        elif report.end:
+            self._tell(ev.LeasePutDown(now_s, lease))
+        self._acknowledge(number, lease, branch)
+
+    def _is_older(self, branch: Branch, segments: Segments) -> bool:
+        """Whether tokens follow those of a newer version: the live hub takes that for a lie (swarm/checks.py)."""
+        return any(version < branch.newest for version, _ in segments)
+
+    def _refused(self, number: int, peer: Peer, retry: Retry) -> None:
+        branch = self.branches.get(retry.lease)
+        if branch is None or branch.worker != number or not self.table.knows(retry.lease):
+            return
+        peer.refusals += 1
+        if peer.refusals > MAX_REFUSALS:
+            self._hang_up(number, "refused too often")
+            return
+        now_s = self._clock.now_s
+        self._tell(ev.WorkerHeard(now_s, number, retry.has_version, self.table.workers[number].decoded_tokens))
+        self._tell(ev.LeasePutDown(now_s, retry.lease))
+
+    def _alive(self, number: int, peer: Peer) -> None:
+        self._tell(ev.WorkerHeard(self._clock.now_s, number, peer.serves, peer.decoded))
+
+    def _number_of(self, version: PolicyVersion | None) -> int | None:
+        """The number of a version of this lineage; None for any other."""
+        return version.number if version is not None and self.versions.get(version.number) == version else None
+
+    def _acknowledge(self, number: int, lease: int, branch: Branch) -> None:
+        if self._acks:
+            self._send(number, Ack(lease, branch.length, not self.table.knows(lease)))
+
+    def _hang_up(self, number: int, cause: str) -> None:
+        peer = self.peers.pop(number, None)
+        if peer is None:
+            return
+        self._tell(ev.WorkerLeft(self._clock.now_s, number, cause))
+        self._drop_connection(peer)
+
+    def _drop_connection(self, peer: Peer) -> None:
+        worker = peer.worker
+        worker.number = -1
+        if peer.is_connected:
+            self._clock.at(self._clock.now_s, worker.cut)
+        self._count_slots()
+
+    def _send(self, number: int, message: object) -> None:
+        peer = self.peers.get(number)
+        if peer is not None and peer.is_connected:
+            peer.worker.down.send(message)
+
+    def _count_slots(self) -> None:
+        self._controller.capacity(sum(p.worker.spec.slots for p in self.peers.values() if p.is_connected))
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: ev.Event) -> None:
+        commands = self.table.handle(event)
+        for watch in self.watches:
+            watch.heard_lease(event)
+        for command in commands:
+            for watch in self.watches:
+                watch.said_lease(command)
+            self._obey(command)
+        for watch in self.watches:
+            watch.settled_lease(event)
+        if not self._is_speaking:
+            self._is_speaking = True
+            while self._to_say:
+                say, *words = self._to_say.popleft()
+                say(*words)
+            self._is_speaking = False
+
+    def _obey(self, command: ev.Command) -> None:
+        match command:
+            case ev.Commit(task=task, lease=lease, length=length):
+                self._commit(task, self.branches[lease], length)
+            case ev.Grant():
+                self._grant(command)
+            case ev.Finish(task=task):
+                self._forget(task)
+                self._to_say.append((self._controller.finished, task))
+            case ev.Recall(worker=worker, lease=lease):
+                self._send(worker, Recalled(lease))
+            case ev.Drop(worker=worker, lease=lease):
+                self._send(worker, Dropped(lease))
+            case ev.PutDown(task=task):
+                self._forget(task)
+                self._to_say.append((self._controller.put_down, task))
+            case ev.Waste(cause=cause, num_tokens=num_tokens):
+                self._to_say.append((self._controller.lost, cause, num_tokens))
+            case ev.Expel(worker=worker):
+                peer = self.peers.pop(worker, None)
+                if peer is not None:
+                    self.outcomes("worker expelled")
+                    self._drop_connection(peer)
+
+    def _grant(self, grant: ev.Grant) -> None:
+        task, base = self.tasks[grant.task], grant.base
+        wish = task.wish
+        branch = Branch(grant.worker, grant.task, base, base, task.newest if base else -1)
+        self.branches[grant.lease] = branch
+        task.branches.append(grant.lease)
+        if len(task.branches) > 1:
+            self.outcomes("trajectory leased again")
+        self._send(
+            grant.worker,
+            Granted(
+                grant.lease,
+                wish.group_id,
+                wish.sample_index,
+                wish.prompt,
+                base,
+                wish.length,
+                wish.version,
+                wish.is_exact,
+            ),
+        )
+
+    def _commit(self, number: int, branch: Branch, length: int) -> None:
+        task = self.tasks[number]
+        at, offset = branch.base, task.committed
+        task.committed = length
+        for version, count in branch.segments:
+            first, last = max(offset, at), min(length, at + count)
+            if first < last:
+                task.newest = version
+                self._to_say.append((self._controller.grew, number, version, last - first))
+            at += count
+
+    def _forget(self, number: int) -> None:
+        for lease in self.tasks.pop(number).branches:
+            del self.branches[lease]

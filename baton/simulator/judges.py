@@ -1,0 +1,53 @@
+"""Judges in virtual time: so many at once, each taking its time; others queue."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+from baton.simulator.clock import Clock
+from baton.simulator.seeds import choices
+from baton.simulator.setting import JudgeSpec
+from baton.trace import Tracer
+
+
+class Judges:
+    """Hands each trajectory back when it is judged."""
+
+    def __init__(self, spec: JudgeSpec, clock: Clock, seed: int, tracer: Tracer | None = None) -> None:
+        self._spec, self._clock, self._tracer = spec, clock, tracer
+        self._random = choices(seed, "judges")
+        self._sigma = math.sqrt(math.log1p(spec.cv**2))
+        self._free_s: list[float] = []
+        """When each judge that was ever busy is free."""
+        self.busy_s = 0.0
+        self._since_s = self._until_s = 0.0
+        """Between which any judgement is waited for."""
+        self._num = 0
+
+    def submit(self, then: Callable[[], None]) -> None:
+        """Have a trajectory judged, and `then` called."""
+        spec, now_s = self._spec, self._clock.now_s
+        if not spec.latency_s:
+            then()
+            return
+        seconds = spec.latency_s
+        if self._sigma:
+            seconds *= math.exp(self._random.gauss(-(self._sigma**2) / 2, self._sigma))
+        begin_s = now_s
+        if len(self._free_s) >= spec.concurrency:
+            begin_s = max(now_s, heapq.heappop(self._free_s))
+        heapq.heappush(self._free_s, begin_s + seconds)
+        self.busy_s += seconds
+        if now_s > self._until_s:
+            self.close()
+            self._since_s = now_s
+        self._until_s, self._num = max(self._until_s, begin_s + seconds), self._num + 1
+        self._clock.at(begin_s + seconds, then)
+
+    def close(self) -> None:
+        """Trace the time in which judgements were waited for without a break."""
+        if self._tracer is not None and self._num:
+            self._tracer.span("judge", "judges", 0, self._since_s, self._until_s, trajectories=self._num)
+        self._num = 0

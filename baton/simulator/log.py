@@ -1,0 +1,56 @@
+"""The event log: every event and command as a line of JSON, in order. The same seed gives the same bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from hashlib import blake2b
+
+import msgspec
+
+from baton.rollout import events as ro
+from baton.swarm import lease_events as ev
+
+_encode = msgspec.json.encode
+
+
+class Log:
+    """Keeps the last lines, and a digest of all."""
+
+    def __init__(self, kept: int | None = None) -> None:
+        """kept: lines; None keeps all."""
+        self.lines: deque[bytes] = deque(maxlen=kept)
+        self.num_lines = 0
+        self._digest = blake2b(digest_size=16)
+
+    @property
+    def digest(self) -> str:
+        """Of all lines so far, hexadecimal."""
+        return self._digest.hexdigest()
+
+    def heard(self, event: ro.Event) -> None:
+        """See `Watch`."""
+        self._add(b"> ", event)
+
+    def said(self, command: ro.Command) -> None:
+        """See `Watch`."""
+        self._add(b"< ", command)
+
+    def settled(self) -> None:
+        """See `Watch`."""
+
+    def heard_lease(self, event: ev.Event) -> None:
+        """See `TableWatch`."""
+        self._add(b"hub > ", event)
+
+    def said_lease(self, command: ev.Command) -> None:
+        """See `TableWatch`."""
+        self._add(b"hub < ", command)
+
+    def settled_lease(self, event: ev.Event) -> None:
+        """See `TableWatch`."""
+
+    def _add(self, mark: bytes, message: msgspec.Struct) -> None:
+        line = mark + _encode(message)
+        self.num_lines += 1
+        self._digest.update(line)
+        self.lines.append(line)

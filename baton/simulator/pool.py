@@ -1,0 +1,132 @@
+"""Engines behind one queue, as `launch/pool.py` has them: a lease is handed over when a slot is free.
+
+They exchange weights together, and the trainer waits for it. Nothing takes time on the way, so nothing is reported
+before it matters: at the end of a lease, and when a version is exchanged.
+"""
+
+from __future__ import annotations
+
+from baton.simulator.clock import Clock
+from baton.simulator.engine import SimEngine
+from baton.simulator.port import Controller, Wish
+from baton.simulator.rows import Busy, Grown, Row
+from baton.simulator.setting import Setting
+from baton.trace import Tracer
+
+
+class Pool:
+    """A `Port` over engines of one machine."""
+
+    def __init__(self, setting: Setting, clock: Clock, controller: Controller, tracer: Tracer | None = None) -> None:
+        self._setting, self._clock, self._controller, self._tracer = setting, clock, controller, tracer
+        self.engines: list[SimEngine] = []
+        self._gone: list[SimEngine] = []
+        self._queue: dict[int, Row] = {}
+        self._held: dict[int, SimEngine] = {}
+
+    def begin(self) -> None:
+        """See `Port`."""
+        setting = self._setting
+        self.engines = [
+            SimEngine(
+                self._clock,
+                spec.name,
+                spec.speed,
+                spec.slots,
+                self,
+                kv_tokens=spec.kv_tokens,
+                shares_prefill=setting.shares_prefill,
+                tracer=self._tracer,
+            )
+            for spec in setting.engines
+        ]
+        self._controller.capacity(setting.slots)
+
+    def restart(self) -> None:
+        """See `Port`: the engines are the controller's children, and die with it."""
+        for engine in self.engines:
+            engine.stop()
+        self._gone += self.engines
+        self._queue, self._held = {}, {}
+
+    def want(self, wish: Wish) -> None:
+        """See `Port`."""
+        self._queue[wish.lease] = Row(
+            wish.lease,
+            wish.group_id,
+            wish.sample_index,
+            wish.prompt,
+            wish.tokens,
+            wish.length,
+            wish.version,
+            wish.is_exact,
+        )
+        self._fill()
+
+    def abort(self, lease: int) -> None:
+        """See `Port`. What waits goes to an engine all the same: there is one path for aborts."""
+        row = self._queue.pop(lease, None)
+        if row is not None:
+            self._hand_over(self.engines[0], row)
+        engine = self._held.get(lease)
+        if engine is not None:
+            engine.abort(lease)
+
+    def load(self, version: int) -> None:
+        """See `Port`."""
+        begin_s, load_s = self._clock.now_s, self._setting.publish_s
+        for engine in self.engines:
+            engine.switch(version, resumes=False, load_s=load_s)
+        if self._tracer is not None:
+            self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version)
+        self._clock.after(load_s, self._controller.serving, version)
+
+    def slow(self, factor: float) -> None:
+        """See `Port`."""
+        for engine in self.engines:
+            engine.slow(factor)
+
+    def busy(self) -> dict[str, tuple[int, int, Busy]]:
+        """See `Port`."""
+        found: dict[str, tuple[int, int, Busy]] = {}
+        for place, engine in enumerate((*self._gone, *self.engines)):
+            spec = self._setting.engines[place % len(self._setting.engines)]
+            busy = engine.busy if spec.name not in found else found[spec.name][2].plus(engine.busy)
+            found[spec.name] = (spec.slots, spec.num_gpus, busy)
+        return found
+
+    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+        """See `Owner`."""
+        controller = self._controller
+        for report in reports:
+            lease = report.row.lease
+            for version, num_tokens in report.segments:
+                controller.grew(lease, version, num_tokens)
+            if report.end:
+                del self._held[lease]
+                if report.end == "finished":
+                    controller.finished(lease)
+                else:
+                    controller.put_down(lease)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Hand waiting leases to the engines with the most free slots; siblings go together while there is room."""
+        while self._queue:
+            engine = min(self.engines, key=_load) if len(self.engines) > 1 else self.engines[0]
+            if engine.num_leases >= engine.slots:
+                return
+            group_id = next(iter(self._queue.values())).group_id
+            while self._queue and engine.num_leases < engine.slots:
+                lease = next(iter(self._queue))
+                if self._queue[lease].group_id != group_id:
+                    break
+                self._hand_over(engine, self._queue.pop(lease))
+
+    def _hand_over(self, engine: SimEngine, row: Row) -> None:
+        self._held[row.lease] = engine
+        engine.submit(row)
+
+
+def _load(engine: SimEngine) -> int:
+    return engine.num_leases

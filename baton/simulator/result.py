@@ -1,0 +1,194 @@
+"""What a simulated run says about a real one."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from baton.rollout.settings import Rules
+from baton.simulator.record import Record, Step
+from baton.simulator.setting import Setting
+
+WARM_SHARE = 0.2
+"""Of the steps, at the beginning, that do not count towards the steady state …"""
+
+
+class Shares(msgspec.Struct, frozen=True):
+    """Where the time of an engine, or of a kind of engines, goes: shares of the run."""
+
+    name: str
+    num: int
+    """Engines."""
+    gpus: int
+    """Of all of them."""
+    decode: float
+    prefill: float
+    load: float
+    idle: float
+    occupancy: float
+    """Slot time in which a trajectory was decoded."""
+    tokens_per_s: float
+    preemptions: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One simulated run. Times in seconds, tokens of the policy, unless it says otherwise."""
+
+    mode: str
+    steps: int
+    seconds: float
+    """Of the whole run, in virtual time."""
+    warm_steps: int
+    """First steps that the figures of a step leave out."""
+    step_s: float
+    """From one version to the next."""
+    step_s_spread: float
+    """Standard deviation over steps."""
+    wait_s: float
+    """Of a step, in which the trainer waits for its batch."""
+    train_s: float
+    other_s: float
+    """Publication and what else lies between a trained step and the wish for the next batch."""
+    trained_tokens_per_s: float
+    """Prompts and responses of the batches: the planner's throughput."""
+    generated_tokens_per_s: float
+    trajectories_per_s: float
+    trainer_busy: float
+    """Share of the steady state in which the trainer trains."""
+    rollout_occupancy: float
+    """Slot time in which a trajectory was leased, while anything ran."""
+    engines: list[Shares]
+    """By kind: engines of one shape together."""
+    staleness: dict[int, float]
+    """Versions behind the trainer → share of the trained batches' tokens."""
+    mean_staleness: float
+    masked_share: float
+    """Of the batches' tokens."""
+    carried_groups: float
+    """Open when a batch is taken, mean."""
+    carry_age: float
+    """Versions from a group's opening to its batch, mean."""
+    reprefilled_share: float
+    """Tokens prefilled again after they were put down, per generated token."""
+    tokens: dict[str, int]
+    """generated, trained, masked, filtered, dropped, carried, unreported; `lost: CAUSE`."""
+    price: float
+    """Of the whole run."""
+    price_per_million_tokens: float
+    """Of trained tokens, in the steady state."""
+    currency: str
+    outcomes: dict[str, int]
+    """Faults, and what was done about them."""
+    notes: list[str]
+    """What was assumed."""
+
+
+def summarise(setting: Setting, record: Record) -> Result:
+    """Make sense of a run."""
+    rules = setting.rules
+    done = [step for step in record.steps if step.is_trained]
+    warm = min(len(done) - 1, max(1, int(WARM_SHARE * len(done)), _first_full(rules))) if len(done) > 1 else 0
+    steady = done[warm:]
+    begin_s = done[warm - 1].end_s if warm else 0.0
+    span_s = max(1e-9, steady[-1].end_s - begin_s)
+    ends = [begin_s, *(step.end_s for step in steady)]
+    each = [after - before for before, after in itertools.pairwise(ends)]
+    size = rules.batch_groups * rules.group_size
+    wait_s, train_s = _mean([s.begin_s - s.wanted_s for s in steady]), _mean([s.train_s for s in steady])
+    in_batches = sum(sum(s.staleness.values()) for s in steady)
+    staleness = _staleness(steady)
+    trained = sum(s.tokens for s in steady)
+    price_per_s = setting.price_per_h / 3600
+    return Result(
+        mode=rules.mode,
+        steps=len(done),
+        seconds=record.seconds,
+        warm_steps=warm,
+        step_s=span_s / len(steady),
+        step_s_spread=statistics.pstdev(each),
+        wait_s=wait_s,
+        train_s=train_s,
+        other_s=span_s / len(steady) - wait_s - train_s,
+        trained_tokens_per_s=trained / span_s,
+        generated_tokens_per_s=sum(s.generated for s in steady) / span_s,
+        trajectories_per_s=size * len(steady) / span_s,
+        trainer_busy=sum(s.train_s for s in steady) / span_s,
+        rollout_occupancy=sum(s.busy_slot_s for s in steady) / max(1e-9, sum(s.slot_s for s in steady)),
+        engines=_engines(record),
+        staleness=staleness,
+        mean_staleness=sum(lag * share for lag, share in staleness.items()),
+        masked_share=sum(s.masked for s in steady) / max(1, in_batches),
+        carried_groups=_mean([s.carried_groups for s in steady]),
+        carry_age=_mean([s.carry_age for s in steady]),
+        reprefilled_share=sum(s.reprefilled for s in steady) / max(1, sum(s.generated for s in steady)),
+        tokens=_tokens(record),
+        price=price_per_s * record.seconds,
+        price_per_million_tokens=price_per_s * span_s / max(1, trained) * 1e6,
+        currency=setting.currency,
+        outcomes=dict(sorted(record.outcomes.items())),
+        notes=list(setting.notes),
+    )
+
+
+def _first_full(rules: Rules) -> int:
+    """Steps before the pipeline of versions is full."""
+    return rules.max_staleness + 1 if rules.mode == "async" else 2
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _staleness(steps: Sequence[Step]) -> dict[int, float]:
+    found: Counter[int] = Counter()
+    for step in steps:
+        found.update(step.staleness)
+    total = max(1, found.total())
+    return {lag: found[lag] / total for lag in sorted(found)}
+
+
+def _tokens(record: Record) -> dict[str, int]:
+    found = {
+        "generated": record.generated,
+        "trained": record.trained,
+        "masked": record.masked,
+        "filtered": record.filtered,
+        "dropped": record.dropped,
+        "carried": record.carried,
+        "unreported": record.unreported,
+    }
+    return found | {f"lost: {cause}": count for cause, count in sorted(record.lost.items())}
+
+
+def _engines(record: Record) -> list[Shares]:
+    """Engines whose names differ in their number alone are of one kind."""
+    kinds: dict[str, list[tuple[int, int, object]]] = {}
+    for name, engine in record.engines.items():
+        kinds.setdefault(name.rstrip("0123456789").rstrip("#- "), []).append(engine)
+    found = []
+    for kind, members in kinds.items():
+        busy = members[0][2]
+        for _, _, other in members[1:]:
+            busy = busy.plus(other)  # type: ignore[attr-defined]
+        span_s = max(1e-9, record.seconds * len(members))
+        shares = [getattr(busy, key) / span_s for key in ("decode_s", "prefill_s", "load_s")]
+        slots = sum(slots for slots, _, _ in members) / len(members)
+        found.append(
+            Shares(
+                name=kind,
+                num=len(members),
+                gpus=sum(gpus for _, gpus, _ in members),
+                decode=shares[0],
+                prefill=shares[1],
+                load=shares[2],
+                idle=max(0.0, 1 - sum(shares)),
+                occupancy=busy.row_s / (span_s * slots),  # type: ignore[attr-defined]
+                tokens_per_s=busy.decoded / max(1e-9, record.seconds),  # type: ignore[attr-defined]
+                preemptions=busy.preemptions,  # type: ignore[attr-defined]
+            )
+        )
+    return found

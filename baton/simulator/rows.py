@@ -1,0 +1,63 @@
+"""What goes through a simulated engine: a lease, what is said of it, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One lease in an engine."""
+
+    lease: int
+    group_id: int
+    sample_index: int
+    prompt: int
+    tokens: int
+    """After the prompt, when it was last counted."""
+    length: int
+    """Tokens at which it ends."""
+    version: int
+    is_exact: bool
+    grown: list[tuple[int, int]] = field(default_factory=list)
+    """(version, tokens) that have not been reported."""
+    end_step: int = -1
+    """The engine's step after which it is complete; -1 while it waits."""
+    born: int = 0
+    """Order of admission."""
+    lane: int = 0
+    since_s: float = 0.0
+    """When it was admitted."""
+    traced: dict[int, int] = field(default_factory=dict)
+    """Version → tokens since then, for the trace."""
+
+
+@dataclass(slots=True, eq=False)
+class Grown:
+    """What an engine says of one lease."""
+
+    row: Row
+    segments: list[tuple[int, int]]
+    """(version, tokens) since the last report."""
+    end: str
+    """``, `finished`, `put_down` or `refused`."""
+
+
+@dataclass(slots=True)
+class Busy:
+    """Where an engine's time went, seconds, and what it made."""
+
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    load_s: float = 0.0
+    row_s: float = 0.0
+    """Slot time in which a trajectory was decoded."""
+    decoded: int = 0
+    prefilled: int = 0
+    reprefilled: int = 0
+    """Tokens after prompts among them."""
+    preemptions: int = 0
+
+    def plus(self, other: Busy) -> Busy:
+        """Return the sums."""
+        return Busy(*(getattr(self, name) + getattr(other, name) for name in Busy.__slots__))

@@ -1,0 +1,70 @@
+"""Puts a simulated run together and lets it happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import UserError
+from baton.rollout.scheduler import RolloutScheduler
+from baton.simulator.faults import Fate, FaultSettings, storms
+from baton.simulator.laws import Laws
+from baton.simulator.log import Log
+from baton.simulator.pool import Pool
+from baton.simulator.record import Record
+from baton.simulator.seeds import choices
+from baton.simulator.setting import Setting
+from baton.simulator.swarm import Swarm
+from baton.simulator.trouble import Trouble
+from baton.simulator.world import World
+from baton.swarm.leases import LeaseTable
+from baton.trace import Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is simulated."""
+
+    seed: int = 0
+    faults: Sequence[FaultSettings] = ()
+    laws: bool = False
+    """Check every law at every event."""
+    log: Log | None = None
+    """Hears every event and command."""
+    tracer: Tracer | None = None
+    make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
+    make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
+
+
+def build(setting: Setting, options: Options | None = None) -> World:
+    """Return a world that is ready to run. Raises UserError for faults that do not fit the setting."""
+    options = options or Options()
+    world = World(setting, options.seed, tracer=options.tracer, make_scheduler=options.make_scheduler)
+    swarm: Swarm | None = None
+    if setting.swarm is None:
+        if options.faults:
+            raise UserError(
+                "faults happen to workers, and engine processes die with their run: set swarm.workers=2, say"
+            )
+        world.port = Pool(setting, world.clock, world, options.tracer)
+    else:
+        faults = list(options.faults)
+        random = choices(options.seed, "messages")
+        trouble = Trouble(storms(faults), world.clock, random) if faults else None
+        world.port = swarm = Swarm(setting, world, trouble, options.tracer, options.make_table)
+        Fate(swarm, faults, choices(options.seed, "victims"))
+    if options.log is not None:
+        world.watches.append(options.log)
+        if swarm is not None:
+            swarm.watches.append(options.log)
+    if options.laws:
+        laws = Laws(world, swarm)
+        world.watches.append(laws)
+        if swarm is not None:
+            swarm.watches.append(laws)
+    return world
+
+
+def simulate(setting: Setting, options: Options | None = None) -> Record:
+    """Simulate a run. Raises Hang, and Broken for a law that does not hold."""
+    return build(setting, options).run()

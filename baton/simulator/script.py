@@ -1,0 +1,98 @@
+"""How long each trajectory becomes, its prompt and its reward: a function of the seed and its place, and of nothing
+else, so that no decision changes the work.
+
+Lengths follow a `Lengths` distribution. Members of a group share a part of their normal score (`correlation`): hard
+prompts are long for all. `drift` lets lengths grow or shrink as training goes on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.simulator.seeds import generator
+from baton.workload import Lengths
+
+BLOCK = 256
+"""Groups drawn at once."""
+KEPT_BLOCKS = 256
+"""Blocks kept; others are drawn again when they are asked for, with the same numbers."""
+_NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What trajectories are like."""
+
+    prompt: Lengths
+    output: Lengths
+    correlation: float = 0.0
+    """Of the normal scores of two members of a group, from 0 to 1."""
+    drift: float = 0.0
+    """Share by which lengths grow with each train step; they stay within the longest."""
+    trained_share: float = 1.0
+    """Of groups whose rewards differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    prompts: list[int]
+    lengths: list[list[int]]
+    teaches: list[bool]
+
+
+class Script:
+    """The work of one run."""
+
+    def __init__(self, work: Work, seed: int, batch_groups: int, group_size: int) -> None:
+        self.work, self._seed = work, seed
+        self._batch_groups, self._group_size = batch_groups, group_size
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._last: tuple[int, _Block] = (-1, _Block([], [], []))
+
+    def prompt(self, group_id: int) -> int:
+        """Tokens of a group's prompt."""
+        return self._block(group_id).prompts[group_id % BLOCK]
+
+    def length(self, group_id: int, sample_index: int) -> int:
+        """Tokens that a trajectory ends with, after its prompt."""
+        return self._block(group_id).lengths[group_id % BLOCK][sample_index]
+
+    def reward(self, group_id: int, sample_index: int) -> float:
+        """1 or 0. All members of a group that teaches nothing have the same."""
+        if not self._block(group_id).teaches[group_id % BLOCK]:
+            return float(group_id % 2)
+        return float(sample_index % 2)
+
+    def _block(self, group_id: int) -> _Block:
+        number = group_id // BLOCK
+        if self._last[0] != number:
+            if number not in self._blocks:
+                self._blocks[number] = self._draw(number)
+                if len(self._blocks) > KEPT_BLOCKS:
+                    self._blocks.popitem(last=False)
+            self._last = number, self._blocks[number]
+        return self._last[1]
+
+    def _draw(self, number: int) -> _Block:
+        work, size = self.work, self._group_size
+        shared = generator(self._seed, "length of groups", number).standard_normal(BLOCK)
+        own = generator(self._seed, "length of trajectories", number).standard_normal((BLOCK, size))
+        score = work.correlation**0.5 * shared[:, None] + (1 - work.correlation) ** 0.5 * own
+        step = (number * BLOCK + np.arange(BLOCK)) // self._batch_groups
+        factor = np.maximum(1e-3, 1 + work.drift * step)[:, None]
+        drawn = _pick(work.output, np.asarray(_NORMAL_CDF(score), dtype=float)) * factor
+        lengths = np.clip(np.rint(drawn), 1, max(1, int(work.output.longest))).astype(int)
+        prompts = _pick(work.prompt, generator(self._seed, "prompts", number).random(BLOCK))
+        teaches = generator(self._seed, "rewards", number).random(BLOCK) < work.trained_share
+        return _Block(np.maximum(1, np.rint(prompts)).astype(int).tolist(), lengths.tolist(), teaches.tolist())
+
+
+def _pick(lengths: Lengths, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    values = np.asarray(lengths.values)
+    found: NDArray[np.float64] = values[np.minimum((shares * len(values)).astype(int), len(values) - 1)]
+    return found

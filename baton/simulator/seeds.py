@@ -1,0 +1,18 @@
+"""Randomness by concern: a change of one leaves the others as they were."""
+
+from __future__ import annotations
+
+import zlib
+from random import Random
+
+from numpy.random import PCG64, Generator, SeedSequence
+
+
+def generator(seed: int, concern: str, *place: int) -> Generator:
+    """Return numpy's generator for a concern, and a place within it."""
+    return Generator(PCG64(SeedSequence([seed, zlib.crc32(concern.encode()), *place])))
+
+
+def choices(seed: int, concern: str) -> Random:
+    """Return Python's generator for a concern: for a few draws at a time."""
+    return Random(f"{seed}/{concern}")  # nothing is secret here

@@ -1,0 +1,288 @@
+"""From what a user has, a plan or a recipe, to a setting."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from pydantic import ValidationError
+
+from baton.cluster import Cluster, Gpu, gpu_types
+from baton.config import Recipe, load_recipe
+from baton.cost.efficiency import Efficiencies
+from baton.cost.generate import Place
+from baton.errors import UserError
+from baton.model import ModelSpec, read_model
+from baton.plan import Plan, Replica
+from baton.planning import recipe_workload
+from baton.rollout.settings import RolloutSettings
+from baton.simulator.script import Work
+from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
+from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
+from baton.workload import LengthSettings, Workload
+
+REPORTS_PER_STEP = 20
+"""How often workers report where nobody fails: what they say in the middle of a lease changes nothing then."""
+RATED_SLOTS = 64
+"""Of an engine that a table of rates describes, which says nothing of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a user wants otherwise than a plan or a recipe has it."""
+
+    overrides: Sequence[str] = ()
+    """`rollout.KEY=VALUE`."""
+    steps: int | None = None
+    correlation: float = 0.0
+    drift: float = 0.0
+    judge_cv: float = 0.0
+    swarm: SwarmSpec = field(default_factory=SwarmSpec)
+    """Links, reports and patience of a swarm."""
+    is_detailed: bool = False
+    """Whether a plan's workers report, beat and are watched as often as live ones: what faults are about."""
+
+    def also(self, overrides: Sequence[str]) -> Wishes:
+        """Return the same with more overrides behind the others."""
+        return replace(self, overrides=(*self.overrides, *overrides))
+
+
+class Source(Protocol):
+    """Whatever a setting can be made from."""
+
+    def setting(self, wishes: Wishes) -> Setting:
+        """Return the setting. Raises UserError."""
+        ...
+
+
+# ---- a plan ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """A plan, with the model and the workload that it was made for."""
+
+    plan: Plan
+    model: ModelSpec
+    work: Workload
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    cluster: Cluster | None = None
+    """For the links; without it those of the catalogue."""
+
+    def setting(self, wishes: Wishes) -> Setting:
+        """See `Source`. Engines of several machines are a swarm: so Baton runs them."""
+        plan, work = self.plan, self.work
+        overlaps = plan.max_staleness > 0 and not plan.is_colocated
+        base: dict[str, Any] = {
+            "mode": "async" if overlaps else "sync",
+            "batch_groups": work.groups,
+            "group_size": work.group_size,
+            "max_new_tokens": int(work.output.longest),
+        }
+        if overlaps:
+            base |= {
+                "max_staleness": plan.max_staleness,
+                "on_new_version": "resume" if work.reprefills else "keep",
+            }
+        settings = rollout_settings(base, wishes.overrides)
+        rules = settings.rules()
+        if rules.mode == "async":
+            rules = replace(rules, is_swarm=True, max_lag=min(1, rules.max_staleness))
+        work = msgspec.structs.replace(work, groups=rules.batch_groups, group_size=rules.group_size)
+        training = plan.training
+        compute_s = training.compute_s + training.bubble_s
+        names = {name for replica in plan.replicas for name in replica.gpu_ids}
+        return Setting(
+            rules=rules,
+            engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
+            work=Work(work.prompt, work.output, wishes.correlation, wishes.drift, work.trained_share),
+            train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
+            judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),
+            publish_s=0.0,
+            num_steps=wishes.steps or 50,
+            swarm=self._swarm(wishes, restarts=rules.mode == "sync"),
+            shares_prefill=work.shared_prefill,
+            trainer_gpus=len(set(training.gpu_ids) - names),
+            price_per_h=plan.price_per_h,
+            currency=plan.currency,
+            notes=self._notes(wishes),
+        )
+
+    def _swarm(self, wishes: Wishes, *, restarts: bool) -> SwarmSpec:
+        breakdown = self.plan.breakdown
+        spec = replace(wishes.swarm, fetch_s=breakdown.sync_s, rules=replace(wishes.swarm.rules, restarts=restarts))
+        if wishes.is_detailed:
+            return spec
+        pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)
+        patient = replace(spec.rules, silence_s=math.inf, wedge_s=math.inf, starve_s=math.inf)
+        return replace(spec, report_every_s=pace_s, heartbeat_s=pace_s, tick_s=pace_s, rules=patient)
+
+    def _notes(self, wishes: Wishes) -> tuple[str, ...]:
+        found = ["engines exchange weights each by itself, in the plan's sync time, and the trainer does not wait"]
+        if not wishes.correlation:
+            found.append("lengths within a group are independent (--correlation)")
+        return tuple(found)
+
+    def _engine(self, index: int, replica: Replica) -> EngineSpec:
+        name = f"{replica.gpu} tp{replica.tp} pp{replica.pp} #{index}"
+        count = len(replica.gpu_ids)
+        if not replica.memory_bytes:  # planned by a table of rates
+            speed = FlatSpeed(0.0, 1 / replica.tokens_per_s)
+            return EngineSpec(name, RATED_SLOTS, speed, weight=replica.tokens_per_s, num_gpus=count)
+        layers = tuple(last - first for first, last in replica.layers)
+        place = self._place(replica)
+        return EngineSpec(
+            name,
+            replica.batch,
+            CostSpeed(self.model, self.work, place, replica.tp, layers),
+            kv_tokens(self.model, self.work, place, replica.tp, layers),
+            weight=replica.tokens_per_s / replica.batch,
+            num_gpus=count,
+        )
+
+    def _place(self, replica: Replica) -> Place:
+        gpu, link, between, latency_s = _catalogue_gpu(replica.gpu, self.cluster), 0.0, 0.0, 2e-5
+        if self.cluster is not None:
+            own = {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
+            nodes = [i for i, node in enumerate(self.cluster.nodes) if node.name in own]
+            if nodes:
+                link = min(self.cluster.nodes[i].link_bytes_per_s for i in nodes)
+                pairs = [self.cluster.bytes_per_s[a][b] for a in nodes for b in nodes if a != b]
+                between, latency_s = min(pairs, default=link), self.cluster.latency_s
+        link = link or gpu.link_bytes_per_s
+        return Place(gpu, link, between or link, latency_s, self.efficiencies.of(gpu.name))
+
+
+def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
+    for node in cluster.nodes if cluster is not None else ():
+        if node.gpu.name == name:
+            return node.gpu
+    if name not in gpu_types():
+        raise UserError(f"the plan has GPUs of type {name}, which the catalogue has not: give its --cluster too")
+    return gpu_types()[name]
+
+
+def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
+    """Apply overrides to settings of [rollout]. Raises UserError naming the key."""
+    wanted: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip().removeprefix("rollout.")
+        if not equals or key not in RolloutSettings.model_fields:
+            near = get_close_matches(key, RolloutSettings.model_fields, n=1)
+            hint = f"; did you mean rollout.{near[0]}?" if near else ""
+            raise UserError(f"override {override!r}: with --plan, allowed are rollout.KEY=VALUE{hint}")
+        wanted[key] = _value(text)
+    if wanted.get("mode", base["mode"]) != base["mode"]:  # what goes with the other mode goes with it
+        base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
+    tree = base | wanted
+    try:
+        return RolloutSettings.model_validate(tree)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        said = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"rollout.{where}: {said}" if where else f"rollout.{said}") from error
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+# ---- a recipe --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSource:
+    """A recipe on this machine: one engine for each engine process, or worker, as the live run would have."""
+
+    path: Path
+    efficiencies: Efficiencies | None = None
+    """What `baton profile` measured here; None: shares of peak that are usual elsewhere."""
+    work: Workload | None = None
+    """Its lengths, prompts and judging; None: they are assumed."""
+    gpu: str = "CPU"
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+
+    def setting(self, wishes: Wishes) -> Setting:
+        """See `Source`."""
+        recipe = load_recipe(Recipe, self.path, _with_section(wishes.overrides))
+        model = read_model(Path(recipe.model.path))
+        work, notes = self._work(recipe)
+        efficiency = (self.efficiencies or Efficiencies()).of(self.gpu)
+        gpu = gpu_types()[self.gpu]
+        place = Place(gpu, gpu.link_bytes_per_s, gpu.link_bytes_per_s, 0.0, efficiency)
+        rules, swarm = recipe.rules(), recipe.swarm
+        count = max(1, swarm.workers if swarm.is_on else recipe.engine.processes)
+        kind = "worker" if swarm.is_on else "engine process"
+        speed = CostSpeed(model, work, place, 1, (model.num_layers,))
+        threads = recipe.run.threads or self.cores
+        overlaps = rules.mode == "async"
+        devices = max(1, threads - count) if overlaps else threads
+        if self.efficiencies is None:
+            notes.append("efficiencies are not measured here: run `baton profile` and give --calibration")
+        spec = None
+        if swarm.is_on:
+            leases = swarm.lease_rules(restarts=rules.mode == "sync")
+            heartbeat_s, fetch_s = swarm.silence_s / 6, efficiency.publish_latency_s
+            spec = replace(
+                wishes.swarm,
+                rules=leases,
+                fetch_s=fetch_s,
+                heartbeat_s=heartbeat_s,
+                report_every_s=swarm.report_every_s,
+            )
+        return Setting(
+            rules=rules,
+            engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed) for i in range(count)),
+            work=Work(work.prompt, work.output, wishes.correlation, wishes.drift, work.trained_share),
+            train=device_train_speed(model, work, place, devices),
+            judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),
+            publish_s=0.0 if swarm.is_on else efficiency.publish_latency_s,
+            num_steps=wishes.steps or recipe.run.steps,
+            publish_every=swarm.publish_every,
+            checkpoint_every=recipe.checkpoint.every,
+            swarm=spec,
+            train_slowdown=max(1.0, (devices + count) / self.cores) if overlaps else 1.0,
+            shares_prefill=work.shared_prefill,
+            price_per_h=self.cores * gpu.price_per_h,
+            currency=gpu.currency,
+            notes=tuple(notes),
+        )
+
+    def _work(self, recipe: Recipe) -> tuple[Workload, list[str]]:
+        own = recipe_workload(recipe)
+        known = self.work
+        notes: list[str] = []
+        if known is not None:
+            changes: dict[str, Any] = {
+                key: getattr(known, key)
+                for key in ("prompt", "output", "trained_share", "reward_latency_s", "reward_concurrency")
+            }
+        else:
+            longest = recipe.rollout.max_new_tokens
+            mean = max(1.0, longest / 4)
+            changes = {
+                "prompt": LengthSettings(mean=max(1, min(64, recipe.engine.max_context_tokens - longest))).build(),
+                "output": LengthSettings(kind="lognormal", mean=mean, cv=1.0, max=max(longest, mean + 1)).build(),
+            }
+            notes.append(
+                f"lengths are assumed (lognormal, {mean:.0f} tokens on average, at most {longest}): give --workload "
+                "with a run's directory to measure them"
+            )
+        return msgspec.structs.replace(own, **changes), notes
+
+
+def _with_section(overrides: Sequence[str]) -> list[str]:
+    """Keys without a section are of [rollout]."""
+    return [one if "." in one.partition("=")[0] else f"rollout.{one}" for one in overrides]

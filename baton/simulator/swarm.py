@@ -1,0 +1,169 @@
+"""A swarm in virtual time, as a port: the hub, its workers, the links between them, and what goes wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.simulator.clock import Clock
+from baton.simulator.hub import SimHub, TableWatch
+from baton.simulator.port import Wish
+from baton.simulator.rows import Busy
+from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
+from baton.simulator.trouble import Trouble
+from baton.simulator.wire import Line
+from baton.simulator.worker import SimWorker
+from baton.simulator.world import World
+from baton.swarm.leases import LeaseTable
+from baton.trace import Tracer
+from baton.types import PolicyVersion
+
+
+class Swarm:
+    """A `Port` over workers that come and go."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        world: World,
+        trouble: Trouble | None = None,
+        tracer: Tracer | None = None,
+        make_table: Callable[..., LeaseTable] = LeaseTable,
+    ) -> None:
+        assert setting.swarm is not None, "a swarm has its numbers"
+        self.setting, self.world, self.trouble = setting, world, trouble
+        self.clock: Clock = world.clock
+        self.spec: SwarmSpec = setting.swarm
+        self.workers: list[SimWorker] = []
+        self.watches: list[TableWatch] = []
+        self.incarnation = -1
+        self.is_down = True
+        """Whether the controller is."""
+        self._tracer, self._make_table = tracer, make_table
+        self._published_s = 0.0
+        self.hub: SimHub
+
+    # ---- the port ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """See `Port`: a new incarnation of the hub; workers come by themselves."""
+        self.incarnation += 1
+        self.is_down = False
+        table = self._make_table(self.spec.rules)
+        self.hub = SimHub(table, self.clock, self.world, f"lineage {self.incarnation}", self.trouble is not None)
+        self.hub.watches = self.watches
+        self.hub.outcomes = self.count
+        if not self.incarnation:
+            for spec in self.setting.engines:
+                self.join(spec)
+        self.clock.after(self.spec.tick_s, self._tick, self.incarnation)
+
+    def want(self, wish: Wish) -> None:
+        """See `Port`."""
+        self.hub.want(wish)
+
+    def abort(self, lease: int) -> None:
+        """See `Port`."""
+        self.hub.abort(lease)
+
+    def load(self, version: int) -> None:
+        """See `Port`: published in the background, one after the other, and announced when it is whole."""
+        begin_s = max(self.clock.now_s, self._published_s)
+        self._published_s = begin_s + self.setting.publish_s
+        if self._tracer is not None:
+            self._tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version)
+        known = PolicyVersion(self.hub.lineage, version, f"digest {version}")
+        self.clock.at(self._published_s, self._announce, self.incarnation, known)
+        self.world.serving(version)
+
+    def slow(self, factor: float) -> None:
+        """See `Port`."""
+        for worker in self.workers:
+            worker.engine.slow(factor * worker.slowness)
+
+    def busy(self) -> dict[str, tuple[int, int, Busy]]:
+        """See `Port`: workers of one name are one."""
+        found: dict[str, tuple[int, int, Busy]] = {}
+        for worker in self.workers:
+            spec = worker.spec
+            known = found.get(spec.name)
+            both = worker.engine.busy if known is None else known[2].plus(worker.engine.busy)
+            found[spec.name] = (spec.slots, spec.num_gpus, both)
+        return found
+
+    def _announce(self, incarnation: int, version: PolicyVersion) -> None:
+        if incarnation == self.incarnation and not self.is_down:
+            self.hub.announce(version)
+
+    def _tick(self, incarnation: int) -> None:
+        if incarnation == self.incarnation and not self.is_down:
+            self.hub.tick()
+            self.clock.after(self.spec.tick_s, self._tick, incarnation)
+
+    def count(self, name: str) -> None:
+        """Something out of the ordinary has happened."""
+        self.world.record.outcomes[name] += 1
+
+    # ---- workers come and go -----------------------------------------------------------------------------------------
+
+    def join(self, spec: EngineSpec, slowness: float = 1.0) -> SimWorker:
+        """A worker process is started."""
+        worker = SimWorker(
+            len(self.workers),
+            spec,
+            self.spec,
+            self.clock,
+            self,
+            resumes=self.setting.rules.on_new_version == "resume",
+            remembers=self.trouble is not None,
+            shares_prefill=self.setting.shares_prefill,
+            tracer=self._tracer,
+        )
+        fate = None if self.trouble is None else self.trouble.fates(spec.name)
+        worker.up = Line(self.clock, self.spec.link_s, lambda message: self._hear(worker, message), worker.cut, fate)
+        worker.down = Line(self.clock, self.spec.link_s, worker.hear, worker.cut, fate)
+        same = sum(other.spec.name == spec.name for other in self.workers)
+        worker.engine.name += f" ({same + 1})" if same else ""
+        worker.slowness = slowness
+        worker.engine.slow(slowness)
+        self.workers.append(worker)
+        worker.start()
+        return worker
+
+    def alive(self) -> list[SimWorker]:
+        """Workers whose process runs."""
+        return [worker for worker in self.workers if worker.is_up]
+
+    def restart(self) -> None:
+        """See `Port`: every connection ends, and nobody listens."""
+        self.is_down = True
+        for worker in self.alive():
+            if worker.is_connected:
+                worker.cut()
+            worker.number = -1
+
+    def _hear(self, worker: SimWorker, message: object) -> None:
+        if not self.is_down:
+            self.hub.hear(worker, message)
+
+    # ---- the workers' surroundings -----------------------------------------------------------------------------------
+
+    def connects(self, worker: SimWorker) -> bool:
+        """See `Surroundings`."""
+        return not self.is_down and not (self.trouble is not None and self.trouble.is_apart(worker.spec.name))
+
+    def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
+        """See `Surroundings`."""
+        if self.is_down:
+            return "the hub is gone"
+        if self.hub.versions.get(version.number) != version:
+            return "no such version"
+        return "" if self.trouble is None else self.trouble.fetch_fault(worker.spec.name)
+
+    def cut(self, worker: SimWorker) -> None:
+        """See `Surroundings`."""
+        if not self.is_down:
+            self.hub.cut(worker)
+
+    def lost(self, num_tokens: int) -> None:
+        """See `Surroundings`."""
+        self.world.record.unreported += num_tokens

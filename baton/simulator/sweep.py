@@ -1,0 +1,115 @@
+"""The same run under many settings: a table, and the one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+
+import msgspec
+
+from baton.errors import UserError
+from baton.rollout.settings import RolloutSettings
+from baton.simulator.result import Result, summarise
+from baton.simulator.run import Options, simulate
+from baton.simulator.sources import Source, Wishes
+
+MOST_POINTS = 400
+MAX_MASKED = 0.1
+"""Share of a batch that may be too old to be trained, in what is recommended: over-provision's own bound."""
+CLOSE = 0.02
+"""Throughputs nearer than this are the same, and the fresher tokens are taken."""
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """One setting and its values."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One cell of the table."""
+
+    values: dict[str, str]
+    result: Result | None
+    why_not: str = ""
+    """In a sentence, where the values do not go together."""
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """A whole table."""
+
+    axes: tuple[Axis, ...]
+    points: tuple[Point, ...]
+    recommended: int | None
+    """Place among the points."""
+    why: str
+
+
+def read_axes(texts: Iterable[str]) -> tuple[Axis, ...]:
+    """Read `key=a,b,c`. Raises UserError."""
+    axes = []
+    for text in texts:
+        key, equals, values = text.partition("=")
+        key = key.strip().removeprefix("rollout.")
+        found = tuple(value.strip() for value in values.split(",") if value.strip())
+        if not equals or not found:
+            raise UserError(f"--sweep {text!r}: allowed is key=value,value,… such as max_staleness=0,1,2,4")
+        if key not in RolloutSettings.model_fields:
+            raise UserError(
+                f"--sweep {text!r}: {key!r} is no key of [rollout]; there are {', '.join(RolloutSettings.model_fields)}"
+            )
+        axes.append(Axis(key, found))
+    if not axes:
+        raise UserError("--sweep needs at least one key=value,value,…")
+    total = 1
+    for axis in axes:
+        total *= len(axis.values)
+    if total > MOST_POINTS:
+        raise UserError(f"--sweep: got {total} settings, allowed at most {MOST_POINTS}")
+    return tuple(axes)
+
+
+def sweep(
+    source: Source, wishes: Wishes, axes: Sequence[Axis], options: Options, done: Callable[[int], None] | None = None
+) -> Sweep:
+    """Simulate every combination. `done` hears how many are."""
+    points = []
+    for count, values in enumerate(product(*(axis.values for axis in axes)), start=1):
+        chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
+        points.append(_point(source, wishes, chosen, options))
+        if done is not None:
+            done(count)
+    place, why = recommend(points)
+    return Sweep(tuple(axes), tuple(points), place, why)
+
+
+def _point(source: Source, wishes: Wishes, chosen: dict[str, str], options: Options) -> Point:
+    overrides = [f"rollout.{key}={value}" for key, value in chosen.items()]
+    given = {one.partition("=")[0].removeprefix("rollout.") for one in wishes.overrides} | set(chosen)
+    if "overprovision" in chosen and "mode" not in given:
+        overrides.append("rollout.mode=partial")
+    try:
+        setting = source.setting(wishes.also(overrides))
+        return Point(chosen, summarise(setting, simulate(setting, options)))
+    except UserError as error:
+        return Point(chosen, None, str(error).splitlines()[0])
+
+
+def recommend(points: Sequence[Point]) -> tuple[int | None, str]:
+    """Return the place of the fastest with few masked tokens; of those as fast, the one with the freshest tokens."""
+    run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
+    if not run:
+        return None, "none of the settings can be run"
+    useful = [(place, result) for place, result in run if result.masked_share <= MAX_MASKED]
+    note = ""
+    if not useful:
+        useful, note = run, f"; every setting masks more than {MAX_MASKED:.0%} of its tokens"
+    best = max(result.trained_tokens_per_s for _, result in useful)
+    near = [(place, result) for place, result in useful if result.trained_tokens_per_s >= (1 - CLOSE) * best]
+    place, result = min(near, key=lambda one: (one[1].mean_staleness, -one[1].trained_tokens_per_s))
+    why = (
+        f"{result.trained_tokens_per_s:,.0f} trained tokens/s, within {CLOSE:.0%} of the fastest, at the least "
+        f"staleness ({result.mean_staleness:.2f} versions on average){note}"
+    )
+    return place, why

@@ -1,0 +1,130 @@
+"""What decoding, prefill and training take: the planner's own functions, tabulated, because they are asked millions of
+times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.cost.generate import Place, context_bytes, decode_s, prefill_s, weight_bytes
+from baton.cost.train import forward_passes, layer_flops
+from baton.model import ModelSpec
+from baton.workload import Workload
+
+KNOTS = 64
+"""Contexts at which a decode step is computed; between them it is linear."""
+
+
+class Speed(Protocol):
+    """How fast an engine is."""
+
+    @property
+    def trajectory_s(self) -> float:
+        """Of its time, for each trajectory that it takes, beside prefill and decode."""
+        ...
+
+    def step_s(self, rows: int, context: float) -> float:
+        """Time in which each of `rows` trajectories of this mean context grows by a token."""
+        ...
+
+    def prefill_s(self, tokens: int) -> float:
+        """Time of prefilling one sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSpeed:
+    """A speed in three numbers, for tests and for what-if questions."""
+
+    base_s: float = 0.01
+    """Of a decode step."""
+    row_s: float = 0.0
+    """Of a decode step, for each trajectory in it."""
+    context_s: float = 0.0
+    """Of a decode step, for each token of context in it."""
+    token_s: float = 0.0
+    """Of prefill, for each token."""
+    trajectory_s: float = 0.0
+    """See `Speed`."""
+
+    def step_s(self, rows: int, context: float) -> float:
+        """See `Speed`."""
+        return self.base_s + rows * (self.row_s + self.context_s * context)
+
+    def prefill_s(self, tokens: int) -> float:
+        """See `Speed`."""
+        return self.token_s * tokens
+
+
+class CostSpeed:
+    """A replica as the cost model sees it."""
+
+    def __init__(self, model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...]) -> None:
+        self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
+        self._spacing = max(1.0, work.longest_tokens / KNOTS)
+        self._tables: dict[int, list[float]] = {}
+
+    @property
+    def trajectory_s(self) -> float:
+        """See `Speed`."""
+        return self._place.efficiency.trajectory_overhead_s
+
+    def step_s(self, rows: int, context: float) -> float:
+        """See `Speed`."""
+        table = self._tables.get(rows)
+        if table is None:
+            table = self._tables[rows] = [
+                decode_s(self._model, self._work, self._place, self._tp, self._layers, rows, knot * self._spacing)
+                for knot in range(KNOTS + 2)
+            ]
+        place = context / self._spacing
+        knot = min(int(place), KNOTS)
+        low = table[knot]
+        return low + (place - knot) * (table[knot + 1] - low)
+
+    def prefill_s(self, tokens: int) -> float:
+        """See `Speed`."""
+        return prefill_s(self._model, self._place, self._tp, self._layers, tokens, float(tokens) ** 2)
+
+
+def kv_tokens(model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...]) -> float:
+    """Tokens that the KV cache of a replica holds; infinite where every slot has its own fixed room."""
+    if work.engine_context_tokens:
+        return math.inf
+    room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
+    longest = work.longest_tokens
+    return room / (context_bytes(model, work, tp, layers, longest) / longest)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpeed:
+    """A train step in its terms."""
+
+    fixed_s: float
+    """Whatever the batch: overheads, the optimiser, gradients."""
+    token_s: float
+    """For each token, prompts included."""
+    squared_s: float
+    """For the square of each trajectory's tokens: attention."""
+
+    def step_s(self, lengths: Sequence[int]) -> float:
+        """Time of a batch of trajectories with so many tokens each."""
+        return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
+
+
+def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
+    """Share a mean batch's time of computing among its tokens and their squares, in proportion to FLOPs."""
+    tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
+    linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
+    both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token
+    share = min(1.0, tokens * linear / both)
+    return TrainSpeed(fixed_s, compute_s * share / tokens, compute_s * (1 - share) / squared)
+
+
+def device_train_speed(model: ModelSpec, work: Workload, place: Place, devices: int) -> TrainSpeed:
+    """A trainer on `devices` equal GPUs or cores that work together, as `baton profile` measures it."""
+    flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
+    rate = devices * place.gpu.flops * place.efficiency.train
+    return train_speed(model, work, forward_passes(work) * flops / rate, place.efficiency.train_overhead_s)

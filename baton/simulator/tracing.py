@@ -1,0 +1,32 @@
+"""A simulated run's spans, under the names of a live one's (`baton/trace`), with prefill apart from generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.simulator.rows import Row
+from baton.trace import Span, Tracer
+
+
+class Spans:
+    """A `Tracer` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
+        """See `Tracer`."""
+        self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
+
+
+def trace_row(tracer: Tracer, actor: str, row: Row, end_s: float, ended: str) -> None:
+    """A lease leaves its slot: `ended` is finish, abort or lost."""
+    versions, row.traced = row.traced, {}
+    if end_s <= row.since_s:
+        return
+    facts: dict[str, Any] = {"group": row.group_id, "sample": row.sample_index, "tokens": sum(versions.values())}
+    if versions:
+        facts["version"] = max(versions)
+    if len(versions) > 1:
+        facts["versions"] = {str(version): count for version, count in versions.items()}
+    tracer.span("generate", actor, row.lane, row.since_s, end_s, **facts, ended=ended)

@@ -1,0 +1,303 @@
+"""A worker of a swarm in virtual time: one engine, one connection that it opens itself, one `HaveWant`.
+
+Like `swarm/worker.py`: a cut leaves the engine at work; what was said and not confirmed is said again after it; a hub
+that was restarted has another incarnation, and what was begun for the old one is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from baton.simulator.clock import Clock
+from baton.simulator.engine import SimEngine
+from baton.simulator.rows import Grown, Row
+from baton.simulator.setting import EngineSpec, SwarmSpec
+from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Line, Recalled, Report, Retry, Want
+from baton.swarm import have_want as hw
+from baton.trace import ASIDE, Tracer
+from baton.types import PolicyVersion
+
+LONGEST_WAIT_S = 30.0
+"""Between two attempts to connect."""
+
+
+class Surroundings(Protocol):
+    """What a worker meets with."""
+
+    incarnation: int
+    """Of the hub."""
+
+    def connects(self, worker: SimWorker) -> bool:
+        """Whether the hub can be reached now."""
+        ...
+
+    def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
+        """Why a version that was fetched is not whole; empty where it is."""
+        ...
+
+    def cut(self, worker: SimWorker) -> None:
+        """The worker's connection has ended."""
+        ...
+
+    def lost(self, num_tokens: int) -> None:
+        """Tokens have died with their worker."""
+        ...
+
+
+class SimWorker:
+    """One worker process, from its start to its death."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: EngineSpec,
+        swarm: SwarmSpec,
+        clock: Clock,
+        around: Surroundings,
+        *,
+        resumes: bool,
+        remembers: bool,
+        shares_prefill: bool,
+        tracer: Tracer | None,
+    ) -> None:
+        """remembers: whether unconfirmed reports are kept, which only a fault makes use of."""
+        self.index, self.spec, self.number = index, spec, -1
+        self.is_up = self.is_connected = False
+        self.up: Line
+        """To the hub."""
+        self.down: Line
+        """From it."""
+        self.have_want = hw.HaveWant(swarm.have_want)
+        self.engine = SimEngine(
+            clock,
+            spec.name,
+            spec.speed,
+            spec.slots,
+            self,
+            kv_tokens=spec.kv_tokens,
+            report_every_s=swarm.report_every_s,
+            shares_prefill=shares_prefill,
+            tracer=tracer,
+        )
+        self.slowness = 1.0
+        self.is_frozen = False
+        self._swarm, self._clock, self._around, self._tracer = swarm, clock, around, tracer
+        self._resumes, self._remembers = resumes, remembers
+        self._outbox: dict[int, list[Report]] = {}
+        self._said: dict[int, int] = {}
+        """Lease → tokens that were reported, with those it was given."""
+        self._incarnation = -1
+        self._wait_s = 0.0
+        self._beats = 0
+        self._fetching_s = 0.0
+
+    # ---- its life ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self.is_up = True
+        self._connect()
+
+    def die(self) -> None:
+        """The process ends without a word."""
+        if not self.is_up:
+            return
+        self.is_up = False
+        self.engine.stop()
+        kept = sum(report.length - report.offset for reports in self._outbox.values() for report in reports)
+        self._around.lost(self.engine.unreported() + kept)
+        self.engine.abandon()
+        self._hang_up()
+
+    def leave(self) -> None:
+        """Report what there is, say goodbye, end."""
+        if not self.is_up:
+            return
+        if self.is_connected and not self.is_frozen:
+            self.engine.flush()
+            self.up.send(Leaving())
+        self.is_up = self.is_connected = False
+        self._around.lost(self.engine.unreported())
+        self.engine.stop()
+        self.engine.abandon()
+
+    def freeze(self) -> None:
+        """Stand still, and say nothing."""
+        self.is_frozen = True
+        self.engine.stop()
+
+    def thaw(self) -> None:
+        """Go on, if it is still alive."""
+        if self.is_up and self.is_frozen:
+            self.is_frozen = False
+            self.engine.go_on()
+            self._beat(self._beats)
+
+    def cut(self) -> None:
+        """The connection has ended; connect again by itself, after a moment."""
+        if not self.is_connected:
+            return
+        self._hang_up()
+        if self.is_up:
+            self._clock.after(self._swarm.reconnect_s, self._connect)
+
+    def _hang_up(self) -> None:
+        self.is_connected = False
+        self.up.cut()
+        self.down.cut()
+        self._around.cut(self)
+
+    def _connect(self) -> None:
+        if not self.is_up or self.is_connected:
+            return
+        if self.is_frozen or not self._around.connects(self):
+            self._wait_s = min(LONGEST_WAIT_S, max(self._swarm.reconnect_s, 2 * self._wait_s))
+            self._clock.after(self._wait_s, self._connect)
+            return
+        self._wait_s = 0.0
+        self.is_connected = True
+        if self._around.incarnation != self._incarnation:
+            self._incarnation = self._around.incarnation
+            self._forget_all()
+        self._beats += 1
+        self.up.send(Hello(self.have_want.have, list(self._outbox)))
+        for reports in list(self._outbox.values()):
+            for report in reports:
+                self.up.send(report)
+        self._clock.after(self._swarm.heartbeat_s, self._beat, self._beats)
+
+    def _forget_all(self) -> None:
+        for lease in self.engine.leases:
+            self.engine.drop(lease)
+        self._outbox.clear()
+        self._said.clear()
+
+    def _beat(self, beats: int) -> None:
+        if beats != self._beats or not self.is_connected or self.is_frozen:
+            return
+        self._say_beat()
+        self._clock.after(self._swarm.heartbeat_s, self._beat, beats)
+
+    def _say_beat(self) -> None:
+        if self.is_connected:
+            self.up.send(Beat(self.have_want.have, self.engine.decoded()))
+
+    # ---- what the hub says -------------------------------------------------------------------------------------------
+
+    def hear(self, message: object) -> None:
+        """Take a message from the hub."""
+        if not self.is_up:
+            return
+        if self.is_frozen:
+            self._clock.after(1.0, self.hear, message)  # it lies in the socket's buffer
+            return
+        match message:
+            case Granted():
+                self._granted(message)
+            case Recalled(lease=lease):
+                self.engine.abort(lease)
+            case Dropped(lease=lease):
+                self._outbox.pop(lease, None)
+                self._said.pop(lease, None)
+                self.engine.drop(lease)
+            case Ack(lease=lease, length=length, has_ended=has_ended):
+                self._confirmed(lease, length, has_ended=has_ended)
+            case Want(version=version):
+                self._consider(hw.Wanted(self._clock.now_s, version))
+
+    def _granted(self, grant: Granted) -> None:
+        if grant.lease in self._said:
+            return  # said twice
+        self._said[grant.lease] = grant.base
+        if self._remembers:
+            self._outbox[grant.lease] = []
+        self.engine.submit(
+            Row(
+                grant.lease,
+                grant.group_id,
+                grant.sample_index,
+                grant.prompt,
+                grant.base,
+                grant.length,
+                grant.version,
+                grant.is_exact,
+            )
+        )
+
+    def _confirmed(self, lease: int, length: int, *, has_ended: bool) -> None:
+        reports = self._outbox.get(lease)
+        if reports is None:
+            return
+        if has_ended:
+            del self._outbox[lease]
+        else:
+            self._outbox[lease] = [report for report in reports if report.end or report.length > length]
+
+    # ---- what its engine says ----------------------------------------------------------------------------------------
+
+    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+        """See `Owner`."""
+        for grown in reports:
+            lease = grown.row.lease
+            if lease not in self._said:
+                continue
+            if grown.end == "refused":
+                del self._said[lease]
+                self._outbox.pop(lease, None)
+                self._send(Retry(lease, -1 if engine.version is None else engine.version))
+                continue
+            report = Report(lease, self._said[lease], grown.segments, grown.end)
+            if grown.end:
+                del self._said[lease]
+            else:
+                self._said[lease] = report.length
+            if lease in self._outbox:
+                self._outbox[lease].append(report)
+            self._send(report)
+
+    def _send(self, message: Report | Retry) -> None:
+        if self.is_connected and not self.is_frozen:
+            self.up.send(message)
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def _consider(self, event: hw.Event) -> None:
+        for command in self.have_want.handle(event):
+            match command:
+                case hw.Fetch(version=version):
+                    self._fetching_s = self._clock.now_s
+                    self._clock.after(self._swarm.fetch_s * self.slowness, self._fetched, version)
+                case hw.Activate(version=version):
+                    load_s = self._swarm.activate_s
+                    self.engine.switch(version.number, resumes=self._resumes, load_s=load_s)
+                    self._clock.after(load_s, self._activated, version)
+                case hw.WakeAt(at_s=at_s):
+                    self._clock.at(at_s, self._woken)
+
+    def _woken(self) -> None:
+        if self.is_up:
+            self._consider(hw.Woken(self._clock.now_s))
+
+    def _fetched(self, version: PolicyVersion) -> None:
+        if not self.is_up:
+            return
+        if self.is_frozen:
+            self._clock.after(1.0, self._fetched, version)
+            return
+        now_s = self._clock.now_s
+        cause = self._around.fetches(self, version)
+        if self._tracer is not None:
+            self._tracer.span("fetch", self.engine.name, ASIDE, self._fetching_s, now_s, version=version.number)
+        if cause:
+            self._consider(hw.FetchFailed(now_s, version, cause))
+        else:
+            self._consider(hw.Fetched(now_s, version))
+
+    def _activated(self, version: PolicyVersion) -> None:
+        if not self.is_up:
+            return
+        if self.is_frozen or self.engine.version != version.number:
+            self._clock.after(0.01, self._activated, version)  # after the current step
+            return
+        self._consider(hw.Activated(self._clock.now_s, version))
+        self._say_beat()

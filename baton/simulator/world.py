@@ -1,0 +1,393 @@
+"""The live loop in virtual time: the scheduler's events come from engines that only take time.
+
+      script ──lengths──▶ world ══ wishes ══▶ port: pool or swarm ──▶ engines
+                     events ▼ ▲ commands  ◀══ tokens, by count ══┘
+                        RolloutScheduler ──Deliver──▶ trainer ──VersionMade──▶ port.load
+                            ▲── Rewarded ── judges
+
+Who waits for whom is `loop.py`'s and `runner.py`'s: without overlap a batch is trained when nothing is leased any more;
+in `async` the trainer works meanwhile, and the next batch is wanted once the last version is on its way. Which
+trajectory runs, and which group is in which batch, the live run's own scheduler decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.rollout.events import (
+    Abort,
+    Assign,
+    BatchWanted,
+    Capacity,
+    Command,
+    Deliver,
+    Event,
+    Finished,
+    Grew,
+    Load,
+    Lost,
+    Open,
+    PutDown,
+    Restart,
+    Rewarded,
+    Serving,
+    VersionMade,
+)
+from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.tracked import State, TrackedGroup
+from baton.simulator.clock import Clock
+from baton.simulator.judges import Judges
+from baton.simulator.port import Port, Wish
+from baton.simulator.record import Record
+from baton.simulator.script import Script
+from baton.simulator.setting import Setting
+from baton.trace import Tracer
+
+Key = tuple[int, int]
+_NOTHING = (0, -1)
+HANG_S = 24 * 3600.0
+"""Virtual time without a token while a batch is waited for, after which a run is taken to hang."""
+
+
+class Hang(Exception):
+    """Nothing will ever happen any more, or has for too long."""
+
+
+class Watch(Protocol):
+    """Whoever looks at every event: laws, logs."""
+
+    def heard(self, event: Event) -> None:
+        """The scheduler is told."""
+        ...
+
+    def said(self, command: Command) -> None:
+        """It wants something done."""
+        ...
+
+    def settled(self) -> None:
+        """An event and all that it led to are dealt with."""
+        ...
+
+
+class World:
+    """One simulated run."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int = 0,
+        *,
+        tracer: Tracer | None = None,
+        make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler,
+    ) -> None:
+        self.setting, self.rules, self.clock = setting, setting.rules, Clock()
+        self.script = Script(setting.work, seed, self.rules.batch_groups, self.rules.group_size)
+        self.record = Record()
+        self.watches: list[Watch] = []
+        self.lineage = 0
+        """Counts restarts of the controller; what was begun before one is ignored."""
+        self.version = 0
+        self.num_trained = 0
+        self.port: Port
+        """Set before `begin`."""
+        self._make_scheduler, self._tracer = make_scheduler, tracer
+        self._judges = Judges(setting.judges, self.clock, seed, tracer)
+        self._key_of: dict[int, Key] = {}
+        self._lease_of: dict[Key, int] = {}
+        self._tokens: dict[Key, tuple[int, int]] = {}
+        """(tokens, version of the last) of trajectories that were put down, or are running."""
+        self._made: dict[int, dict[int, int]] = {}
+        """Group → version → tokens."""
+        self._next_lease = 0
+        self._batch: tuple[int, ...] | None = None
+        self._is_training = False
+        self._wanted_s = 0.0
+        self._moved_s = 0.0
+        self._since_checkpoint: list[float] = []
+        """Seconds of the train steps that no checkpoint holds."""
+        self._depth = 0
+        self.scheduler = self._new_scheduler(0, 0)
+
+    # ---- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Record:
+        """Run to the last step. Raises Hang."""
+        self.begin()
+        while not self.is_over:
+            self.fire()
+        return self.end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done."""
+        return self.version >= self.setting.num_steps
+
+    def begin(self) -> None:
+        """Have the first version served, and a first batch wanted."""
+        self.port.begin()
+        self._publish()
+
+    def fire(self) -> None:
+        """Let the next thing happen."""
+        if not self.clock.fire():
+            raise Hang(f"{self._where()}: nothing is under way, and nothing will be")
+        if not self._is_training and self.clock.now_s - self._moved_s > HANG_S:
+            raise Hang(f"{self._where()}: no token for {HANG_S:.0f} s")
+
+    def end(self) -> Record:
+        """Return what was recorded."""
+        record = self.record
+        record.seconds = self.clock.now_s
+        record.engines = self.port.busy()
+        record.judge_s = self._judges.busy_s
+        self._judges.close()
+        record.close(self.scheduler.ledger, self.scheduler.num_carried_tokens)
+        return record
+
+    def _where(self) -> str:
+        scheduler = self.scheduler
+        return (
+            f"at {self.clock.now_s:.1f} s, version {self.version}, {scheduler.num_open} open groups, "
+            f"{scheduler.num_leased} leased trajectories"
+        )
+
+    def _new_scheduler(self, version: int, next_group_id: int) -> RolloutScheduler:
+        steps = self.setting.num_steps
+        return self._make_scheduler(self.rules, version=version, next_group_id=next_group_id, num_batches=steps)
+
+    # ---- the scheduler -----------------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Give the scheduler an event and do what it says."""
+        if not self.watches:
+            for command in self.scheduler.handle(event):
+                self._obey(command)
+            return
+        for watch in self.watches:
+            watch.heard(event)
+        self._depth += 1
+        self.do(self.scheduler.handle(event))
+        self._depth -= 1
+        if not self._depth:
+            for watch in self.watches:
+                watch.settled()
+
+    def do(self, commands: list[Command]) -> None:
+        """Do what the scheduler says, before witnesses."""
+        for command in commands:
+            for watch in self.watches:
+                watch.said(command)
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        kind = type(command)
+        if kind is Assign:
+            self._assign(command)  # type: ignore[arg-type]
+            return
+        match command:
+            case Open():
+                self._made[command.group_id] = {}
+            case Abort(group_id=group_id, sample_index=sample_index):
+                lease = self._lease_of.get((group_id, sample_index))
+                if lease is not None:
+                    self.port.abort(lease)
+            case Restart(group_id=group_id, sample_index=sample_index):
+                self._tokens.pop((group_id, sample_index), None)
+            case Deliver(group_ids=group_ids):
+                self._batch = group_ids
+                self._train_when_free()
+            case Load(version=version):
+                self.port.load(version)
+            case _:  # Discard
+                del self._made[command.group_id]
+
+    def _assign(self, command: Assign) -> None:
+        group_id, sample_index = key = (command.group_id, command.sample_index)
+        lease = self._next_lease = self._next_lease + 1
+        self._key_of[lease], self._lease_of[key] = key, lease
+        script = self.script
+        tokens, newest = self._tokens.get(key, _NOTHING)
+        self.port.want(
+            Wish(
+                lease,
+                group_id,
+                sample_index,
+                script.prompt(group_id),
+                tokens,
+                script.length(group_id, sample_index),
+                command.version,
+                command.is_exact,
+                newest,
+            )
+        )
+
+    # ---- what the port says ------------------------------------------------------------------------------------------
+
+    def grew(self, lease: int, version: int, num_tokens: int) -> None:
+        """See `Controller`."""
+        key = self._key_of[lease]
+        self._tokens[key] = (self._tokens.get(key, _NOTHING)[0] + num_tokens, version)
+        made = self._made[key[0]]
+        made[version] = made.get(version, 0) + num_tokens
+        self._moved_s = self.clock.now_s
+        self.tell(Grew(self.clock.now_s, *key, version, num_tokens))
+
+    def finished(self, lease: int) -> None:
+        """See `Controller`."""
+        key = self._end(lease)
+        self._tokens.pop(key, None)
+        self.tell(Finished(self.clock.now_s, *key))
+        self._train_when_free()
+        self._ask_judges(key)
+
+    def put_down(self, lease: int) -> None:
+        """See `Controller`."""
+        self.tell(PutDown(self.clock.now_s, *self._end(lease)))
+        self._train_when_free()
+
+    def lost(self, cause: str, num_tokens: int) -> None:
+        """See `Controller`."""
+        self.tell(Lost(self.clock.now_s, cause, num_tokens))
+
+    def capacity(self, slots: int) -> None:
+        """See `Controller`."""
+        self.tell(Capacity(self.clock.now_s, slots, queue=slots))
+
+    def serving(self, version: int) -> None:
+        """See `Controller`."""
+        self._moved_s = self.clock.now_s
+        self.tell(Serving(self.clock.now_s, version))
+        self._want()
+
+    def _end(self, lease: int) -> Key:
+        key = self._key_of.pop(lease)
+        del self._lease_of[key]
+        return key
+
+    def _ask_judges(self, key: Key) -> None:
+        lineage = self.lineage
+        if not self.setting.judges.latency_s:
+            self._judged(lineage, key)
+        else:
+            self._judges.submit(lambda: self._judged(lineage, key))
+
+    def _judged(self, lineage: int, key: Key) -> None:
+        if lineage == self.lineage:
+            self._moved_s = self.clock.now_s
+            self.tell(Rewarded(self.clock.now_s, *key, self.script.reward(*key)))
+
+    # ---- the trainer -------------------------------------------------------------------------------------------------
+
+    def _want(self) -> None:
+        """A train step begins, as the live loop has it: with the wish for a batch."""
+        if self.version < self.setting.num_steps:
+            self._wanted_s = self.clock.now_s
+            self.tell(BatchWanted(self.clock.now_s))
+
+    def _train_when_free(self) -> None:
+        """Without overlap the engines stand still from here to the next batch."""
+        if self._batch is None or (self.rules.mode != "async" and self.scheduler.num_leased):
+            return
+        group_ids, self._batch = self._batch, None
+        size, script = self.rules.group_size, self.script
+        lengths: list[int] = []
+        made: dict[int, int] = {}
+        for group_id in group_ids:
+            prompt = script.prompt(group_id)
+            lengths += [prompt + script.length(group_id, index) for index in range(size)]
+            for version, num_tokens in self._made.pop(group_id).items():
+                made[version] = made.get(version, 0) + num_tokens
+        seconds = self.setting.train.step_s(lengths)
+        slowdown = self.setting.train_slowdown if self.rules.mode == "async" else 1.0
+        if slowdown > 1:
+            self.port.slow(slowdown)
+        counts = self.scheduler.take_step_counts()
+        self.record.batch(self.clock.now_s, self._wanted_s, sum(lengths), made, self.version, counts)
+        self._is_training = True
+        self._since_checkpoint.append(seconds)
+        self.clock.after(seconds * slowdown, self._trained, self.lineage, self.clock.now_s)
+
+    def _trained(self, lineage: int, begin_s: float) -> None:
+        if lineage != self.lineage:
+            return
+        now_s = self.clock.now_s
+        self._is_training, self._moved_s = False, now_s
+        if self.setting.train_slowdown > 1:
+            self.port.slow(1.0)
+        self.version += 1
+        self.num_trained += 1
+        self.record.trained_step(now_s, now_s - begin_s)
+        if self._tracer is not None:
+            if begin_s > self._wanted_s:
+                self._tracer.span("wait_for_batch", "trainer", 0, self._wanted_s, begin_s, step=self.version)
+            self._tracer.span("train", "trainer", 0, begin_s, now_s, step=self.version, version=self.version)
+        if self.version % self.setting.checkpoint_every == 0:
+            self._since_checkpoint = []
+        if self.is_over:
+            return
+        if self.version % self.setting.publish_every == 0:
+            self._publish()
+        else:
+            self.tell(VersionMade(now_s, self.version, is_published=False))
+            self._want()
+
+    def _publish(self) -> None:
+        self.tell(VersionMade(self.clock.now_s, self.version))
+
+    # ---- the controller dies -----------------------------------------------------------------------------------------
+
+    def restart(self, down_s: float) -> None:
+        """The controller dies and is started again: what was reported is in its journal, the rest is not.
+
+        It goes back to its checkpoint, trains the recorded batches again in their order, and goes on with the open
+        groups; in `sync` their unfinished trajectories begin again.
+        """
+        now_s = self.clock.now_s
+        self.port.restart()
+        old = self.scheduler
+        delivered = self.version + (self._is_training or self._batch is not None)
+        self.lineage += 1
+        replay_s = sum(self._since_checkpoint)
+        if self._batch is not None:  # recorded, but not begun
+            for group_id in self._batch:
+                self._made.pop(group_id)
+            self._batch = None
+        self.record.restarted(now_s, old.ledger)
+        groups = sorted((self._kept(group) for group in old.groups()), key=lambda group: group.group_id)
+        next_group_id = old._next_group_id  # the journal knows it; the scheduler does not say
+        self._key_of, self._lease_of, self._is_training = {}, {}, False
+        self.clock.after(down_s + replay_s, self._resume, self.lineage, delivered, next_group_id, groups)
+
+    def _kept(self, group: TrackedGroup) -> TrackedGroup:
+        """A group as the journal has it."""
+        for member in group.members:
+            if member.state is State.LEASED:
+                member.state = State.PENDING
+            if member.state is State.PENDING and self.rules.mode == "sync" and member.num_tokens:
+                self.record.forget(member.num_tokens)
+                member.forget()
+                self._tokens.pop((group.group_id, member.sample_index), None)
+        self._made[group.group_id] = {}
+        for member in group.members:
+            for version, count in member.versions:
+                made = self._made[group.group_id]
+                made[version] = made.get(version, 0) + count
+        return group
+
+    def _resume(self, lineage: int, version: int, next_group_id: int, groups: list[TrackedGroup]) -> None:
+        if lineage != self.lineage:
+            return
+        self.version, self._moved_s = version, self.clock.now_s
+        self.scheduler = self._new_scheduler(version, next_group_id)
+        self._depth += 1
+        self.do(self.scheduler.take_up(groups))
+        self._depth -= 1
+        if self.is_over:
+            return
+        for group in groups:
+            for member in group.members:
+                if member.state is State.JUDGING:
+                    self._ask_judges((group.group_id, member.sample_index))
+        self.port.begin()
+        self._publish()

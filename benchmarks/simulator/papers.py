@@ -1,0 +1,142 @@
+"""What APRIL, AReaL and Echo-2 report, simulated: docs/papers.md has the tables.
+
+python benchmarks/simulator/papers.py          # about a minute; raw results: results/papers.json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baton.rollout.settings import RolloutSettings, Rules
+from baton.simulator.result import Result, summarise
+from baton.simulator.run import Options, simulate
+from baton.simulator.script import Work
+from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
+from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.swarm.leases import LeaseRules
+from baton.swarm.provisioning import Provisioning
+from baton.workload import constant, lognormal
+
+HERE = Path(__file__).parent
+
+
+def run(setting: Setting) -> Result:
+    """Simulate, and make sense of it."""
+    return summarise(setting, simulate(setting, Options(0)))
+
+
+def rules(**keys: object) -> Rules:
+    """Of 32 groups of 8, unless it says otherwise."""
+    return RolloutSettings.model_validate({"batch_groups": 32, "group_size": 8, **keys}).rules()
+
+
+def april() -> list[dict[str, Any]]:
+    """Rollout tokens per second over `sync`: by tail, over-provision, and how much an engine gains from width.
+
+    `memory`: a step takes as long whatever its width (large model, small batch); `compute`: it grows with every row.
+    Training takes no time, as in APRIL's own figure. The control is `sync` with as many groups as are kept open.
+    """
+    found = []
+    for bound, speed in (
+        ("memory", FlatSpeed(0.02, 1e-6)),
+        ("both", FlatSpeed(0.01, 4e-5)),
+        ("compute", FlatSpeed(0.001, 8e-5)),
+    ):
+        for cv in (0.3, 0.6, 1.0, 1.5):
+            base = Setting(
+                rules(),
+                (EngineSpec("e", 1024, speed),),
+                Work(constant(200), lognormal(1000, cv, 16384), 0.5),
+                TrainSpeed(0.0, 0.0, 0.0),
+                num_steps=40,
+            )
+            sync = run(base)
+            for alpha in (1.25, 1.5, 2.0, 3.0):
+                partial = run(replace(base, rules=rules(mode="partial", overprovision=alpha, max_staleness=4)))
+                control = run(replace(base, rules=rules(batch_groups=int(32 * alpha))))
+                found.append(
+                    {
+                        "bound": bound,
+                        "cv": cv,
+                        "overprovision": alpha,
+                        "over_sync": partial.generated_tokens_per_s / sync.generated_tokens_per_s,
+                        "over_control": partial.generated_tokens_per_s / control.generated_tokens_per_s,
+                        "masked": partial.masked_share,
+                        "mean_staleness": partial.mean_staleness,
+                    }
+                )
+    return found
+
+
+def areal() -> list[dict[str, Any]]:
+    """Throughput by η over that at η = 16, at three balances of training and generation; 64 groups of 16."""
+    found = []
+    for balance in (0.5, 0.8, 1.0):
+        base = Setting(
+            rules(),
+            tuple(EngineSpec(f"e{i}", 256, FlatSpeed(0.02, 2e-5)) for i in range(4)),
+            Work(constant(200), lognormal(2000, 0.8, 8192), 0.5),
+            TrainSpeed(0.0, 0.0, 0.0),
+            publish_s=1.0,
+            num_steps=40,
+        )
+        per_s = 4 * 256 / base.engines[0].speed.step_s(256, 0.0)
+        train_s = balance * 64 * 16 * 2000 / per_s
+        rates = {}
+        for bound in (0, 1, 2, 4, 8, 16):
+            keys: dict[str, object] = {"mode": "async", "batch_groups": 64, "group_size": 16, "max_staleness": bound}
+            result = run(replace(base, rules=rules(**keys), train=TrainSpeed(train_s, 0.0, 0.0)))
+            rates[bound] = result.trained_tokens_per_s, result.mean_staleness
+        found += [
+            {"train_over_generate": balance, "eta": eta, "of_best": rate / rates[16][0], "mean_staleness": staleness}
+            for eta, (rate, staleness) in rates.items()
+        ]
+    return found
+
+
+def echo() -> list[dict[str, Any]]:
+    """The learner's idle share by the number of workers, simulated and by the provisioning rule."""
+    speed, found = FlatSpeed(0.02, 1e-4), []
+    for every in (1, 2, 4):
+        for workers in (2, 3, 4, 5, 6, 8):
+            own = replace(rules(mode="async", batch_groups=16, max_staleness=16), is_swarm=True, max_lag=every)
+            setting = Setting(
+                own,
+                tuple(EngineSpec(f"w{i}", 16, speed) for i in range(workers)),
+                Work(constant(64), lognormal(300, 0.8, 2048), 0.5),
+                TrainSpeed(12.0, 0.0, 0.0),
+                num_steps=60,
+                publish_every=every,
+                swarm=SwarmSpec(LeaseRules(relief=0.0), fetch_s=4.0, report_every_s=5.0),
+            )
+            result = run(setting)
+            per_s = workers * 16 / (300 * speed.step_s(16, 0.0))
+            rule = Provisioning(every, 12.0, 0.0, 128, per_s)
+            found.append(
+                {
+                    "publish_every": every,
+                    "workers": workers,
+                    "supply_over_need": per_s * 12.0 / 128,
+                    "idle": 1 - result.trainer_busy,
+                    "idle_by_rule": rule.idle_share,
+                }
+            )
+    return found
+
+
+def main() -> None:
+    """Simulate all three."""
+    found = {"april": april(), "areal": areal(), "echo": echo()}
+    path = HERE / "results" / "papers.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    for name, rows in found.items():
+        print(name)
+        for row in rows:
+            print("  " + "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Bad days, drawn from seeds: whatever goes wrong, every law holds at every event, and the run comes to its end.
+
+CI draws a few hundred; `BATON_SCHEDULES=10000` draws as many of each mode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator_cases import MODES, bad_day, rules, swarm
+
+from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
+from baton.simulator.find import broken_law
+from baton.simulator.run import Options, simulate
+from baton.simulator.seeds import choices
+from baton.simulator.world import Hang
+
+SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))
+
+
+def survive(of, options: Options) -> Counter[str]:
+    """Simulate with all laws on; on a violation, fail with the smallest log that shows it."""
+    try:
+        return simulate(of, replace(options, laws=True)).outcomes
+    except (AssertionError, Hang):
+        violation = broken_law(of, options)
+        raise AssertionError(violation.sentence() if violation is not None else "it went away") from None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_law_holds_on_bad_days(mode: str) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        happened += survive(swarm(mode), Options(seed, bad_day(seed, 3 + seed % 10)))
+    for kind in ("crash", "hang", "slow", "join", "leave", "restart", "partition", "storm"):
+        assert happened[f"fault: {kind}"], f"no {kind} in {SCHEDULES} days"
+    assert happened["worker expelled"]
+    assert happened["controller restarted"]
+
+
+@given(
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 2**31),
+    stale=st.sampled_from(["mask", "drop", "wait"]),
+    bound=st.integers(1, 4),
+    faults=st.integers(0, 10),
+    judging=st.sampled_from([0.0, 0.3]),
+    dynamic=st.booleans(),
+    exchange=st.sampled_from(["resume", "keep"]),
+    every=st.integers(1, 3),
+)
+@settings(max_examples=SCHEDULES, deadline=None)
+def test_every_law_holds_under_every_setting(
+    mode: str, seed: int, stale: str, bound: int, faults: int, judging: float, dynamic: bool, exchange: str, every: int
+) -> None:
+    changes: dict[str, object] = {"dynamic_sampling": dynamic}
+    if mode != "sync":
+        changes |= {"stale": stale, "max_staleness": bound, "max_requeues": 1}
+        if stale == "wait":
+            changes["consume"] = "stalest"
+        if mode == "partial":
+            changes["overprovision"] = 1.5
+        else:
+            changes["on_new_version"] = exchange
+    of = swarm(mode, steps=5)
+    own = rules(mode, **changes)
+    if mode == "async":
+        every = min(every, bound)
+        own = replace(own, is_swarm=True, max_lag=bound - every + 1 if bound >= 2 * every - 1 else 0)
+        of = replace(of, publish_every=every)
+    of = replace(of, rules=own, work=replace(of.work, trained_share=0.8))
+    of = replace(of, judges=replace(of.judges, latency_s=judging))
+    day = draw_faults(choices(seed, "faults"), RandomSettings(faults=faults, until_s=30.0))
+    survive(of, Options(seed, [*day, FaultSettings(kind="join", at_s=100.0)]))
+
+
+@pytest.mark.xfail(strict=True, reason="a task is leased to a worker whose version is older than the task's last token")
+def test_no_honest_worker_is_taken_for_a_liar() -> None:
+    """Slow workers get a version late: tokens of version v + 1 are followed by some of v, which convicts them."""
+    late = [
+        FaultSettings(kind="slow", at_s=1.473, for_s=1.584, factor=2.0),
+        FaultSettings(kind="slow", at_s=3.038, for_s=1.252, factor=20.0),
+    ]
+    assert not simulate(swarm("async"), Options(62, late)).outcomes["an honest worker was convicted"]

@@ -1,0 +1,146 @@
+"""The simulated engine: its arithmetic by hand, and against every step simulated one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.simulator.clock import Clock
+from baton.simulator.engine import SimEngine
+from baton.simulator.rows import Grown, Row
+from baton.simulator.timing import FlatSpeed
+
+
+@dataclass
+class Heard:
+    """Who holds the engine: keeps what it says."""
+
+    clock: Clock
+    said: list[tuple[float, int, str, list[tuple[int, int]]]] = field(default_factory=list)
+
+    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+        self.said += [(self.clock.now_s, r.row.lease, r.end, list(r.segments)) for r in reports]
+
+
+def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Clock, SimEngine, Heard]:
+    clock = Clock()
+    heard = Heard(clock)
+    made = SimEngine(clock, "e", speed, slots, heard, **options)
+    made.version = 0
+    return clock, made, heard
+
+
+def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> Row:
+    return Row(lease, lease if group is None else group, 0, prompt, tokens, length, 0, False)
+
+
+def run(clock: Clock) -> None:
+    while clock.fire():
+        pass
+
+
+def test_one_trajectory_takes_its_prefill_and_its_steps() -> None:
+    clock, made, heard = engine(FlatSpeed(base_s=0.1, token_s=0.01))
+    made.submit(row(1, 20))
+    run(clock)
+    assert heard.said == [(pytest.approx(10 * 0.01 + 20 * 0.1), 1, "finished", [(0, 20)])]
+    assert made.busy.prefill_s == pytest.approx(0.1)
+    assert made.busy.decode_s == pytest.approx(2.0)
+
+
+def test_a_growing_context_is_summed_in_closed_form() -> None:
+    """0.001 s per token of context: with a prompt of 10 the k-th step takes (10 + k) ms, k from 0."""
+    clock, made, heard = engine(FlatSpeed(base_s=0.0, context_s=0.001))
+    made.submit(row(1, 5))
+    run(clock)
+    assert heard.said[0][0] == pytest.approx((10 + 11 + 12 + 13 + 14) * 0.001)
+
+
+def test_what_arrives_in_the_middle_of_a_step_begins_after_it() -> None:
+    clock, made, heard = engine(FlatSpeed(base_s=1.0))
+    made.submit(row(1, 10))
+    clock.at(2.5, made.submit, row(2, 3))
+    run(clock)
+    assert [(at_s, lease) for at_s, lease, *_ in heard.said] == [(pytest.approx(6.0), 2), (pytest.approx(10.0), 1)]
+
+
+def test_a_group_shares_the_prefill_of_its_prompt_and_a_resumed_member_does_not() -> None:
+    clock, made, _ = engine(FlatSpeed(base_s=1.0, token_s=0.1))
+    for lease in (1, 2, 3):
+        made.submit(row(lease, 5, group=7))
+    made.submit(row(4, 9, tokens=4, group=7))
+    run(clock)
+    assert made.busy.prefilled == 10 + 14
+    assert made.busy.reprefilled == 4
+
+
+def test_an_abort_is_answered_after_the_current_step_with_all_that_there_is() -> None:
+    clock, made, heard = engine(FlatSpeed(base_s=1.0))
+    made.submit(row(1, 10))
+    clock.at(3.5, made.abort, 1)
+    run(clock)
+    assert heard.said == [(pytest.approx(4.0), 1, "put_down", [(0, 4)])]
+    assert made.num_leases == 0
+
+
+def test_a_version_begins_between_two_tokens_and_each_token_knows_its_own() -> None:
+    clock, made, heard = engine(FlatSpeed(base_s=1.0, token_s=0.1))
+    made.submit(row(1, 10))
+    clock.at(3.5, lambda: made.switch(1, resumes=True))
+    run(clock)
+    assert [(end, segments) for *_, end, segments in heard.said] == [("", [(0, 3)]), ("finished", [(1, 7)])]
+    assert made.busy.prefilled == 10 + 13
+
+
+def test_a_full_kv_cache_makes_the_youngest_wait_and_prefill_again() -> None:
+    """Room for 40 tokens: two of 10 + 15 do not fit; the second is put back and comes after the first."""
+    clock, made, heard = engine(FlatSpeed(base_s=1.0), kv_tokens=40.0)
+    made.submit(row(1, 15))
+    made.submit(row(2, 15))
+    run(clock)
+    assert [lease for _, lease, *_ in heard.said] == [1, 2]
+    assert made.busy.preemptions == 1
+    assert made.busy.reprefilled > 0
+    assert sum(n for *_, segments in heard.said for _, n in segments) == 30
+
+
+def test_standing_still_costs_the_time_and_no_token() -> None:
+    clock, made, heard = engine(FlatSpeed(base_s=1.0))
+    made.submit(row(1, 4))
+    clock.at(2.0, made.stop)
+    clock.at(7.0, made.go_on)
+    run(clock)
+    assert heard.said == [(pytest.approx(9.0), 1, "finished", [(0, 4)])]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    slots=st.integers(1, 5),
+    base=st.floats(0.01, 1),
+    per_row=st.floats(0, 0.1),
+    per_token=st.floats(0, 0.01),
+)
+def test_stretches_take_as_long_as_their_steps(
+    lengths: list[int], slots: int, base: float, per_row: float, per_token: float
+) -> None:
+    speed = FlatSpeed(base, per_row, per_token)
+    clock, made, heard = engine(speed, slots)
+    for lease, length in enumerate(lengths):
+        made.submit(row(lease, length))
+    run(clock)
+    waiting, running, now_s, ends = list(enumerate(lengths)), {}, 0.0, {}
+    while waiting or running:
+        while waiting and len(running) < slots:
+            lease, length = waiting.pop(0)
+            running[lease] = [0, length]
+        context = sum(10 + done for done, _ in running.values()) / len(running)
+        now_s += speed.step_s(len(running), context)
+        for lease in list(running):
+            running[lease][0] += 1
+            if running[lease][0] == running[lease][1]:
+                ends[lease] = now_s
+                del running[lease]
+    assert {lease: at_s for at_s, lease, *_ in heard.said} == pytest.approx(ends, rel=1e-6)
