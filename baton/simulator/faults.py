@@ -136,7 +136,7 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
             raise UserError(f"{spot.trace}: got columns {rows.fieldnames}, a trace needs at_s, worker and for_s")
         for row in rows:
             try:
-                at_s, for_s = float(row["at_s"]), float(row.get("for_s") or 0)
+                at_s, for_s = max(0.0, float(row["at_s"]) - spot.notice_s), float(row.get("for_s") or 0)
                 kind: Kind = "leave" if spot.notice_s else "crash"
                 found.append(FaultSettings(kind=kind, at_s=at_s, worker=row["worker"], for_s=for_s))
             except ValueError as error:

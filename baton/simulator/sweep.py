@@ -12,6 +12,7 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.result import Result, summarise
 from baton.simulator.run import Options, simulate
 from baton.simulator.sources import Source, Wishes
+from baton.simulator.world import Hang
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1
@@ -92,7 +93,7 @@ def _point(source: Source, wishes: Wishes, chosen: dict[str, str], options: Opti
     try:
         setting = source.setting(wishes.also(overrides))
         return Point(chosen, summarise(setting, simulate(setting, options)))
-    except UserError as error:
+    except (UserError, Hang) as error:
         return Point(chosen, None, str(error).splitlines()[0])
 
 
