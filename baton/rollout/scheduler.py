@@ -278,7 +278,8 @@ class RolloutScheduler:
             if trajectory.num_tokens:
                 self.step.resumed += 1
                 self.step.reprefilled_tokens += trajectory.num_tokens
-            commands.append(Assign(group_id, sample_index, version, is_exact))
+            least = version if is_exact or not trajectory.versions else max(version, trajectory.versions[-1][0])
+            commands.append(Assign(group_id, sample_index, least, is_exact))
 
     def _open(self, commands: list[Command]) -> None:
         again, attempts = self._dropped.popleft() if self._dropped else (None, 0)

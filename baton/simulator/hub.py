@@ -212,7 +212,7 @@ class SimHub:
             branch.newest = report.segments[-1][0]
         now_s = self._clock.now_s
         if grown:
-            self._tell(ev.LeaseGrew(now_s, lease, grown))
+            self._tell(ev.LeaseGrew(now_s, lease, grown, branch.newest))
         if report.end == "finished":
             self._tell(ev.LeaseFinished(now_s, lease))
         elif report.end:
@@ -328,7 +328,7 @@ class SimHub:
                 wish.prompt,
                 base,
                 wish.length,
-                wish.version,
+                wish.version if wish.is_exact else max(wish.version, task.newest),
                 wish.is_exact,
             ),
         )

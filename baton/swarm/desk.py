@@ -159,7 +159,8 @@ class Desk:
             return
         grown = branch.trajectory.num_tokens - before.num_tokens
         if grown:
-            self._tell(ev.LeaseGrew(self._clock(), number, grown))
+            version = branch.trajectory.segments[-1].policy_version
+            self._tell(ev.LeaseGrew(self._clock(), number, grown, version))
         if report.finish_reason is not None:
             self._tell(ev.LeaseFinished(self._clock(), number))
         elif report.is_aborted:
@@ -238,7 +239,9 @@ class Desk:
         known = task.trajectory
         trajectory = known if grant.base else Trajectory(known.group_id, known.sample_index, known.prompt_ids)
         assert trajectory.num_tokens == grant.base, f"lease {grant.lease} begins at {grant.base}, not where it is"
-        lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory)
+        newest = trajectory.segments[-1].policy_version if trajectory.segments else wanted.version
+        version = wanted.version if wanted.is_exact else max(wanted.version, newest)
+        lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
         self._branches[grant.lease] = _Branch(grant.worker, grant.task, lease, trajectory)
         task.branches.append(grant.lease)
         self._outside.to_worker(grant.worker, lease)

@@ -74,6 +74,8 @@ class LeaseGrew(msgspec.Struct, frozen=True, tag=True, gc=False):
     at_s: float
     lease: int
     num_tokens: int
+    version: int = 0
+    """Of the last of them: whoever goes on must serve at least this one."""
 
 
 class LeaseFinished(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -198,6 +198,7 @@ class LeaseTable:
         task, worker = self._tasks[lease.task], self.workers[lease.worker]
         self._places.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
         lease.grew_s = worker.moved_s = worker.heard_s = event.at_s
+        lease.version = max(lease.version, event.version)
         before, lease.length = lease.length, lease.length + event.num_tokens
         if self.rules.restarts:
             self._waste("regenerated", min(lease.length, task.committed) - before, commands)
@@ -266,6 +267,9 @@ class LeaseTable:
     def _commit(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
         if lease.length > task.committed:
             task.committed = lease.length
+            version, is_exact = task.ask
+            if not is_exact:  # versions of one trajectory never go back
+                task.ask = max(version, lease.version), False
             commands.append(Commit(task.number, lease.number, lease.length))
 
     def _rest(self, task: TrackedTask, commands: list[Command]) -> None:

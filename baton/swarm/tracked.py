@@ -55,6 +55,8 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     recalled_s: float | None = None
+    version: int = 0
+    """Of its last token."""
 
     def forgive(self, delay_s: float, now_s: float) -> None:
         """Let no time have passed for as long as nobody listened."""
