@@ -1,9 +1,9 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-Every figure is the best of several: what else runs on the machine only ever makes it slower. Decode and prefill over
-batch and context, train steps over context, publication of weights; then the shares of peak with which the cost model
-comes nearest to all of them. On a CPU an engine process has one thread, the trainer has all: there one core counts as
-one GPU.
+Every figure is the median of several: what a run on this machine will meet, its usual disturbances included. Decode and
+prefill over batch and context, train steps over context, a whole batch, publication of weights; then the shares of peak
+with which the cost model comes nearest to all of them. On a CPU an engine process has one thread, the trainer has all:
+there one core counts as one GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from baton.types import (
 from baton.workload import Workload, measured
 
 DECODE_STEPS = 24
-REPEATS = 3
+REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Of the engine's context: where decode and prefill are measured."""
 LONGEST_ROLLOUT = 256
@@ -203,7 +203,7 @@ def _engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
             for _ in range(REPEATS):
                 runs.append(_timed(engine, batch, context, leases, min(DECODE_STEPS, longest - context - 1)))
                 leases += batch
-            decode, prefill = min(run[1] for run in runs), min(run[0] for run in runs)
+            decode, prefill = statistics.median(run[1] for run in runs), statistics.median(run[0] for run in runs)
             middle = context + DECODE_STEPS // 2
             yield Measured("decode", batch, middle, decode)
             yield Measured("prefill", batch, context, max(prefill, 1e-6))
@@ -229,7 +229,7 @@ def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: 
     for index in range(batch):
         engine.abort(first + index)
     engine.step()
-    decode = statistics.quantiles(times[len(times) // 4 :], n=4)[0]
+    decode = statistics.median(times[len(times) // 4 :])
     return times[0] - decode, decode
 
 
@@ -260,7 +260,7 @@ def _rollout_point(recipe: Recipe, say: Say) -> tuple[Measured, Workload]:
         output=measured([max(1, t.num_tokens) for t in trajectories]),
         max_staleness=0,
     )
-    point = Measured("rollout", len(trajectories), round(lengths.output.mean), min(times))
+    point = Measured("rollout", len(trajectories), round(lengths.output.mean), statistics.median(times[1:]))
     say(f"a batch of {point.batch} responses, {point.context} tokens on average: {point.seconds:.3f} s")
     return point, lengths
 
@@ -285,7 +285,7 @@ def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[M
             started = time.perf_counter()
             trainer.step(batch)
             times.append(time.perf_counter() - started)
-        seconds = min(times)
+        seconds = statistics.median(times)
         yield Measured("train", count, length, seconds)
         say(f"train, {count} trajectories of {length} tokens: {count * length / seconds:,.0f} tokens/s")
 
@@ -329,4 +329,4 @@ def _publish_s(recipe: Recipe, trainer: LocalTrainer) -> float:
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
             engine.load_weights(load_file(path), weights.version)
             times.append(time.perf_counter() - started)
-    return min(times)
+    return statistics.median(times)

@@ -14,16 +14,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 
 import msgspec
 
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.desk import Key
+from baton.swarm.errands import Errands
 from baton.swarm.inspector import Conviction, Inspector
 from baton.swarm.verify import Calibration, Verdict, WorkerClass, judge, violation
 from baton.types import Lease, PolicyVersion, Trajectory
@@ -131,8 +132,9 @@ class Examiner:
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._held: dict[Key, tuple[_Case, float]] = {}
         """Trajectory → what is checked of it, until when its verdict is waited for."""
-        self._cases: SimpleQueue[_Case | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._cases: SimpleQueue[_Case] = SimpleQueue()
+        self._errands = Errands("examiner")
+        self._scorer: Scorer | None = None
         for conviction in quarantine.convictions:
             inspector.restore(conviction)
 
@@ -151,9 +153,7 @@ class Examiner:
 
     def close(self) -> None:
         """End the thread. May be called twice."""
-        if self._thread is not None:
-            self._cases.put(None)
-            self._thread.join(10.0)
+        self._errands.close()
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
@@ -168,12 +168,10 @@ class Examiner:
                     wanted.append((author, first, end))
         if not wanted:
             return False
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="examiner", daemon=True)
-            self._thread.start()
         case = _Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), tuple(wanted))
         self._held[key] = case, time.monotonic() + PATIENCE_S
         self._cases.put(case)
+        self._errands.submit(self._run)
         return True
 
     def violated(self, author: Author, sentence: str, name: str) -> Conviction | None:
@@ -222,26 +220,19 @@ class Examiner:
             self._to_hub(lambda error=error: _raise(error))  # type: ignore[misc]
 
     def _examine_all(self) -> None:
-        scorer: Scorer | None = None
-        while (cases := self._take()) is not None:
-            scorer = scorer or self._make_scorer()
+        """Examine what waits, as many together as may be."""
+        while cases := self._take():
+            self._scorer = self._scorer or self._make_scorer()
             begin_s = time.monotonic()
-            self._examine(scorer, cases)
+            self._examine(self._scorer, cases)
             self.counters.seconds += time.monotonic() - begin_s
 
-    def _take(self) -> list[_Case] | None:
-        """Wait for a case, and take those that wait behind it; None at the end."""
+    def _take(self) -> list[_Case]:
         cases: list[_Case] = []
-        case = self._cases.get()
-        while case is not None:
-            cases.append(case)
-            if len(cases) == MAX_BATCH:
-                return cases
-            try:
-                case = self._cases.get_nowait()
-            except Empty:
-                return cases
-        return cases or None
+        with suppress(Empty):
+            while len(cases) < MAX_BATCH:
+                cases.append(self._cases.get_nowait())
+        return cases
 
     def _examine(self, scorer: Scorer, cases: Sequence[_Case]) -> None:
         scores: list[list[Rescored]] = [[] for _ in cases]

@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from baton.rollout.engine import EngineStats
+from baton.swarm.errands import Errands
 from baton.swarm.hub import Hub
 from baton.swarm.messages import Want
 from baton.swarm.pace import Pace
@@ -83,11 +84,10 @@ class SwarmPort:
 
     def __init__(self, parts: PortParts) -> None:
         self._parts = parts
-        self._publishing = ThreadPoolExecutor(1, "publisher")
+        self._publishing = Errands("publisher")
         self._futures: deque[Future[None]] = deque()
         self.last: Published | None = None
         """The last publication."""
-        self._is_closed = False
         self.train_s = 0.0
         self.step = 0
         self.staleness: dict[str, float] = {}
@@ -177,8 +177,7 @@ class SwarmPort:
 
     def close(self, *, is_over: bool = False) -> None:
         """See `WorkerPort`: hangs up on everybody; this machine's own workers end."""
-        self._is_closed = True
-        self._publishing.shutdown(wait=True, cancel_futures=True)
+        self._publishing.close()
         if self._parts.checks is not None:
             self._parts.checks.close()
         self._parts.dismiss()
@@ -209,8 +208,7 @@ class SwarmPort:
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
         live = [*kept, *held, *parts.pinned]
         hub.versions = {number: v for number, v in hub.versions.items() if v in live}
-        if not self._is_closed:
-            self._futures.append(self._publishing.submit(self._collect, live))
+        self._futures.append(self._publishing.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:
         self._parts.store.collect(live, keep=self._parts.keep_stored)

@@ -1,0 +1,63 @@
+"""Work that is done in the background, one thing after the other, by a thread that ends when there is nothing to do.
+
+It has to end: a thread that has computed with torch keeps OpenMP's helper threads for as long as it lives, and where
+there are more of those than cores, OpenMP lets waiting threads sleep instead of spin. A train step of a small model
+then takes twice as long.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import Any
+
+
+class Errands:
+    """A queue of things to do. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = Lock()
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...], Future[None]]] = deque()
+        self._thread: Thread | None = None
+        self._is_closed = False
+
+    def submit(self, action: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Have something done after all that was asked for before; after `close` it is cancelled at once."""
+        future: Future[None] = Future()
+        with self._lock:
+            if self._is_closed:
+                future.cancel()
+                return future
+            self._waiting.append((action, arguments, future))
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return future
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Leave undone what has not begun, and wait for what has. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            for _, _, future in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                action, arguments, future = self._waiting.popleft()
+            try:
+                action(*arguments)
+            except BaseException as error:  # noqa: BLE001  # it is whoever looks at the future who deals with it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
