@@ -266,10 +266,7 @@ class LeaseTable:
 
     def _commit(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
         if lease.length > task.committed:
-            task.committed = lease.length
-            version, is_exact = task.ask
-            if not is_exact:  # versions of one trajectory never go back
-                task.ask = max(version, lease.version), False
+            task.commit(lease)
             commands.append(Commit(task.number, lease.number, lease.length))
 
     def _rest(self, task: TrackedTask, commands: list[Command]) -> None:

@@ -80,6 +80,13 @@ class TrackedTask:
     """Put down while another is still out."""
     is_aborting: bool = False
 
+    def commit(self, lease: TrackedLease) -> None:
+        """Take over what a lease has. Versions never go back: who goes on must serve at least its last."""
+        self.committed = lease.length
+        version, is_exact = self.ask
+        if not is_exact:
+            self.ask = max(version, lease.version), False
+
     @property
     def is_waiting(self) -> bool:
         """Whether nobody holds it."""
