@@ -2,8 +2,8 @@
 
     python -m benchmarks.prediction.run [--runs 3] [--steps 40] [--out benchmarks/prediction/results]
 
-The device is measured (`baton profile`) before the runs, medians of several. Then every train step is predicted from its
-own lengths, with two cores as GPUs that take turns, and compared with what it took. All runs have one seed, so they
+The device is measured (`baton profile`) before the runs, medians of several. Then every train step is predicted from
+its own lengths, with two cores as GPUs that take turns, and compared with what it took. All runs have one seed, so they
 generate the same tokens: what differs between them is the machine. Where it is shared, a step takes what it takes alone
 or longer, so beside the mean the tenth of steps that were least disturbed is shown.
 """
