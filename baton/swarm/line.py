@@ -55,7 +55,7 @@ class Line:
                 async with asyncio.timeout(CLOSE_S):
                     await self._socket.close()
         finally:
-            if self._transport is not None and self._transport.get_write_buffer_size():
+            if self._transport is not None and _unsent_bytes(self._transport):
                 self._transport.abort()  # nobody reads at the other end
 
     async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
@@ -102,3 +102,11 @@ class Line:
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await self._socket.send_bytes(frame)
             self._on_sent(len(frame))
+
+
+def _unsent_bytes(transport: asyncio.Transport) -> int:
+    """What waits to be sent; a TLS transport that has ended has lost its buffer, and says so by an AttributeError."""
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:
+        return 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -332,3 +334,23 @@ def test_many_refreshes_leave_disk_memory_and_open_files_as_they_were(model: Pat
 def exists(path: Path) -> bool:
     """Collected between being listed and being looked at, or not."""
     return path.is_file()
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_run_over_tls_is_the_run_without_it(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
+    made = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    named = ["-subj", "/CN=hub", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key, certificate = tmp_path / "hub.key", tmp_path / "hub.pem"
+    command = ["openssl", *made, *named, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    with swarm(tmp_path, model, swarm__certificate=str(certificate), swarm__key=str(key)) as run:
+        run.trainer = run._child("trainer", ["train", str(run.recipe), "--serve", "127.0.0.1:0"], None)
+        url = run.trainer.await_said(r"the hub listens at (https://127\.0\.0\.1:\d+)")
+        worker = run.worker("--ca", str(certificate), url=url)
+        run.finish()
+        assert_as_if_nothing_was(run, unbroken)
+        assert "Traceback" not in run.trainer.said() + worker.said()
+        assert "the run is complete" in worker.said()
