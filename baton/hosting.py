@@ -138,7 +138,6 @@ class _Host:
         swarm = self.recipe.swarm
         own = TokenFile(self.scratch / "tokens.json")
         own_token = own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name="local", trusted=True)
-        own.create(Role.ADMIN, LOCAL_TOKEN_LIFE_S, name="local-admin")
         authenticators = [Authenticator(self.scratch / "tokens.json")]
         if swarm.serve is not None:
             authenticators.append(Authenticator(Path(swarm.token_file)))

@@ -10,7 +10,7 @@ it counts; a message that is late, repeated or out of order changes nothing.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -80,6 +80,8 @@ class Desk:
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
         """The last words on trajectories that are being checked."""
+        self._events: deque[ev.Event] = deque()
+        """The one that is being dealt with, and those that have come of it."""
         self._refusals: Counter[int] = Counter()
         """Of leases, by worker, since its last report."""
         self.busy_since_s = 0.0
@@ -205,12 +207,25 @@ class Desk:
     # ---- commands ----------------------------------------------------------------------------------------------------
 
     def _tell(self, event: ev.Event) -> None:
-        was_idle = not self.table.num_leases
-        commands = self.table.handle(event)
-        if was_idle and self.table.num_leases:
-            self.busy_since_s = self._clock()
-        for command in commands:
-            self._obey(command)
+        """Tell the table, and obey.
+
+        What comes of obeying, such as a worker that takes nothing any more, is told afterwards: the table's other
+        commands were given before it could know.
+        """
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        try:
+            while self._events:
+                was_idle = not self.table.num_leases
+                commands = self.table.handle(self._events[0])
+                if was_idle and self.table.num_leases:
+                    self.busy_since_s = self._clock()
+                for command in commands:
+                    self._obey(command)
+                self._events.popleft()
+        finally:
+            self._events.clear()  # after a fault too: the next event is told at once
 
     def _obey(self, command: ev.Command) -> None:
         match command:
@@ -251,7 +266,9 @@ class Desk:
         offset = task.trajectory.num_tokens
         segments = cut_segments(grown, offset, length)
         task.trajectory = task.trajectory.extended(segments)
-        task.spans.append((worker, offset, length))
+        is_same = bool(task.spans) and task.spans[-1][0] == worker
+        first = task.spans.pop()[1] if is_same else offset
+        task.spans.append((worker, first, length))
         self._outside.to_runner(Report(number, offset, segments))
 
     def _finish(self, number: int, grown: Trajectory) -> None:

@@ -63,6 +63,8 @@ class _Case:
     claim: Claim
     parts: tuple[tuple[Author, int, int], ...]
     """(author, first token, end) to be judged."""
+    is_trusted: bool
+    """Whether all who wrote in it are trusted: only then may it set the tolerances by which others are judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +162,16 @@ class Examiner:
     def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[tuple[Author, int, int]]) -> bool:
         """A trajectory is complete; say whether it is held back to be checked."""
         key = (lease.noise_seed, trajectory.group_id, trajectory.sample_index)
-        wanted = []
-        for author, first, end in parts:
-            if self.quarantine.reason(author.name) is None:
+        chosen: dict[str, bool] = {}
+        for author, _, _ in parts:  # one may have written several parts: it has finished one trajectory
+            if author.name not in chosen and self.quarantine.reason(author.name) is None:
                 self.inspector.joined(author.name, is_trusted=author.is_trusted)
-                if self.inspector.finished(author.name, _name(key)):
-                    wanted.append((author, first, end))
+                chosen[author.name] = self.inspector.finished(author.name, _name(key))
+        wanted = tuple(part for part in parts if chosen.get(part[0].name))
         if not wanted:
             return False
-        case = _Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), tuple(wanted))
+        is_trusted = all(author.is_trusted for author, _, _ in parts)
+        case = _Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), wanted, is_trusted)
         self._held[key] = case, time.monotonic() + PATIENCE_S
         self._cases.put(case)
         self._errands.submit(self._run)
@@ -247,7 +250,9 @@ class Examiner:
             for index, one in zip(concerned, rescored, strict=True):
                 scores[index].append(one)
         for case, found in zip(cases, scores, strict=True):
-            self.counters.checked += 1
+            known = len({rescored.version for rescored in found})
+            self.counters.checked += known > 0
+            self.counters.unchecked += known < len(set(case.claim.trajectory.policy_versions))
             self.counters.tokens += sum(len(rescored.places) for rescored in found)
             rulings = self._judged(case, found)
             self._to_hub(lambda case=case, rulings=rulings: self._rule(case, rulings))  # type: ignore[misc]
@@ -255,7 +260,7 @@ class Examiner:
     def _judged(self, case: _Case, scores: Sequence[Rescored]) -> list[Ruling]:
         rulings = []
         for author, first, end in case.parts:
-            if author.is_trusted:
+            if case.is_trusted:
                 self.calibration.observe(author.worker_class, scores)
             tolerance = self.calibration.tolerance(author.worker_class)
             rulings.append(Ruling(case.key, author, judge(scores, tolerance, first=first, end=end)))

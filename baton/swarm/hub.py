@@ -30,11 +30,12 @@ from baton.errors import DeadlineExceeded, UserError
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Denied, Grant, Role
 from baton.swarm.desk import Desk
-from baton.swarm.door import MAX_CONNECTIONS, Door
+from baton.swarm.door import Door
 from baton.swarm.line import Line
 from baton.swarm.listen import Listen
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
+    SILENT_HEARTBEATS,
     Fault,
     FromHub,
     FromWorker,
@@ -56,8 +57,6 @@ from baton.types import PolicyVersion, Report, Retry
 from baton.weights.store import Store
 
 TICK_S = 1.0
-SILENT_HEARTBEATS = 12
-"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 START_DEADLINE_S = 30.0
 
 
@@ -126,7 +125,6 @@ class Hub:
         self._requests, self._door = Requests(self), Door()
         self._by_session: dict[str, int] = {}
         self._next_worker = 0
-        self._connections = 0
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._port: int | None = None
@@ -277,18 +275,12 @@ class Hub:
 
     async def _worker(self, request: web.Request) -> web.WebSocketResponse:
         grant = self._requests.admit(request, {Role.WORKER})
-        if self._connections >= MAX_CONNECTIONS:
-            raise web.HTTPServiceUnavailable(text=f"the hub has {MAX_CONNECTIONS} connections already")
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=1.0, compress=False)
         await socket.prepare(request)
-        self._connections += 1
         outgoing = Outgoing()
         outgoing.put(self.parts.welcome)
         line = Line(socket, request.transport, outgoing, lambda size: self.counters.sent("messages", size))
-        try:
-            await line.hold(self._converse(line, grant, request.remote or "", outgoing))
-        finally:
-            self._connections -= 1
+        await line.hold(self._converse(line, grant, request.remote or "", outgoing))
         return socket
 
     async def _converse(self, line: Line, grant: Grant, address: str, outgoing: Outgoing) -> None:

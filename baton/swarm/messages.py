@@ -30,6 +30,8 @@ PROTOCOL = 1
 """Changes when an older worker could misunderstand a newer hub."""
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """A longer frame ends the connection."""
+SILENT_HEARTBEATS = 12
+"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256

@@ -88,7 +88,7 @@ class TracedDesk(Desk):
             case ev.Expel(worker=worker):
                 self._end_all(worker)
         super()._obey(command)
-        if isinstance(command, ev.Grant):
+        if isinstance(command, ev.Grant) and command.worker in self._names:  # else it has been hung up on meanwhile
             slots = self.table.workers[command.worker].slots
             self._trace.leases.given(self._branches[command.lease].lease, self._names[command.worker], slots)
 

@@ -33,6 +33,7 @@ from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
+    SILENT_HEARTBEATS,
     Ack,
     Dropped,
     Fault,
@@ -61,8 +62,6 @@ from baton.weights.store import Store
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
-SILENT_HEARTBEATS = 12
-"""After so many without an answer there is no hub behind the connection any more, though nobody has hung up."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""

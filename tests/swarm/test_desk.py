@@ -14,6 +14,8 @@ from baton.swarm.desk import Desk, Outside, cut_segments
 from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.outbox import Outbox
+from baton.swarm.traced import DeskTrace, TracedDesk
+from baton.trace import LeaseTrace
 from baton.types import (
     Abort,
     FinishReason,
@@ -40,10 +42,19 @@ def said(lease: int, start: int, end: int, finish: FinishReason | None = None, *
     return Report(lease, start, (segment(start, end, salt=salt),) if end > start else (), finish, **more)
 
 
+class Spans:
+    """A tracer that nobody reads."""
+
+    def span(self, *_: object, **facts: object) -> None:
+        pass
+
+
 class Counter:
     """A desk with everything it says."""
 
-    def __init__(self, *, restarts: bool = False, holds: bool = False, relief: float = 0.0) -> None:
+    def __init__(
+        self, *, restarts: bool = False, holds: bool = False, relief: float = 0.0, is_traced: bool = False
+    ) -> None:
         self.now_s = 0.0
         self.sent: list[tuple[int, object]] = []
         self.heard: list[object] = []
@@ -64,7 +75,14 @@ class Counter:
             lambda worker, cause: self.convicted.append((worker, cause)),
             finish,
         )
-        self.desk = Desk(LeaseTable(rules), outside, lambda *_: self.complaint, lambda: self.now_s)
+        if is_traced:
+            trace = DeskTrace(LeaseTrace(Spans()), lambda worker: f"worker {worker}", {})
+            self.desk: Desk = TracedDesk(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock, trace)
+        else:
+            self.desk = Desk(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock)
+
+    def clock(self) -> float:
+        return self.now_s
 
     def worker(self, number: int, *, slots: int = 4, version: int = 0) -> None:
         self.desk.join(number, slots)
@@ -103,7 +121,7 @@ def test_a_trajectory_grows_ends_and_everything_is_acknowledged():
     assert counter.to(0) == [Ack(number, 5), Ack(number, 9, has_ended=True)]
     assert counter.grown(7).token_ids == list(range(9))
     assert counter.grown(7).finish_reason is FinishReason.STOP
-    assert counter.finished[0][1] == ((0, 0, 5), (0, 5, 9))
+    assert counter.finished[0][1] == ((0, 0, 9),)
     assert counter.desk.table.num_tasks == 0
 
 
@@ -382,3 +400,45 @@ def test_events_are_a_closed_set():
     """A desk that meets a command which it does not know would drop it without a word."""
     known = {ev.Grant, ev.Recall, ev.Drop, ev.Commit, ev.Finish, ev.PutDown, ev.Waste, ev.Expel}
     assert set(ev.Command.__args__) == known
+
+
+def test_what_one_worker_wrote_in_several_reports_is_one_span():
+    """Ten tokens by worker 0 in two reports, then its end, then ten by worker 1 in two."""
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    (lease,) = counter.leases(0)
+    counter.desk.report(0, said(lease.lease_id, 0, 4))
+    counter.desk.report(0, said(lease.lease_id, 4, 10))
+    counter.worker(1)
+    counter.desk.leave(0, "gone")
+    (again,) = counter.leases(1)
+    counter.desk.report(1, said(again.lease_id, 10, 15))
+    counter.desk.report(1, said(again.lease_id, 15, 20, FinishReason.STOP))
+    assert [spans for _, spans in counter.finished] == [((0, 0, 10), (1, 10, 20))]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_worker_that_goes_while_it_is_given_leases_leaves_nothing_behind(is_traced):
+    """Its connection is full at the first of three leases: the other two go to the next worker too, each once."""
+    counter = Counter(is_traced=is_traced)
+    take = counter.sent.append
+
+    def full(worker: int, message: object) -> None:
+        take((worker, message))
+        if worker == 0 and isinstance(message, Lease) and 0 in counter.desk.table.workers:
+            counter.desk.leave(0, "takes nothing")
+
+    object.__setattr__(counter.desk._outside, "to_worker", full)
+    for task in range(3):
+        counter.want(task)
+    counter.worker(0)
+    assert not counter.desk.table.workers
+    counter.worker(1)
+    assert [lease.trajectory.group_id for lease in counter.leases(1)] == [0, 1, 2]
+    for lease in counter.leases(1):
+        assert counter.desk.table.knows(lease.lease_id)
+        counter.desk.report(1, said(lease.lease_id, 0, 3, FinishReason.STOP))
+    assert [counter.grown(task).num_tokens for task in range(3)] == [3, 3, 3]
+    assert counter.desk.table.num_tasks == 0
+    assert not counter.desk._branches
