@@ -26,6 +26,7 @@ from baton.simulator.result import summarise
 from baton.simulator.run import simulate
 from baton.simulator.sources import RecipeSource, Wishes
 
+RAW = Path(__file__).parent / "results" / "agreement.json"
 WARM = 4
 """First steps of a live run that do not count."""
 
@@ -68,7 +69,7 @@ def simulated(path: Path, calibration: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print both, the difference, and the noise."""
+    """Print both, the difference, and the noise, and add them to results/agreement.json."""
     calibration, runs = Path(sys.argv[1]), [Path(text) for text in sys.argv[2:]]
     measured, predicted = [live(run) for run in runs], simulated(runs[0], calibration)
     print(f"{'':16}{'simulated':>12}{'live':>12}{'difference':>12}{'noise':>8}")
@@ -78,6 +79,15 @@ def main() -> None:
         noise = (max(seen) - min(seen)) / mean if mean else 0.0
         difference = f"{value / mean - 1:+.0%}" if mean else f"{value - mean:+.3g}"
         print(f"{key:16}{value:12.4g}{mean:12.4g}{difference:>12}{noise:8.0%}")
+    opened = RunDirectory.open(runs[0])
+    known = json.loads(RAW.read_text()) if RAW.exists() else {}
+    known[opened.recipe()["rollout"]["mode"]] = {
+        "facts": {key: opened.facts().get(key) for key in ("commit", "hardware", "packages")},
+        "calibration": calibration.read_text(),
+        "simulated": predicted,
+        "live": measured,
+    }
+    RAW.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":
