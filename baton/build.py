@@ -16,7 +16,6 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
@@ -30,6 +29,7 @@ from baton.loop import Clock, Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.parts import Judges, Parts
@@ -75,11 +75,7 @@ def set_up_torch(threads: int, *, busy: int = 0) -> int:
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
-    torch.set_num_threads(count)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs several per cent
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
+    set_up_threads(count)
     return count
 
 

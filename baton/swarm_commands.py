@@ -111,9 +111,10 @@ def _make_engine(
     threads: int,
     device: str,
 ) -> Engine:
-    from baton.rollout.engines.skeleton import set_up_torch, skeleton_engine
+    from baton.policy.threads import set_up_threads
+    from baton.rollout.engines.skeleton import skeleton_engine
 
-    set_up_torch(threads)
+    set_up_threads(threads)
     settings = welcome.engine_settings()
     if slots is not None:
         settings = settings.model_copy(update={"slots": slots})

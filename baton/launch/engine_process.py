@@ -92,17 +92,12 @@ def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: E
 
 
 def _build(start: Start) -> Engine:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+    from baton.policy.threads import set_up_threads
     from baton.policy.tokenizer import load_tokenizer
     from baton.rollout.engines.embedded import EmbeddedEngine
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    set_up_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     settings = start.engine_settings()
     tokenizer = load_tokenizer(start.model_path)
     model = load_model(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers.utils.logging import disable_progress_bar
 
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_skeleton, torch_device, torch_dtype
@@ -16,15 +12,6 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.types import PolicyVersion
-
-
-def set_up_torch(threads: int) -> None:
-    """Fix the number of threads and switch deterministic algorithms on."""
-    torch.set_num_threads(threads)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs several per cent
-    disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def skeleton_engine(

@@ -1,0 +1,17 @@
+"""How torch computes in a process: so many threads, and the same bits each time."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+
+def set_up_threads(threads: int) -> None:
+    """Fix the number of torch's threads and switch deterministic algorithms on."""
+    torch.set_num_threads(threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs several per cent
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
