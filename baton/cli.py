@@ -87,8 +87,8 @@ def train(
 ) -> None:
     """Train a model with reinforcement learning, as a recipe says.
 
-    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C finishes the step,
-    writes a checkpoint and stops: --resume goes on from there.
+    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C or SIGTERM finishes the
+    step, writes a checkpoint and stops: --resume goes on from there.
     """
     from baton.config import Recipe, load_recipe
 
@@ -123,6 +123,8 @@ def train(
             f"stopped after step {loop.state.step} of {loaded.run.steps}; go on with the same command and --resume",
             highlight=False,
         )
+        if stop.signal == signal.SIGTERM:
+            raise typer.Exit(128 + signal.SIGTERM)  # so that whoever supervises knows that the run is not complete
 
 
 @app.command()
@@ -332,24 +334,35 @@ def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of th
 
 
 class _StopRequest:
-    """Ctrl-C once asks for a clean stop, twice leaves at once."""
+    """Ctrl-C or SIGTERM once asks for a clean stop; a second Ctrl-C leaves at once.
+
+    A cluster's scheduler sends SIGTERM before it takes the machine away, perhaps more than once.
+    """
 
     def __init__(self) -> None:
-        self.is_requested = False
-        self._before: Any = None
+        self.signal: int | None = None
+        """The first that came."""
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether to stop after this step."""
+        return self.signal is not None
 
     def __enter__(self) -> _StopRequest:
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    def _on_interrupt(self, *_: object) -> None:
-        if self.is_requested:
+    def _on_signal(self, number: int, _: object) -> None:
+        if self.signal is None:
+            self.signal = number
+            err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.is_requested = True
-        err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
 
 
 def _print_dry_run(recipe: Any, as_json: bool) -> None:

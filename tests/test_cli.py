@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,25 @@ def test_the_program_evaluates(small: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[-1]["num_prompts"] == 2
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminated_run_finishes_its_step_says_so_with_its_exit_code_and_goes_on(small: Any, tmp_path: Path) -> None:
+    arguments = ["train", small.recipe, f"run.directory={tmp_path}", "run.steps=100000", "eval.num_prompts=2"]
+    run = tmp_path / "small"
+    with subprocess.Popen([sys.executable, "-m", "baton", *map(str, arguments)], cwd=ROOT) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list(run.glob("trajectories/step_*")):
+                assert process.poll() is None
+                assert time.monotonic() < deadline, "no step within 120 s"
+                time.sleep(0.02)
+            process.terminate()
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = max(row["step"] for row in rows)
+    assert (run / "checkpoints" / f"step_{last:06d}").is_dir(), "the last step has a checkpoint"
+    arguments[3] = f"run.steps={last + 1}"
+    assert json.loads(invoke(*arguments, "--resume", "--json")[0])["steps"] == last + 1

@@ -33,7 +33,8 @@ SIGN_OF_LIFE_S = 5.0
 
 def serve(descriptor: int) -> None:
     """Serve one parent until it hangs up. An error is sent to the parent as a Fault, and ends the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)
     scratch = ""
     try:
