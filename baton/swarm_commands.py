@@ -56,6 +56,9 @@ def worker(
     store: Annotated[
         str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")
     ] = None,
+    patience: Annotated[
+        str | None, typer.Option("--patience", help="End when there is no hub for so long: 90s, 30m, 12h; else never.")
+    ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Leave when standard input ends.")] = False,
@@ -65,7 +68,7 @@ def worker(
     Opens the one connection itself, so it works behind NAT; comes back by itself when the network or the hub does.
     Ctrl-C puts down what runs, reports it and leaves.
     """
-    from baton.swarm.auth import read_token_file
+    from baton.swarm.auth import parse_duration, read_token_file
     from baton.swarm.listen import check_url, client_ssl
     from baton.swarm.worker import SwarmWorker, WorkerOptions
 
@@ -79,6 +82,7 @@ def worker(
         slots=slots,
         store=store,
         device=_device_name(device),
+        patience_s=None if patience is None else parse_duration(patience),
         say=_say,
     )
 

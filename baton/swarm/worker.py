@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.errors import EngineFault, UserError
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -81,6 +81,8 @@ class WorkerOptions:
     device: str = "cpu"
     """For people, and for the class whose logprobs are compared."""
     engine: str = "embedded"
+    patience_s: float | None = None
+    """Seconds without a hub after which the worker ends with DeadlineExceeded; None is never."""
     say: Callable[[str], None] = print
 
 
@@ -101,13 +103,16 @@ class SwarmWorker:
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
-        """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError)."""
+        """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError).
+
+        Raises EngineFault when the engine cannot go on, and DeadlineExceeded when the hub stays away for too long.
+        """
         self._loop = asyncio.get_running_loop()
         tls = self._options.ssl or True
         # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
-        wait_s = 0.0
+        wait_s, heard_s = 0.0, self._loop.time()
         async with (
             aiohttp.ClientSession(connector=kept) as self._http,
             aiohttp.ClientSession(connector=once) as self._lines,
@@ -123,7 +128,9 @@ class SwarmWorker:
                         self._check_engine()
                         if self._is_leaving.is_set():
                             return
-                        wait_s = 0.0 if self._was_served else wait_s
+                        if self._was_served:
+                            wait_s, heard_s = 0.0, self._loop.time()
+                        self._check_patience(self._loop.time() - heard_s)
                         wait_s = min(LONGEST_WAIT_S, max(0.5, 2 * wait_s))
                         waiting_s = wait_s * random.uniform(0.5, 1.0)
                         cause = str(error) or type(error).__name__
@@ -134,6 +141,11 @@ class SwarmWorker:
             finally:
                 if self._engine is not None:
                     await asyncio.to_thread(self._engine.close)
+
+    def _check_patience(self, silent_s: float) -> None:
+        patience_s = self._options.patience_s
+        if patience_s is not None and silent_s >= patience_s:
+            raise DeadlineExceeded(f"there has been no hub at {self._options.url} for {silent_s:.0f} s: giving up")
 
     def leave(self) -> None:
         """Put down what runs, report it, and end. Called from the event loop."""
