@@ -193,6 +193,8 @@ class _Host:
                 () if self.base is None else (self.base,),
                 self.inbox,
                 self.pace,
+                swarm.absence_s,
+                self.say,
             )
         )
 

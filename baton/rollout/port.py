@@ -27,6 +27,11 @@ class WorkerPort(Protocol):
         """Trajectories that it generates at once."""
         ...
 
+    @property
+    def absence_s(self) -> float:
+        """Seconds that it may have no slots at all (a swarm whose workers are all gone) before that is a stall."""
+        return 0.0
+
     def send(self, message: FromHub) -> None:
         """Hand over a lease or an abort; does not wait."""
         ...

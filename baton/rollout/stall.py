@@ -20,18 +20,20 @@ class StallWatch:
 
     def reset(self) -> None:
         """Begin to wait."""
-        self._since_s, self._stats = time.monotonic(), self._port.stats()
+        self._since_s, self._stats, self._is_empty = time.monotonic(), self._port.stats(), not self._port.slots
 
     def check(self, messages: Sequence[FromPort], num_waiting: int, names: Iterable[str]) -> None:
         """Look at what one wait has brought. Raises DeadlineExceeded naming the worker and some of who waits for it.
 
         names: of the waiting trajectories; looked at only where they are needed.
         """
-        stats = self._port.stats()
-        if messages or stats != self._stats or not num_waiting:
-            self._since_s, self._stats = time.monotonic(), stats
-        elif time.monotonic() - self._since_s > self._timeout_s:
+        stats, is_empty = self._port.stats(), not self._port.slots
+        if messages or stats != self._stats or is_empty != self._is_empty or not num_waiting:
+            self._since_s, self._stats, self._is_empty = time.monotonic(), stats, is_empty
+            return
+        absence_s = self._port.absence_s if is_empty else 0.0
+        if time.monotonic() - self._since_s > (timeout_s := max(self._timeout_s, absence_s)):
             raise DeadlineExceeded(
-                f"{self._port.name} has made no progress for {self._timeout_s:.0f} s while {num_waiting} trajectories "
+                f"{self._port.name} has made no progress for {timeout_s:.0f} s while {num_waiting} trajectories "
                 f"wait for it ({', '.join(islice(names, 4)) or 'none begun yet'})"
             )

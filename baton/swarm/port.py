@@ -33,6 +33,8 @@ from baton.weights.store import Store
 
 _NAMED = 6
 """Workers that a message names."""
+FIRST_WORD_S = 30.0
+"""Without a worker after which people are told."""
 
 
 class Checks(Protocol):
@@ -77,6 +79,9 @@ class PortParts:
     """Versions that stay whatever happens: the base model of adapters."""
     inbox: SimpleQueue[FromPort]
     pace: Pace
+    absence_s: float = 0.0
+    """Seconds that there may be no worker at all."""
+    say: Callable[[str], None] = print
 
 
 class SwarmPort:
@@ -91,6 +96,8 @@ class SwarmPort:
         self.train_s = 0.0
         self.step = 0
         self.staleness: dict[str, float] = {}
+        self._empty_since_s: float | None = None
+        self._next_word_s = FIRST_WORD_S
 
     @property
     def name(self) -> str:
@@ -107,6 +114,11 @@ class SwarmPort:
     def slots(self) -> int:
         """See `WorkerPort`: of the workers that are connected."""
         return self._parts.hub.slots
+
+    @property
+    def absence_s(self) -> float:
+        """See `WorkerPort`."""
+        return self._parts.absence_s
 
     def send(self, message: FromHub) -> None:
         """See `WorkerPort`."""
@@ -191,6 +203,21 @@ class SwarmPort:
         while self._futures and self._futures[0].done():
             self._futures.popleft().result()
         self._parts.look_after()
+        self._say_whether_empty()
+
+    def _say_whether_empty(self) -> None:
+        """Let people know of a run that waits for workers: after half a minute, then each time after twice as long."""
+        now_s = time.monotonic()
+        if self.slots:
+            if self._next_word_s > FIRST_WORD_S:
+                self._parts.say("workers are there again")
+            self._empty_since_s, self._next_word_s = None, FIRST_WORD_S
+            return
+        if self._empty_since_s is None:
+            self._empty_since_s = now_s
+        if (empty_s := now_s - self._empty_since_s) >= self._next_word_s:
+            self._next_word_s *= 2
+            self._parts.say(f"no worker for {empty_s:.0f} s: {self.name.rstrip(',')}; the run waits (swarm.absence_s)")
 
     def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
         parts = self._parts

@@ -32,6 +32,9 @@ class SwarmSettings(Settings):
     """Seconds without a sign of life after which a worker is taken for dead, and others go on with its leases."""
     wedge_s: float = Field(default=60.0, gt=0)
     """Seconds without a token after which a worker that holds leases is taken for wedged."""
+    absence_s: float = Field(default=3600.0, ge=0)
+    """Seconds that a run waits while no worker is there at all, saying so, before it ends; at least
+    rollout.stall_timeout_s."""
     relief: float = Field(default=2.0, ge=0)
     """A straggler is given to a second worker when it may take so many times as long as there; 0 is never."""
     report_every_s: float = Field(default=2.0, gt=0)

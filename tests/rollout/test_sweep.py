@@ -63,6 +63,7 @@ class Silent:
     """A worker that takes leases and never reports."""
 
     name = "worker seven"
+    slots = 4
 
     def __init__(self, answer: Any = lambda lease: []) -> None:
         self._answer = answer

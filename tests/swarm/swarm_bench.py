@@ -271,6 +271,7 @@ class SwarmBench:
         publish_every: int = 1,
         max_lag: int | None = None,
         stall_timeout_s: float = PATIENCE_S,
+        absence_s: float = 0.0,
         lease_rules: Mapping[str, Any] | None = None,
         parts: Mapping[str, Any] | None = None,
         finished: Callable[..., bool] = lambda lease, trajectory, spans: False,
@@ -335,6 +336,8 @@ class SwarmBench:
                 pinned=(),
                 inbox=self.inbox,
                 pace=self.pace,
+                absence_s=absence_s,
+                say=self.said.append,
             )
         )
         self.judges, self.source = Judges(), Prompts()

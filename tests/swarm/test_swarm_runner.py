@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from swarm_bench import BenchWorker, SwarmBench, quick, wait_until
 
 from baton.errors import DeadlineExceeded, EngineFault
+from baton.swarm import port as port_module
 
 MODES = [
     ("sync", {}),
@@ -128,6 +131,19 @@ def test_a_swarm_that_nobody_joins_is_named_when_patience_ends(mode, make):
     bench.begin()
     with pytest.raises(DeadlineExceeded, match=r"the swarm at http://127.0.0.1:\d+, which no worker has joined,"):
         bench.step()
+
+
+def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_and_says_so(make, monkeypatch):
+    monkeypatch.setattr(port_module, "FIRST_WORD_S", 0.2)
+    bench = make("async", stall_timeout_s=0.3, absence_s=60.0)
+    bench.begin()
+    late = threading.Timer(1.0, lambda: bench.join(1))
+    late.start()
+    bench.step()
+    late.join()
+    where = f"the swarm at {bench.url}, which no worker has joined"
+    assert re.fullmatch(rf"no worker for \d s: {where}; the run waits \(swarm.absence_s\)", bench.said[0])
+    assert "workers are there again" in bench.said
 
 
 def test_workers_that_are_all_gone_are_named_when_patience_ends(make):
