@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 import baton
+from baton.cluster_command import cluster_app
 from baton.errors import BatonError, UserError
 from baton.plan_command import plan, profile
 from baton.simulate_command import simulate
@@ -321,6 +322,7 @@ app.command()(worker)
 app.command()(relay)
 app.command()(status)
 app.add_typer(token_app, name="token")
+app.add_typer(cluster_app, name="cluster")
 
 
 @app.command(hidden=True)
