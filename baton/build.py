@@ -25,6 +25,7 @@ from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
+from baton.launch.ranks import LocalRanks
 from baton.loop import Clock, Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
@@ -44,8 +45,11 @@ from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import BEGIN, LeaseTrace, TraceWriter
 from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
-from baton.trainer.local import LocalTrainer
+from baton.trainer.make import make_trainer
+from baton.trainer.ranked import RankedTrainer
+from baton.trainer.ranks import Ranks, TrainerSetup
 from baton.trainer.sft import Demonstration
+from baton.trainer.trainer import Trainer
 from baton.types import Message, PolicyVersion, SamplingParams
 
 LOOP_STATE = Path("baton") / "loop.json"
@@ -161,7 +165,7 @@ def build_loop(
 
 def _open(
     recipe: Recipe,
-    trainer: LocalTrainer,
+    trainer: Trainer,
     tokenizer: Tokenizer,
     place: _Place,
     threads: int,
@@ -170,6 +174,7 @@ def _open(
 ) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
     """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
     with ExitStack() as undo:
+        undo.callback(trainer.close)
         if not recipe.swarm.is_on:
             port = build_port(recipe, recipe.model.path, tokenizer, trainer.version, LeaseTrace(trace))
             undo.callback(port.close)
@@ -206,47 +211,34 @@ def _rollout_side(
     return sweep, Runner(parts, recipe.rules())
 
 
-def build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
-    """Make the recipe's trainer with its own copy of the model, the reference and adapters where there are any."""
-    device = torch_device(recipe.model.device)
-    master = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
-    return LocalTrainer(
-        master,
-        tokenizer,
-        recipe.trainer,
-        recipe.algorithm,
+def build_trainer(
+    recipe: Recipe, tokenizer: Tokenizer, start_ranks: Callable[[int, int], Ranks] | None = None
+) -> Trainer:
+    """Make the recipe's trainer: in this process, or in ranks that `start_ranks(count, threads of each)` starts."""
+    setup = TrainerSetup(
+        model_path=recipe.model.path,
+        device=recipe.model.device,
+        attention=recipe.model.attention,
+        trainer=recipe.trainer.model_dump(),
+        algorithm=recipe.algorithm.model_dump(),
+        lora=None if recipe.lora is None else recipe.lora.model_dump(),
         temperature=recipe.rollout.temperature,
         total_steps=recipe.run.steps,
-        max_staleness=recipe.rules().max_staleness,
-        publish_dtype=torch_dtype(recipe.weights.published_in(recipe.engine.dtype)),
-        version=PolicyVersion(secrets.token_hex(4), 0),
         max_new_tokens=recipe.rollout.max_new_tokens,
-        reference=_load_reference(recipe, master),
-        lora=recipe.lora,
+        max_staleness=recipe.rules().max_staleness,
+        publish_dtype=recipe.weights.published_in(recipe.engine.dtype),
+        version=PolicyVersion(secrets.token_hex(4), 0),
         seed=recipe.run.seed,
     )
+    count = recipe.trainer.ranks
+    if count == 1 and start_ranks is None:
+        return make_trainer(setup, tokenizer)
+    threads = recipe.run.threads or max(1, torch.get_num_threads() // count)
+    ranks = LocalRanks(count, threads=threads) if start_ranks is None else start_ranks(count, threads)
+    return RankedTrainer(ranks, setup, recipe.trainer.rank_timeout_s)
 
 
-def _load_reference(recipe: Recipe, policy: PreTrainedModel) -> PreTrainedModel | None:
-    """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
-    path = recipe.algorithm.reference
-    if not recipe.algorithm.kl_coef or (recipe.lora is not None and path is None):
-        return None
-    device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.trainer.dtype)
-    try:
-        model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
-    sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
-            "allowed is a model of the same tokens"
-        )
-    return model.requires_grad_(False)
-
-
-def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: LocalTrainer) -> Callable[[LoopState], Path]:
+def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Callable[[LoopState], Path]:
     def save_checkpoint(state: LoopState) -> Path:
         path = checkpoint_path(run.checkpoints, state.step)
         with atomic_directory(path) as directory:
@@ -283,7 +275,7 @@ def _place(recipe: Recipe, observer: Observer) -> _Place:
     return _Place(state, checkpoint, is_new=False)
 
 
-def _open_run(recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
+def _open_run(recipe: Recipe, trainer: Trainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
     """Make the run's directory, or bring it and the trainer to where they go on. The last act of a start."""
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:

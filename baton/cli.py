@@ -333,6 +333,14 @@ def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of th
     serve(descriptor)
 
 
+@app.command(hidden=True)
+def rank(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
+    """Serve a parent process as a rank of its trainer; started by `baton train`, not by people."""
+    from baton.launch.rank_process import serve
+
+    serve(descriptor)
+
+
 class _StopRequest:
     """Ctrl-C once asks for a clean stop, twice leaves at once."""
 

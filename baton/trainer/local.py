@@ -275,6 +275,9 @@ class LocalTrainer:
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
         _warn_of_other_bits(state)
 
+    def close(self) -> None:
+        """See `Trainer`: nothing was started."""
+
     def _multiples(self) -> tuple[int, int]:
         """On a CPU, bfloat16 kernels are made anew for each shape that is met."""
         makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
