@@ -39,6 +39,7 @@ from baton.rollout.runner import Runner
 from baton.rollout.sweep import Sweep
 from baton.rollout.traced import TracedJudges
 from baton.runs import RunDirectory, without_none
+from baton.swarm.crew import Crew
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
@@ -52,6 +53,8 @@ from baton.trainer.sft import Demonstration
 from baton.trainer.trainer import Trainer
 from baton.types import Message, PolicyVersion, SamplingParams
 
+StartRanks = Callable[[int, int], Ranks]
+"""(how many, torch threads of each) → the ranks of a trainer."""
 LOOP_STATE = Path("baton") / "loop.json"
 """Within a checkpoint: what the loop needs to go on."""
 
@@ -113,9 +116,12 @@ def build_loop(
     resume: bool,
     overwrite: bool,
     should_stop: Callable[[], bool] = lambda: False,
+    crew: Crew | None = None,
+    start_ranks: StartRanks | None = None,
 ) -> Loop:
     """Make every part of a run, from its beginning or from its latest checkpoint.
 
+    crew and start_ranks: workers and trainer ranks that somebody else starts, on other machines.
     Raises UserError for all that can be seen to be wrong before the first step, and leaves what was there as it was.
     """
     if not resume:
@@ -123,18 +129,18 @@ def build_loop(
     for note in recipe.algorithm.notes():
         observer.said(note)
     if recipe.swarm.is_on:
-        check_swarm(recipe)
+        check_swarm(recipe, crew)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
-    trainer = build_trainer(recipe, tokenizer)
+    trainer = build_trainer(recipe, tokenizer, start_ranks)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
-    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace)
+    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace, crew)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal)
     return Loop(
@@ -171,6 +177,7 @@ def _open(
     threads: int,
     observer: Observer,
     trace: TraceWriter,
+    crew: Crew | None,
 ) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
     """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
     with ExitStack() as undo:
@@ -180,7 +187,7 @@ def _open(
             undo.callback(port.close)
         run = _open_run(recipe, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace)
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, crew)
             undo.callback(port.close)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
         journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
@@ -211,10 +218,8 @@ def _rollout_side(
     return sweep, Runner(parts, recipe.rules())
 
 
-def build_trainer(
-    recipe: Recipe, tokenizer: Tokenizer, start_ranks: Callable[[int, int], Ranks] | None = None
-) -> Trainer:
-    """Make the recipe's trainer: in this process, or in ranks that `start_ranks(count, threads of each)` starts."""
+def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
+    """Make the recipe's trainer: in this process, or in ranks that `start_ranks` starts."""
     setup = TrainerSetup(
         model_path=recipe.model.path,
         device=recipe.model.device,
