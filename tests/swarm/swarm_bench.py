@@ -326,6 +326,7 @@ class SwarmBench:
                 store=self.store,
                 shared="",
                 look_after=lambda: None,
+                broadcast=lambda tensors, version: False,
                 dismiss=lambda: None,
                 clear=lambda: None,
                 checks=None,
