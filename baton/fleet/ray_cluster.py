@@ -37,10 +37,9 @@ class RayCluster:
                 include_dashboard=False,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
             raise UserError(
-                f"--ray {address}: no Ray cluster can be joined there: {said}; allowed is HOST:PORT of a cluster that "
-                "this machine is part of (ray start --head; elsewhere ray start --address HOST:PORT), or auto"
+                f"--ray {address}: no Ray cluster can be joined there: {first_line(error)}; allowed is HOST:PORT of a "
+                "cluster that this machine is part of (ray start --head, or ray start --address HOST:PORT), or auto"
             ) from error
 
     @property
@@ -114,6 +113,12 @@ def import_ray() -> Any:
     except ImportError as error:
         raise UserError("--ray needs Ray, which is not installed: pip install 'baton-rl[ray]'") from error
     return ray
+
+
+def first_line(error: BaseException) -> str:
+    """Return the beginning of what an error says: Ray's errors are pages long."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def check_address(address: str) -> None:
