@@ -20,6 +20,7 @@ from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
+from baton.trainer.parallel import Together
 from baton.trainer.ranks import (
     Fault,
     FromRank,
@@ -72,9 +73,9 @@ class RankServer:
             case Listen():
                 return self._listen()
             case Setup():
-                self._meet(message)
-                setup = message.trainer
-                self._trainer = make_trainer(setup, load_tokenizer(setup.model_path))
+                device, setup = self._meet(message), message.trainer
+                parallel = Together(device, reduces_each=setup.trainer["shard_gradients"])
+                self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return Ready(self._trainer.version)
             case Step(batch=batch):
                 metrics = self._trained.step(batch)
@@ -82,8 +83,7 @@ class RankServer:
             case Publish():
                 return self._publish()
             case Save(directory=directory):
-                if not self._place.rank:
-                    self._trained.save(Path(directory))
+                self._trained.save(Path(directory))
                 return Ready(self._trained.version)
             case Restore(directory=directory):
                 self._trained.restore(Path(directory))
@@ -113,7 +113,8 @@ class RankServer:
         )
         return Listening(place.host, port)
 
-    def _meet(self, message: Setup) -> None:
+    def _meet(self, message: Setup) -> torch.device:
+        """Join the other ranks; return the device of this one."""
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)
         if device.type == "cuda":
@@ -128,6 +129,7 @@ class RankServer:
             world_size=place.size,
             timeout=timeout,
         )
+        return device
 
     def _publish(self) -> Published:
         weights = self._trained.publish()
