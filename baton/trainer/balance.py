@@ -15,7 +15,7 @@ class Share:
     size: int = 1
     """Ranks that rows are dealt to."""
     even_tokens: float = float("inf")
-    """Tokens of a row at which attention costs as much as the linear layers do: `even_tokens` of the model."""
+    """Tokens of a row at which attention costs as much as the linear layers do (`fitting.py`)."""
 
     def cost(self, num_tokens: int) -> float:
         """Return what a row costs, in tokens of a short one."""
@@ -38,12 +38,3 @@ def balanced(costs: Sequence[float], count: int) -> list[list[int]]:
         parts[part].append(place)
         heapq.heapreplace(loads, (load + costs[place], part))
     return [sorted(part) for part in parts]
-
-
-def even_tokens(num_parameters: int, num_layers: int, attention_width: float) -> float:
-    """Return at how many tokens a row's attention costs what its linear layers cost.
-
-    A token meets each parameter once, and on average half of its row's n tokens twice (scores and values) in each
-    layer: n × layers × width multiplications against the parameters'.
-    """
-    return num_parameters / max(1, num_layers * attention_width)

@@ -1,12 +1,9 @@
-"""Full-parameter training on one device."""
+"""Training on one device, or on one rank of several."""
 
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import shutil
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +14,7 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.load import torch_dtype
-from baton.policy.logprobs import (
-    checkpoint_activations,
-    compute_in,
-    has_plain_head,
-    packs_as_it_pads,
-    prefer_float32_attention,
-)
-from baton.policy.packing import prefer_packed_attention
+from baton.policy.logprobs import has_plain_head, prefer_float32_attention
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.sharding import sharded_like
@@ -34,7 +23,6 @@ from baton.policy.tokenizer import Tokenizer
 from baton.trainer.advantages import check_groups
 from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.balance import even_tokens
 from baton.trainer.batch import (
     ANY_SHAPE,
     FEW_SHAPES,
@@ -57,7 +45,7 @@ from baton.trainer.checkpoint import (
     write_parts,
     write_shards,
 )
-from baton.trainer.critic import Critic
+from baton.trainer.fitting import even_tokens, make_critic, packs, trade_time_and_memory
 from baton.trainer.measures import batch_metrics
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel import Alone
@@ -114,32 +102,25 @@ class LocalTrainer:
         model.eval()  # type: ignore[no-untyped-call]
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
-        critic = _make_critic(model, algorithm)
-        is_packed = _packs(model, (reference, critic.trunk if critic is not None else None), settings)
+        critic = make_critic(model, algorithm)
+        is_packed = packs(model, (reference, critic.trunk if critic is not None else None), settings)
         if lora is not None:
             add_adapters(model, lora, seed)
-        _trade_time_and_memory(model, settings)
+        trade_time_and_memory(model, settings)
         if algorithm.kl_coef and reference is None:
             assert lora is not None, "a KL term needs a reference model"
             reference = model
+        reference = reference if algorithm.kl_coef else None
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
         has_plain_head(model)  # found out here and now, and not within a pass whose routing is recorded or replayed
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
         self._parallel = parallel or Alone()
-        self._share = replace(self._parallel.share, even_tokens=_even_tokens(model))
-        self._parallel.shard(model, reference if algorithm.kl_coef else None, critic)
+        self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
+        self._parallel.shard(model, reference, critic)
         self._passes = Passes(
-            model,
-            reference if algorithm.kl_coef else None,
-            critic,
-            settings,
-            algorithm,
-            temperature,
-            replay,
-            is_packed,
-            self._parallel,
+            model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel
         )
         self._learners = make_learners(model, critic, settings, algorithm)
         self._publish_dtype = publish_dtype
@@ -256,7 +237,7 @@ class LocalTrainer:
                 num_ranks=self._share.size,
             ),
         )
-        if self._share.size == 1:
+        if parallel.is_alone:
             write_checkpoint(directory, parts, moments)
             return
         write_shards(directory, moments)
@@ -313,56 +294,6 @@ class LocalTrainer:
         """On a CPU, bfloat16 kernels are made anew for each shape that is met."""
         makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
         return FEW_SHAPES if makes_kernels else ANY_SHAPE
-
-
-def _even_tokens(model: PreTrainedModel) -> float:
-    """Return the tokens of a row at which attention costs what the linear layers do."""
-    shape = model.config.get_text_config()
-    width = shape.num_attention_heads * (
-        getattr(shape, "head_dim", None) or shape.hidden_size / shape.num_attention_heads
-    )
-    return even_tokens(model.num_parameters(), shape.num_hidden_layers, width)
-
-
-def _packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings) -> bool:
-    """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
-    if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
-        return False
-    for each in (model, *others):
-        if each is not None:
-            prefer_packed_attention(each)
-    with compute_in(torch_dtype(settings.dtype), model.device):
-        is_sound = packs_as_it_pads(model)
-    if not is_sound and settings.packing == "always":
-        raise UserError(
-            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "
-            "that lie one behind the other as it does each by itself; allowed are 'auto' and 'never'"
-        )
-    return is_sound
-
-
-def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
-    if algorithm.advantage != "gae":
-        return None
-    if algorithm.critic == "shared" and not has_plain_head(model):
-        raise UserError(
-            f"algorithm.critic: got 'shared', but the hidden states of {type(model).__name__} are not what its logits "
-            "are made of; allowed is 'separate'"
-        )
-    return Critic(model, is_separate=algorithm.critic == "separate")
-
-
-def _trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    if settings.activation_checkpointing:
-        checkpoint_activations(model)
-    if settings.compile:
-        _check_compiler(model.device)
-        model.compile(dynamic=True)
-
-
-def _check_compiler(device: torch.device) -> None:
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        raise UserError("trainer.compile needs a C++ compiler (g++ or clang++), and none was found on the PATH")
 
 
 def _libraries() -> dict[str, str]:

@@ -33,6 +33,7 @@ MAX_TEXT_BYTES = 4096
 class Alone:
     """One process that has everything."""
 
+    is_alone: bool = True
     share: Share = ALONE
     is_first: bool = True
     """Whether this rank writes and warns for all."""
@@ -77,6 +78,7 @@ class Together(Alone):
 
     def __init__(self, device: torch.device, *, reduces_each: bool) -> None:
         """Join the ranks of torch's process group. `reduces_each`: add gradients up after each microbatch."""
+        self.is_alone = False  # also where it is the only rank
         self.is_first = dist.get_rank() == 0
         self.share = Share(dist.get_rank(), dist.get_world_size())
         self._device = device

@@ -6,11 +6,13 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
@@ -50,23 +52,27 @@ class RankServer:
         if place.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
         set_up_threads(place.threads)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
 
     def handle(self, message: ToRank) -> FromRank:
-        """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on."""
+        """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on.
+
+        An error that nobody thought of is raised: the rank ends, its traceback is seen, and the transport notices.
+        """
         try:
             return self._answer(message)
-        except (BatonError, RuntimeError, ValueError, AssertionError, OSError) as error:
+        except (BatonError, RuntimeError, ValueError, AssertionError, OSError, SafetensorError) as error:
             return Fault(type(error).__name__, str(error))
 
     def close(self) -> None:
-        """Leave the group and remove what was written for others to read. May be called twice."""
+        """Leave the group, and remove the scratch directory where it was made here. May be called twice."""
         self._trainer = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
-        if self._scratch is not None:
+        if self._scratch is not None and not self._place.scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+        self._scratch = None
 
     def _answer(self, message: ToRank) -> FromRank:
         match message:
