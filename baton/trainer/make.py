@@ -11,11 +11,12 @@ from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.local import LocalTrainer
+from baton.trainer.parallel import Alone
 from baton.trainer.ranks import TrainerSetup
 from baton.trainer.settings import TrainerSettings
 
 
-def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer) -> LocalTrainer:
+def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: Alone | None = None) -> LocalTrainer:
     """Make a trainer with its own copy of the model, the reference and adapters where there are any."""
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),
@@ -41,6 +42,7 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer) -> LocalTrainer:
         lora=lora,
         seed=setup.seed,
         publish_dtype=getattr(torch, setup.publish_dtype),
+        parallel=parallel,
     )
 
 

@@ -6,11 +6,13 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
@@ -20,6 +22,7 @@ from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
+from baton.trainer.parallel import Together
 from baton.trainer.ranks import (
     Fault,
     FromRank,
@@ -49,32 +52,36 @@ class RankServer:
         if place.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
         set_up_threads(place.threads)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
 
     def handle(self, message: ToRank) -> FromRank:
-        """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on."""
+        """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on.
+
+        An error that nobody thought of is raised: the rank ends, its traceback is seen, and the transport notices.
+        """
         try:
             return self._answer(message)
-        except (BatonError, RuntimeError, ValueError, AssertionError, OSError) as error:
+        except (BatonError, RuntimeError, ValueError, AssertionError, OSError, SafetensorError) as error:
             return Fault(type(error).__name__, str(error))
 
     def close(self) -> None:
-        """Leave the group and remove what was written for others to read. May be called twice."""
+        """Leave the group, and remove the scratch directory where it was made here. May be called twice."""
         self._trainer = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
-        if self._scratch is not None:
+        if self._scratch is not None and not self._place.scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+        self._scratch = None
 
     def _answer(self, message: ToRank) -> FromRank:
         match message:
             case Listen():
                 return self._listen()
             case Setup():
-                self._meet(message)
-                setup = message.trainer
-                self._trainer = make_trainer(setup, load_tokenizer(setup.model_path))
+                device, setup = self._meet(message), message.trainer
+                parallel = Together(device, reduces_each=setup.trainer["shard_gradients"])
+                self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return Ready(self._trainer.version)
             case Step(batch=batch):
                 metrics = self._trained.step(batch)
@@ -82,8 +89,7 @@ class RankServer:
             case Publish():
                 return self._publish()
             case Save(directory=directory):
-                if not self._place.rank:
-                    self._trained.save(Path(directory))
+                self._trained.save(Path(directory))
                 return Ready(self._trained.version)
             case Restore(directory=directory):
                 self._trained.restore(Path(directory))
@@ -113,7 +119,8 @@ class RankServer:
         )
         return Listening(place.host, port)
 
-    def _meet(self, message: Setup) -> None:
+    def _meet(self, message: Setup) -> torch.device:
+        """Join the other ranks; return the device of this one."""
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)
         if device.type == "cuda":
@@ -128,6 +135,7 @@ class RankServer:
             world_size=place.size,
             timeout=timeout,
         )
+        return device
 
     def _publish(self) -> Published:
         weights = self._trained.publish()
