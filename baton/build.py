@@ -25,29 +25,38 @@ from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
+from baton.launch.ranks import LocalRanks
 from baton.loop import Clock, Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.kinds import engine_of_model
 from baton.rollout.parts import Judges, Parts
 from baton.rollout.port import LocalPort, WorkerPort
 from baton.rollout.runner import Runner
 from baton.rollout.sweep import Sweep
 from baton.rollout.traced import TracedJudges
 from baton.runs import RunDirectory, without_none
+from baton.swarm.crew import Crew
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import BEGIN, LeaseTrace, TraceWriter
 from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
-from baton.trainer.local import LocalTrainer
+from baton.trainer.make import make_trainer
+from baton.trainer.ranked import RankedTrainer
+from baton.trainer.ranks import Ranks, TrainerSetup
 from baton.trainer.sft import Demonstration
+from baton.trainer.trainer import Trainer
 from baton.types import Message, PolicyVersion, SamplingParams
 
+StartRanks = Callable[[int, int], Ranks]
+"""(how many, torch threads of each) → the ranks of a trainer."""
 LOOP_STATE = Path("baton") / "loop.json"
 """Within a checkpoint: what the loop needs to go on."""
 
@@ -79,20 +88,15 @@ def set_up_torch(threads: int, *, busy: int = 0) -> int:
     return count
 
 
-def build_engine(recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion) -> EmbeddedEngine:
-    """Make the embedded engine with its own copy of the model at `path`."""
-    device = torch_device(recipe.model.device)
-    dtype = torch_dtype(recipe.engine.dtype)
-    model = load_model(path, dtype=dtype, device=device, attention=recipe.model.attention)
-    return EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
+def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
+    """Make the recipe's engine with its own copy of the model at `path`."""
+    return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
 
 
-def build_port(
-    recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion, trace: LeaseTrace | None = None
-) -> WorkerPort:
+def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerPort:
     """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
-        return LocalPort(build_engine(recipe, path, tokenizer, version), trace)
+        return LocalPort(build_engine(recipe, path, version), trace)
     start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
     timeout_s = recipe.rollout.stall_timeout_s
     return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
@@ -109,9 +113,12 @@ def build_loop(
     resume: bool,
     overwrite: bool,
     should_stop: Callable[[], bool] = lambda: False,
+    crew: Crew | None = None,
+    start_ranks: StartRanks | None = None,
 ) -> Loop:
     """Make every part of a run, from its beginning or from its latest checkpoint.
 
+    crew and start_ranks: workers and trainer ranks that somebody else starts, on other machines.
     Raises UserError for all that can be seen to be wrong before the first step, and leaves what was there as it was.
     """
     if not resume:
@@ -119,18 +126,18 @@ def build_loop(
     for note in recipe.algorithm.notes():
         observer.said(note)
     if recipe.swarm.is_on:
-        check_swarm(recipe)
+        check_swarm(recipe, crew)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
-    trainer = build_trainer(recipe, tokenizer)
+    trainer = build_trainer(recipe, tokenizer, start_ranks)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
-    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace)
+    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace, crew)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal)
     return Loop(
@@ -161,21 +168,23 @@ def build_loop(
 
 def _open(
     recipe: Recipe,
-    trainer: LocalTrainer,
+    trainer: Trainer,
     tokenizer: Tokenizer,
     place: _Place,
     threads: int,
     observer: Observer,
     trace: TraceWriter,
+    crew: Crew | None,
 ) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
     """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
     with ExitStack() as undo:
+        undo.callback(trainer.close)
         if not recipe.swarm.is_on:
-            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version, LeaseTrace(trace))
+            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace))
             undo.callback(port.close)
         run = _open_run(recipe, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace)
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, crew)
             undo.callback(port.close)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
         journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
@@ -206,47 +215,32 @@ def _rollout_side(
     return sweep, Runner(parts, recipe.rules())
 
 
-def build_trainer(recipe: Recipe, tokenizer: Tokenizer) -> LocalTrainer:
-    """Make the recipe's trainer with its own copy of the model, the reference and adapters where there are any."""
-    device = torch_device(recipe.model.device)
-    master = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
-    return LocalTrainer(
-        master,
-        tokenizer,
-        recipe.trainer,
-        recipe.algorithm,
+def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
+    """Make the recipe's trainer: in this process, or in ranks that `start_ranks` starts."""
+    setup = TrainerSetup(
+        model_path=recipe.model.path,
+        device=recipe.model.device,
+        attention=recipe.model.attention,
+        trainer=recipe.trainer.model_dump(),
+        algorithm=recipe.algorithm.model_dump(),
+        lora=None if recipe.lora is None else recipe.lora.model_dump(),
         temperature=recipe.rollout.temperature,
         total_steps=recipe.run.steps,
-        max_staleness=recipe.rules().max_staleness,
-        publish_dtype=torch_dtype(recipe.weights.published_in(recipe.engine.dtype)),
-        version=PolicyVersion(secrets.token_hex(4), 0),
         max_new_tokens=recipe.rollout.max_new_tokens,
-        reference=_load_reference(recipe, master),
-        lora=recipe.lora,
+        max_staleness=recipe.rules().max_staleness,
+        publish_dtype=recipe.weights.published_in(recipe.engine.dtype),
+        version=PolicyVersion(secrets.token_hex(4), 0),
         seed=recipe.run.seed,
     )
+    count = recipe.trainer.ranks
+    if count == 1 and start_ranks is None:
+        return make_trainer(setup, tokenizer)
+    threads = recipe.run.threads or max(1, torch.get_num_threads() // count)
+    ranks = LocalRanks(count, threads=threads) if start_ranks is None else start_ranks(count, threads)
+    return RankedTrainer(ranks, setup, recipe.trainer.rank_timeout_s)
 
 
-def _load_reference(recipe: Recipe, policy: PreTrainedModel) -> PreTrainedModel | None:
-    """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
-    path = recipe.algorithm.reference
-    if not recipe.algorithm.kl_coef or (recipe.lora is not None and path is None):
-        return None
-    device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.trainer.dtype)
-    try:
-        model = load_model(path or recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
-    sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
-            "allowed is a model of the same tokens"
-        )
-    return model.requires_grad_(False)
-
-
-def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: LocalTrainer) -> Callable[[LoopState], Path]:
+def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Callable[[LoopState], Path]:
     def save_checkpoint(state: LoopState) -> Path:
         path = checkpoint_path(run.checkpoints, state.step)
         with atomic_directory(path) as directory:
@@ -283,7 +277,7 @@ def _place(recipe: Recipe, observer: Observer) -> _Place:
     return _Place(state, checkpoint, is_new=False)
 
 
-def _open_run(recipe: Recipe, trainer: LocalTrainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
+def _open_run(recipe: Recipe, trainer: Trainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
     """Make the run's directory, or bring it and the trainer to where they go on. The last act of a start."""
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:

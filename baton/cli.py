@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +21,10 @@ import typer
 from rich.console import Console
 
 import baton
+from baton.cluster_command import cluster_app
 from baton.errors import BatonError, UserError
-from baton.plan_command import plan, profile
+from baton.plan_command import plan as plan_command
+from baton.plan_command import profile
 from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
 from baton.token_command import token_app
@@ -83,10 +86,17 @@ def train(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve beyond this machine without TLS: all can be read on the way.")
     ] = False,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="With --ray: the plan to carry out, as baton plan --out wrote it.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to place it on: HOST:PORT, or auto.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model with reinforcement learning, as a recipe says.
 
+    With --plan and --ray trainer ranks and workers are placed on a cluster and looked after; this machine has the hub.
     Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C or SIGTERM finishes the
     step, writes a checkpoint and stops: --resume goes on from there.
     """
@@ -94,33 +104,54 @@ def train(
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
+    if (plan is None) != (ray is None):
+        raise UserError("--plan and --ray belong together: what to place where, and on which cluster")
     of_swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
     given = [f"swarm.{key}={json.dumps(value)}" for key, value in of_swarm.items() if value is not None]
-    loaded = load_recipe(Recipe, recipe, [*given, *(overrides or ())])
+
+    def load(more: Sequence[str]) -> Recipe:
+        return load_recipe(Recipe, recipe, [*given, *(overrides or ()), *more])
+
+    loaded = load(())
     if dry_run:
         _print_dry_run(loaded, as_json)
         return
-    from baton.build import build_loop
+
+    def run(observer: Any, should_stop: Callable[[], bool]) -> Any:
+        if plan is not None and ray is not None:
+            from baton.fleet.ray_run import Order, train_on_ray
+
+            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, should_stop)
+        from baton.build import build_loop
+
+        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=should_stop)
+        try:
+            loop.train()
+        finally:
+            loop.close()
+        return loop
+
+    _train(run, loaded.run.steps, as_json)
+
+
+def _train(run: Callable[[Any, Callable[[], bool]], Any], steps: int, as_json: bool) -> None:
+    """Have a loop run before the terminal, and report on it."""
     from baton.progress import TerminalObserver
     from baton.report import print_report, summarise
 
     stop = _StopRequest()
     console = err if as_json else out
-    with TerminalObserver(console, loaded.run.steps) as observer, stop:
-        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=lambda: stop.is_requested)
-        try:
-            loop.train()
-        finally:
-            loop.close()
+    with TerminalObserver(console, steps) as observer, stop:
+        loop = run(observer, lambda: stop.is_requested)
     report = summarise(loop.run)
     loop.run.write_report(msgspec.to_builtins(report))
     if as_json:
         _print_json(report)
     else:
         print_report(out, report)
-    if loop.state.step < loaded.run.steps:
+    if loop.state.step < steps:
         console.print(
-            f"stopped after step {loop.state.step} of {loaded.run.steps}; go on with the same command and --resume",
+            f"stopped after step {loop.state.step} of {steps}; go on with the same command and --resume",
             highlight=False,
         )
         if stop.signal == signal.SIGTERM:
@@ -315,7 +346,7 @@ def rollout(
         print_bench(out, result)
 
 
-app.command()(plan)
+app.command(name="plan")(plan_command)
 app.command()(profile)
 app.command()(simulate)
 app.command()(trace)
@@ -323,12 +354,21 @@ app.command()(worker)
 app.command()(relay)
 app.command()(status)
 app.add_typer(token_app, name="token")
+app.add_typer(cluster_app, name="cluster")
 
 
 @app.command(hidden=True)
 def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
     """Serve a parent process as its engine; started by `baton train`, not by people."""
     from baton.launch.engine_process import serve
+
+    serve(descriptor)
+
+
+@app.command(hidden=True)
+def rank(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
+    """Serve a parent process as a rank of its trainer; started by `baton train`, not by people."""
+    from baton.launch.rank_process import serve
 
     serve(descriptor)
 

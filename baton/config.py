@@ -50,6 +50,23 @@ class RunSettings(Settings):
         return Path(self.directory) / self.name
 
 
+class FleetSettings(Settings):
+    """[fleet] a run that a plan places on a Ray cluster (`--plan`, `--ray`)."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """How often the trainer may be begun again from its last checkpoint after it lost a rank or a machine."""
+    replan: bool = True
+    """Plan anew when machines come or go; else workers on those that are left go on."""
+    slack: float = Field(default=0.02, ge=0)
+    """Share of the step time given up to move less when planning anew."""
+    cluster: str | None = None
+    """Cluster TOML whose links, prices and GPU types hold when planning anew."""
+    workload: str | None = None
+    """Workload TOML for planning anew; without it what this run has recorded."""
+    calibration: str | None = None
+    """Efficiencies for planning anew, as `baton profile` writes them."""
+
+
 class Recipe(Settings):
     """A reinforcement learning run."""
 
@@ -70,6 +87,7 @@ class Recipe(Settings):
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
+    fleet: FleetSettings = FleetSettings()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -205,6 +223,8 @@ MAY_CHANGE = (
     "swarm",
     "weights.store",
     "weights.keep",
+    "weights.path",
+    "fleet",
     "weights.chunk_mb",
     "weights.anchor_every",
     "inspection",
@@ -219,6 +239,7 @@ CHANGES_BITS = (
     "rollout.max_concurrency",
     "trainer.max_tokens_per_microbatch",
     "trainer.packing",
+    "trainer.ranks",
     "trainer.activation_checkpointing",
 )
 """Keys that a resumed run may change, at the price of other last bits."""

@@ -6,6 +6,7 @@
     ├── EngineFault                     an engine or its worker failed; names the worker and the lease
     ├── DeadlineExceeded                something was waited for too long; names who
     ├── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
+    ├── RankLost                        a rank of a sharded trainer has ended or is silent; names it and its exit code
     ├── StorageFault                    a file could not be written; names it and where the run can go on from
     └── WeightsFault                    a policy version cannot be published or fetched; names it and who is at fault
 
@@ -35,6 +36,10 @@ class DeadlineExceeded(BatonError):
 
 class TrainingDiverged(BatonError):
     """A loss or a gradient is not finite."""
+
+
+class RankLost(BatonError):
+    """A rank of a sharded trainer has ended, or does not answer; the others have been ended too."""
 
 
 class StorageFault(BatonError):

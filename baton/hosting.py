@@ -22,6 +22,7 @@ from baton.rollout.engines.rescore import Rescorer
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Grant, Role, TokenFile, write_private
 from baton.swarm.checks import Limits, check_report
+from baton.swarm.crew import Crew, HubAccess
 from baton.swarm.desk import Outside, Span
 from baton.swarm.examiner import Author, Examiner, Quarantine, Scorer
 from baton.swarm.hub import Hub, HubParts
@@ -51,15 +52,18 @@ HEARTBEATS = 6
 """In the time after which a silent worker is taken for dead."""
 
 
-def check_swarm(recipe: Recipe) -> Listen:
-    """Look at everything that can be seen to be wrong before a run begins. Raises UserError."""
+def check_swarm(recipe: Recipe, crew: Crew | None = None) -> Listen:
+    """Look at everything that can be seen to be wrong before a run begins. Raises UserError.
+
+    With a crew others need not be able to join: the token file may be missing.
+    """
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
     key = Path(swarm.key) if swarm.key else None
     listen = Listen.parse(address, certificate, key, swarm.insecure)
     listen.ssl_context()
-    if swarm.serve is not None:
+    if _lets_others_join(recipe, crew):
         TokenFile(Path(swarm.token_file)).tokens()
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -72,6 +76,10 @@ def check_swarm(recipe: Recipe) -> Listen:
     return listen
 
 
+def _lets_others_join(recipe: Recipe, crew: Crew | None) -> bool:
+    return recipe.swarm.serve is not None and (crew is None or Path(recipe.swarm.token_file).exists())
+
+
 def open_swarm(
     recipe: Recipe,
     run: Path,
@@ -79,9 +87,10 @@ def open_swarm(
     version: PolicyVersion,
     say: Callable[[str], None],
     tracer: Tracer,
+    crew: Crew | None = None,
 ) -> SwarmPort:
-    """Start a hub for a run whose directory is there, and this machine's own workers. Raises UserError."""
-    return _Host(recipe, run, tokenizer, version, say, tracer).open()
+    """Start a hub for a run whose directory is there, and the run's own workers. Raises UserError."""
+    return _Host(recipe, run, tokenizer, version, say, tracer, crew).open()
 
 
 class _Host:
@@ -95,11 +104,12 @@ class _Host:
         version: PolicyVersion,
         say: Callable[[str], None],
         tracer: Tracer,
+        crew: Crew | None,
     ) -> None:
         self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
-        self.tracer = tracer
+        self.tracer, self.crew = tracer, crew
         self.rules = recipe.rules()
-        self.listen = check_swarm(recipe)
+        self.listen = check_swarm(recipe, crew)
         self.passing = Scratch(run / "scratch.txt")
         self.scratch = self.passing.directory()
         memory = Path("/dev/shm")
@@ -136,10 +146,9 @@ class _Host:
     def open(self) -> SwarmPort:
         """Listen, and start this machine's workers."""
         swarm = self.recipe.swarm
-        own = TokenFile(self.scratch / "tokens.json")
-        own_token = own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name="local", trusted=True)
+        own_token = self._make_token("local")
         authenticators = [Authenticator(self.scratch / "tokens.json")]
-        if swarm.serve is not None:
+        if _lets_others_join(self.recipe, self.crew):
             authenticators.append(Authenticator(Path(swarm.token_file)))
         self.hub = Hub(
             HubParts(
@@ -158,6 +167,7 @@ class _Host:
                 on_tick=self.examiner.tick,
                 admits=self._admits,
                 is_banned=self.examiner.quarantine.reason,
+                weight=self.crew.weight if self.crew is not None else lambda name: 1.0,
                 on_malformed=lambda peer, sentence: self._violated(peer.number, f"malformed: {sentence}"),
                 say=self.say,
             ),
@@ -167,23 +177,37 @@ class _Host:
         return self.port
 
     def _make_port(self, own_token: str) -> SwarmPort:
-        recipe, swarm = self.recipe, self.recipe.swarm
+        recipe, swarm, crew = self.recipe, self.recipe.swarm, self.crew
         port = self.hub.start()
         write_private(self.scratch / "token", own_token.encode())
         url = self.listen.url(port)
-        if swarm.serve is not None:
+        if _lets_others_join(recipe, crew):
             self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
         local = LocalWorkers(
             swarm.workers, url, self.scratch / "token", self.run / "workers", say=self.say, device=recipe.model.device
         )
+        if crew is not None:
+            crew.begin(self._access(url))
+
+        def look_after() -> None:
+            local.look_after()
+            if crew is not None:
+                crew.look_after()
+
+        def dismiss() -> None:
+            local.close()
+            if crew is not None:
+                crew.close()
+
         return SwarmPort(
             PortParts(
                 self.hub,
                 self.publisher,
                 self.store,
                 str(self.shared or ""),
-                local.look_after,
-                local.close,
+                look_after,
+                crew.broadcast if crew is not None else lambda tensors, version: False,
+                dismiss,
                 self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
@@ -197,6 +221,37 @@ class _Host:
                 self.say,
             )
         )
+
+    # ---- what a crew asks --------------------------------------------------------------------------------------------
+
+    def _access(self, url: str) -> HubAccess:
+        certificate = self.listen.certificate
+        return HubAccess(
+            url, "" if certificate is None else certificate.read_text(), self._make_token, self._gone, self._weigh
+        )
+
+    def _make_token(self, name: str) -> str:
+        """Of a worker of ours, in a file that is gone with this process."""
+        own = TokenFile(self.scratch / "tokens.json")
+        return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
+
+    def _gone(self, name: str, cause: str) -> None:
+        def part() -> None:
+            for number in self._numbers(name):
+                self.hub.hang_up(number, cause)
+                self.desk.leave(number, cause)
+
+        self.hub.call(part)
+
+    def _weigh(self, name: str, weight: float) -> None:
+        def all_of_them() -> None:
+            for number in self._numbers(name):
+                self.desk.weigh(number, weight)
+
+        self.hub.call(all_of_them)
+
+    def _numbers(self, name: str) -> list[int]:
+        return [peer.number for peer in self.hub.peers.values() if peer.grant.name == name]
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 

@@ -194,8 +194,9 @@ class Loop:
         return results
 
     def close(self) -> None:
-        """End the worker and close the files."""
+        """End the worker and the trainer, and close the files."""
         self.port.close(is_over=self.state.step >= self.num_steps)
+        self.trainer.close()
         self.clock.trace.flush()
         self.metrics.close()
         self.journal.close()

@@ -40,7 +40,7 @@ from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.sweep import Request, Sweep
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer import alarms
-from baton.trainer.local import LocalTrainer
+from baton.trainer.trainer import Trainer
 from baton.types import (
     Batch,
     FinishReason,
@@ -242,7 +242,7 @@ def _rollout_point(recipe: Recipe, say: Say) -> tuple[Measured, Workload]:
     tokenizer = load_tokenizer(recipe.model.path)
     prompts = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed).take(rollout.batch_groups)
     requests = [Request(i, tokenizer.prompt_ids(p.messages), rollout.group_size) for i, p in enumerate(prompts)]
-    port = build_port(recipe, recipe.model.path, tokenizer, PolicyVersion("profile", 0))
+    port = build_port(recipe, recipe.model.path, PolicyVersion("profile", 0))
     sweep = Sweep(port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens)
     sampling = rollout.sampling()
     sampling = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, LONGEST_ROLLOUT))
@@ -268,13 +268,14 @@ def _rollout_point(recipe: Recipe, say: Say) -> tuple[Measured, Workload]:
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
-def _trainer(recipe: Recipe) -> LocalTrainer:
-    """The recipe's own trainer, at a learning rate that leaves the weights as they are."""
-    still = recipe.trainer.model_copy(update={"lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
+def _trainer(recipe: Recipe) -> Trainer:
+    """The recipe's own trainer, alone on this device, at a learning rate that leaves the weights as they are."""
+    alone: dict[str, object] = {"ranks": 1, "tensor_parallel": 1}
+    still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
     return build_trainer(recipe.model_copy(update={"trainer": still}), load_tokenizer(recipe.model.path))
 
 
-def _train_points(recipe: Recipe, trainer: LocalTrainer, say: Say) -> Iterator[Measured]:
+def _train_points(recipe: Recipe, trainer: Trainer, say: Say) -> Iterator[Measured]:
     rollout = recipe.rollout
     count = rollout.batch_groups * rollout.group_size
     for share in LENGTH_SHARES:
@@ -316,10 +317,9 @@ def _batch(step: int, groups: int, group_size: int, length: int) -> Batch:
     )
 
 
-def _publish_s(recipe: Recipe, trainer: LocalTrainer) -> float:
+def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
     """Publish, write to a file, read it and load it into an engine: the way weights go to an engine process."""
-    tokenizer = load_tokenizer(recipe.model.path)
-    engine = build_engine(recipe, recipe.model.path, tokenizer, PolicyVersion("profile", 0))
+    engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
     times = []
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "weights.safetensors"

@@ -25,8 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("hosting",),
     ("keys", "algorithms", "build", "footprint", "planning"),
-    ("warmstart", "bench", "profile", "simulator"),
-    ("plan_command", "simulate_command", "trace_command", "token_command", "swarm_commands"),
+    ("warmstart", "bench", "profile", "simulator", "fleet"),
+    ("plan_command", "simulate_command", "trace_command", "token_command", "swarm_commands", "cluster_command"),
     ("cli",),
     ("__main__",),
 )
@@ -112,6 +112,9 @@ def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
         "baton.swarm.checks",
         "baton.swarm.inspector",
         "baton.simulator.answer",
+        "baton.fleet.placement",
+        "baton.fleet.supervision",
+        "baton.fleet.ray_cluster",
     ],
 )
 def test_planning_and_simulating_need_no_torch(module: str) -> None:

@@ -16,7 +16,8 @@ from baton.rollout.port import LocalPort
 from baton.rollout.traced import TracedJudges
 from baton.runs import RunDirectory
 from baton.swarm.desk import Outside
-from baton.swarm.leases import LeaseRules, LeaseTable
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseTable
 from baton.swarm.traced import DeskTrace, TracedDesk
 from baton.trace import ASIDE, LeaseTrace, Span, TraceWriter, chrome_trace, read_trace
 from baton.trace.file import trace_files

@@ -9,7 +9,7 @@ from baton.rollout.settings import Rules
 from baton.simulator.script import Work
 from baton.simulator.timing import Speed, TrainSpeed
 from baton.swarm.have_want import HaveWantRules
-from baton.swarm.leases import LeaseRules
+from baton.swarm.lease_rules import LeaseRules
 
 
 @dataclass(frozen=True, slots=True)

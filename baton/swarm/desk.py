@@ -116,6 +116,10 @@ class Desk:
         """A worker is ready."""
         self._tell(ev.WorkerJoined(self._clock(), worker, slots, weight))
 
+    def weigh(self, worker: int, weight: float) -> None:
+        """Another plan expects something else of a worker."""
+        self._tell(ev.WorkerWeighed(self._clock(), worker, weight))
+
     def hear(self, worker: int, version: int | None, decoded_tokens: int) -> None:
         """A worker has given a sign of life. version: the number it serves, None for none of this lineage."""
         self._tell(ev.WorkerHeard(self._clock(), worker, version, decoded_tokens))

@@ -86,6 +86,8 @@ class HubParts:
     """Why a worker is not wanted, or None."""
     is_banned: Callable[[str], str | None] = lambda name: None
     """Name of a token → why its workers are in quarantine."""
+    weight: Callable[[str], float] = lambda name: 1.0
+    """Name of a token → what is expected of one slot of its workers: see `WorkerJoined`."""
     on_malformed: Callable[[Peer, str], None] = lambda peer, sentence: None
     """A worker that has its place said what is no message."""
     say: Callable[[str], None] = lambda text: None
@@ -340,7 +342,7 @@ class Hub:
             self.peers[number] = peer
             self._by_session[hello.session] = number
             self.parts.on_joined(peer)
-            self.parts.desk.join(number, hello.slots)
+            self.parts.desk.join(number, hello.slots, self.parts.weight(grant.name))
             self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()
         self.parts.desk.held(peer.number, hello.leases)

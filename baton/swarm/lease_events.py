@@ -19,7 +19,15 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
     slots: int
     """Trajectories it generates at once."""
     weight: float = 1.0
-    """Its share of the work by the plan, against others of as many slots."""
+    """What is expected of one of its slots, against the mean of the others': by a plan, never by the worker itself."""
+
+
+class WorkerWeighed(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Another plan expects something else of a worker."""
+
+    at_s: float
+    worker: int
+    weight: float
 
 
 class WorkerHeard(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -106,6 +114,7 @@ class Tick(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 Event = (
     WorkerJoined
+    | WorkerWeighed
     | WorkerHeard
     | WorkerLeft
     | TaskWanted

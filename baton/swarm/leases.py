@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from baton.swarm.lease_events import (
@@ -43,29 +42,11 @@ from baton.swarm.lease_events import (
     WorkerHeard,
     WorkerJoined,
     WorkerLeft,
+    WorkerWeighed,
 )
+from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.places import Places
 from baton.swarm.tracked import Ask, TrackedLease, TrackedTask, Worker
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRules:
-    """What the table goes by; times in seconds."""
-
-    restarts: bool = False
-    """Whether a lost lease's successor begins at the prompt (`sync`) instead of the last reported token."""
-    silence_s: float = 30.0
-    """A worker that is not heard of for so long is taken for dead."""
-    wedge_s: float = 60.0
-    """… and one that holds leases while its engine's counter stands still for so long."""
-    starve_s: float = 600.0
-    """A lease that does not grow for so long goes to somebody else, though its worker is busy."""
-    relief: float = 2.0
-    """A lease is relieved when it may take so many times as long as a free worker would; 0 is never."""
-    relief_after_s: float = 5.0
-    """No lease is relieved before it is so old."""
-    prefetch: float = 0.25
-    """Leases given beyond a worker's slots, by slot, when no slot is free anywhere: they wait there for the next."""
 
 
 class LeaseTable:
@@ -87,6 +68,7 @@ class LeaseTable:
         """Whether something waits, or a place is free, that was not before."""
         self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
             WorkerJoined: self._joined,
+            WorkerWeighed: self._weighed,
             WorkerHeard: self._heard,
             WorkerLeft: self._left,
             TaskWanted: self._wanted,
@@ -140,6 +122,10 @@ class LeaseTable:
 
     def _joined(self, event: WorkerJoined, commands: list[Command]) -> None:
         self._places.add(Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s))
+
+    def _weighed(self, event: WorkerWeighed, commands: list[Command]) -> None:
+        if event.worker in self.workers:
+            self._places.weigh(self.workers[event.worker], event.weight)
 
     def _heard(self, event: WorkerHeard, commands: list[Command]) -> None:
         worker = self.workers.get(event.worker)

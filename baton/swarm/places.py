@@ -20,7 +20,8 @@ class Places:
         self.workers: dict[int, Worker] = {}
         self._prefetch = prefetch
         self._stamp = 0
-        self._num_speeds, self._sum_speeds = 0, 0.0
+        self._num_paces, self._sum_paces = 0, 0.0
+        """Paces of the workers whose speed is known: speed / weight, which are equal where all is as was expected."""
         self._notes: dict[int, list[_Note]] = {}
         """Version → heap of notes; those out of date are passed over."""
 
@@ -35,9 +36,16 @@ class Places:
         worker = self.workers.pop(number, None)
         if worker is not None:
             worker.stamp = -1
-            if worker.speed is not None:
-                self._num_speeds, self._sum_speeds = self._num_speeds - 1, self._sum_speeds - worker.speed
+            if worker.pace is not None:
+                self._num_paces, self._sum_paces = self._num_paces - 1, self._sum_paces - worker.pace
         return worker
+
+    def weigh(self, worker: Worker, weight: float) -> None:
+        """Expect something else of a worker from now on."""
+        assert weight > 0, f"worker {worker.number} is given the weight {weight}, which must be above 0"
+        known, worker.weight = worker.pace, weight
+        self._sum_paces += (worker.pace or 0.0) - (known or 0.0)
+        self.offer(worker)
 
     def offer(self, worker: Worker) -> None:
         """Note how full a worker is, after its leases or its version have changed."""
@@ -50,7 +58,7 @@ class Places:
             for version in [v for v, old in self._notes.items() if not self._top(old)]:
                 del self._notes[version]
             notes = self._notes[worker.version] = []
-        load = (num + 1) / (slots * worker.weight * self._relative_speed(worker))
+        load = (num + 1) / (slots * worker.weight * self._relative_pace(worker))
         heapq.heappush(notes, (num >= slots, load, worker.stamp, worker))
         if len(notes) > 8 * len(self.workers) + 64:  # mostly out of date
             notes[:] = [note for note in notes if note[3].stamp == note[2]]
@@ -73,23 +81,23 @@ class Places:
 
     def speed(self, worker: Worker) -> float:
         """Return what a worker makes of one lease in a second; what it likely makes, when that was not seen yet."""
-        return worker.speed or self._sum_speeds / max(1, self._num_speeds)
+        return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
         """Learn from a report. Sums, not a mean of rates: late reports come in bursts, with no time between."""
-        known = worker.speed
+        known = worker.pace
         worker.grown_tokens = _SPEED_MEMORY * worker.grown_tokens + num_tokens
         worker.grown_s = _SPEED_MEMORY * worker.grown_s + seconds
-        speed = worker.speed
-        if speed is not None:
-            self._num_speeds += known is None
-            self._sum_speeds += speed - (known or 0.0)
+        pace = worker.pace
+        if pace is not None:
+            self._num_paces += known is None
+            self._sum_paces += pace - (known or 0.0)
 
-    def _relative_speed(self, worker: Worker) -> float:
-        """Its speed over the mean of all that are known, within reason."""
-        if worker.speed is None:
+    def _relative_pace(self, worker: Worker) -> float:
+        """Its pace over the mean of all that are known, within reason: below 1 for one slower than was expected."""
+        if worker.pace is None:
             return 1.0
-        return min(10.0, max(0.1, worker.speed * self._num_speeds / max(1e-9, self._sum_speeds)))
+        return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, notes: list[_Note]) -> _Note | None:
         while notes:

@@ -63,7 +63,9 @@ class PortParts:
     shared: str
     """Directory in shared memory for this machine's workers; empty for none."""
     look_after: Callable[[], None]
-    """Looks after the workers of this machine."""
+    """Looks after the workers that this run has started."""
+    broadcast: Callable[[Mapping[str, Any], PolicyVersion], bool]
+    """Brings a version to their machines by itself, if it can: see `Crew`."""
     dismiss: Callable[[], None]
     """Ends them."""
     clear: Callable[[], None]
@@ -223,14 +225,22 @@ class SwarmPort:
         parts = self._parts
         if parts.checks is not None:
             parts.checks.published(version, tensors)
+        is_there = parts.broadcast(tensors, version)
+        if is_there:  # its chunks are for others, who ask again until they are there
+            parts.hub.call(lambda: self._announce(version, since_s))
         self.last = parts.publisher.publish(tensors, version)
-        parts.hub.call(lambda: self._announce(version, since_s))
+        if not is_there:
+            parts.hub.call(lambda: self._announce(version, since_s))
+        parts.hub.call(self._let_go)
 
     def _announce(self, version: PolicyVersion, since_s: float) -> None:
-        """In the hub's thread: have it wanted, and let go of what nobody has or wants any more."""
+        """In the hub's thread: have it wanted."""
+        self._parts.pace.announced[version.number] = since_s
+        self._parts.hub.announce(Want(version, shared=self._parts.shared))
+
+    def _let_go(self) -> None:
+        """In the hub's thread: let go of versions that nobody has or wants any more."""
         hub, parts = self._parts.hub, self._parts
-        parts.pace.announced[version.number] = since_s
-        hub.announce(Want(version, shared=parts.shared))
         kept = [hub.versions[number] for number in sorted(hub.versions)[-parts.keep_versions :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
         live = [*kept, *held, *parts.pinned]

@@ -15,6 +15,7 @@ class Worker:
     number: int
     slots: int
     weight: float
+    """What is expected of one of its slots, against the others'."""
     heard_s: float
     moved_s: float
     version: int | None = None
@@ -32,6 +33,11 @@ class Worker:
     def speed(self) -> float | None:
         """Tokens a second of one lease, of late; None before the first were seen."""
         return self.grown_tokens / self.grown_s if self.grown_s else None
+
+    @property
+    def pace(self) -> float | None:
+        """Its speed by what was expected of it; None before that was seen."""
+        return None if self.speed is None else self.speed / self.weight
 
     @property
     def has_slot(self) -> bool:

@@ -78,9 +78,12 @@ class WorkerOptions:
     """In place of the recipe's engine.slots."""
     store: str | None = None
     """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
+    shared: str = ""
+    """Directory in this machine's memory where somebody puts whole versions, whose digests are checked all the same."""
     device: str = "cpu"
     """For people, and for the class whose logprobs are compared."""
-    engine: str = "embedded"
+    engine: str | None = None
+    """The kind of engine; None is the recipe's. Part of the class too."""
     patience_s: float | None = None
     """Seconds without a hub after which the worker ends with DeadlineExceeded; None is never."""
     say: Callable[[str], None] = print
@@ -118,7 +121,7 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
             near = [StoreSource(Store(self._options.store))] if self._options.store else []
-            self._refresher = Refresher(self._source, near, self._activate, self._options.say)
+            self._refresher = Refresher(self._source, near, self._activate, self._options.say, self._options.shared)
             try:
                 while not self._is_leaving.is_set():
                     self._was_served = False
@@ -211,7 +214,8 @@ class SwarmWorker:
             self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
-        kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
+        settings = welcome.engine_settings()
+        kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
         have, leases = self._refresher.have, self._outbox.leases
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 

@@ -26,6 +26,7 @@ from baton.trainer.advantages import (
     overlong_penalty,
 )
 from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.balance import ALONE, Share, balanced
 from baton.types import Batch, FinishReason, Group, Trajectory
 
 PASS_TOKENS = 64
@@ -81,12 +82,16 @@ class Row:
         return self.advantages is None or bool(self.advantages.any())
 
 
+IDLE_ROW = Row(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
+"""The shortest row there is, without a trained token: its loss and gradients are exactly 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
     rows: tuple[Row, ...]
-    """At most B: what `multiples` add has no row."""
+    """At most B: what `multiples` add has no row. `IDLE_ROW` alone in a pass made for company only."""
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
@@ -105,9 +110,14 @@ class MicroBatch:
     """False where the loss is flat: such rows give no gradient, and are run forward only, for the metrics."""
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing in it that counts."""
+        return self.rows == (IDLE_ROW,)
+
+    @property
     def num_tokens(self) -> int:
         """Without padding: B × S less this is the waste."""
-        return sum(len(row.token_ids) for row in self.rows)
+        return 0 if self.is_idle else sum(len(row.token_ids) for row in self.rows)
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
         """Return ids and positions [T] of the rows one behind the other, places [N] of the policy's tokens, lengths."""
@@ -156,9 +166,12 @@ class MiniBatch:
     """What one optimiser update consumes."""
 
     microbatches: tuple[MicroBatch, ...]
-    """Rows without a trained token are in none of them, but are counted below."""
+    """Of this rank, those with gradient first; rows without a trained token are in none, but are counted below."""
     num_trajectories: int
+    """Over all ranks, as are the next two."""
     num_trained_tokens: int
+    rows: tuple[Row, ...]
+    """Those in microbatches, in the order of the batch."""
 
 
 def rows(groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0) -> list[Row]:
@@ -248,8 +261,11 @@ def cut(
     is_flat: bool = True,
     keeps_masked: bool = False,
     is_packed: bool = False,
+    share: Share = ALONE,
 ) -> MiniBatch:
-    """Cut the rows of one update into microbatches.
+    """Cut the rows of one update into microbatches: those of one rank's share, by tokens, of each kind of rows.
+
+    All ranks get as many microbatches of each kind, since they make their passes together: idle ones fill up.
 
     Where the loss `is_flat` at advantage 0, rows without an advantage are kept apart, to be run forward only; a KL
     term, an entropy bonus or a value loss is not flat there. Rows without a trained token cost no pass, unless it
@@ -260,16 +276,19 @@ def cut(
     kinds: list[tuple[list[Row], bool]] = [(trained, True)]
     if is_flat:
         kinds = [([r for r in trained if r.has_advantage], True), ([r for r in trained if not r.has_advantage], False)]
-    found = [
-        pad(chunk, device, multiples, has_gradient=has_gradient)
-        for kind, has_gradient in kinds
-        for chunk in (
-            first_fit(kind, max_tokens_per_microbatch)
+    found = []
+    for kind, has_gradient in kinds:
+        dealt = balanced([share.cost(len(row.token_ids)) for row in kind], share.size)
+        by_rank = [
+            first_fit(own, max_tokens_per_microbatch)
             if is_packed
-            else under_budget(kind, max_tokens_per_microbatch, multiples)
-        )
-    ]
-    return MiniBatch(tuple(found), len(all_rows), sum(row.num_trained for row in trained))
+            else under_budget(own, max_tokens_per_microbatch, multiples)
+            for own in ([kind[place] for place in places] for places in dealt)
+        ]
+        chunks = by_rank[share.rank]
+        chunks += [[IDLE_ROW]] * (max(map(len, by_rank)) - len(chunks))
+        found += [pad(chunk, device, multiples, has_gradient=has_gradient) for chunk in chunks]
+    return MiniBatch(tuple(found), len(all_rows), sum(row.num_trained for row in trained), tuple(trained))
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:

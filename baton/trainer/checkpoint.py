@@ -6,6 +6,8 @@
                                                                    a run with [lora]: adapter_config.json and
                                                                    adapter_model.safetensors, for PeftModel
         baton/optimizer.safetensors                                the optimiser's moments, by parameter name
+        baton/optimizer/shard-00001-model-00001-of-00001.safetensors …
+                                                                   the same of several ranks, each file one's shards
         baton/critic.safetensors                                   where there is a critic
         baton/state.json                                           `State`; nothing in here is pickled
 
@@ -17,25 +19,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.files import atomic_directory, remove_directory
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
 from baton.policy.load import load_model
+from baton.policy.sharding import sharded_like
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.types import PolicyVersion
 
 _NAME = re.compile(r"step_(\d{6,})")
 _FORMAT = 1
 _CRITIC = "critic.safetensors"
+_SHARDS = "optimizer"
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,29 +60,53 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     libraries: dict[str, str]
     """Name → version of what decides the bits."""
     num_threads: int
-    """torch threads; another number may change the last bits."""
+    """torch threads; another number may change the last bits, as may another number of ranks."""
+    num_ranks: int = 1
 
 
-def write_checkpoint(
-    path: Path,
-    *,
-    model: Any,
-    tokenizer: Any,
-    optimizer: Mapping[str, torch.Tensor],
-    state: State,
-    critic: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Write a checkpoint of a Hugging Face model and tokenizer, atomically."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a checkpoint is made of beside the optimiser's moments."""
+
+    model: Any
+    """A Hugging Face model, as is `tokenizer`."""
+    weights: Mapping[str, torch.Tensor]
+    """Its trained tensors, whole."""
+    tokenizer: Any
+    state: State
+    critic: Mapping[str, torch.Tensor] | None = None
+
+
+def write_checkpoint(path: Path, parts: Parts, optimizer: Mapping[str, torch.Tensor]) -> None:
+    """Write a checkpoint atomically."""
     with atomic_directory(path) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        (directory / "baton").mkdir()
+        write_parts(directory, parts)
         # A copy on the host: safetensors wants tensors that lie by themselves.
         tensors = {name: tensor.cpu().clone() for name, tensor in optimizer.items()}
         save_file(tensors, directory / "baton" / "optimizer.safetensors")
-        if critic is not None:
-            save_file({n: t.detach().cpu().clone() for n, t in critic.items()}, directory / "baton" / _CRITIC)
-        (directory / "baton" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+
+
+def write_parts(directory: Path, parts: Parts) -> None:
+    """Write all of a checkpoint but the optimiser's moments; the state last."""
+    parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
+    parts.tokenizer.save_pretrained(directory)
+    (directory / "baton").mkdir(exist_ok=True)
+    if parts.critic is not None:
+        save_file({n: t.detach().cpu().clone() for n, t in parts.critic.items()}, directory / "baton" / _CRITIC)
+    (directory / "baton" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(parts.state)))
+
+
+def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None:
+    """Write this rank's shards of the optimiser's moments, as all ranks do at the same time.
+
+    Files of safetensors: torch's own format for distributed checkpoints has a pickle in it. Raises OSError.
+    """
+    place = directory / "baton" / _SHARDS
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        save(dict(optimizer), storage_writer=HuggingFaceStorageWriter(str(place), save_distributed=True))
+    except CheckpointException as error:
+        raise OSError(f"the optimizer's shards could not be written to {place}: {error}") from error
 
 
 def read_state(path: Path) -> State:
@@ -88,13 +123,38 @@ def read_state(path: Path) -> State:
     return state
 
 
-def read_optimizer(path: Path) -> dict[str, torch.Tensor]:
-    """Read the optimiser's tensors onto the CPU. Raises UserError when they are missing or cut short."""
-    file = path / "baton" / "optimizer.safetensors"
+def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read the optimiser's tensors, each as the parameter lies to which it belongs: whole, or this rank's shard.
+
+    However many ranks wrote them. Raises UserError when they are missing or cut short.
+    """
+    shards = path / "baton" / _SHARDS
+    place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
     try:
-        return load_file(file)
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be resumed: its optimizer state {file.name} is missing or damaged") from error
+        if place is shards:
+            return _read_shards(shards, parameters)
+        found = load_file(place)
+    except (FileNotFoundError, SafetensorError, CheckpointException, ValueError) as error:
+        raise UserError(f"{path} cannot be resumed: its optimizer state {place.name} is missing or damaged") from error
+    return {name: _as_its_parameter(name, tensor, parameters) for name, tensor in found.items()}
+
+
+def _as_its_parameter(name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    like = parameters.get(name.partition("/")[2])
+    return tensor if like is None or like.shape != tensor.shape else sharded_like(tensor, like)
+
+
+def _read_shards(directory: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    reader = HuggingFaceStorageReader(str(directory))
+    known = reader.read_metadata().state_dict_metadata
+    if not known:
+        return {}
+    found = {}
+    for name, entry in known.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{directory} holds {name}, which is no tensor"
+        found[name] = _as_its_parameter(name, torch.zeros(entry.size, dtype=entry.properties.dtype), parameters)
+    load(found, storage_reader=reader, no_dist=not dist.is_initialized())
+    return found
 
 
 def read_weights(path: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:

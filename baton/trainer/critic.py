@@ -66,4 +66,5 @@ def value_loss(
     held = old_values + (values - old_values).clamp(-clip, clip)
     free_error, held_error = (values - returns).square(), (held - returns).square()
     loss = torch.where(mask, torch.maximum(free_error, held_error) / 2, 0.0).sum()
-    return loss, (mask & (held_error > free_error)).detach()
+    is_outside = (values - old_values).abs() > clip  # within, the two errors differ by rounding alone
+    return loss, (mask & is_outside & (held_error > free_error)).detach()

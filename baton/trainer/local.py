@@ -1,12 +1,10 @@
-"""Full-parameter training on one device."""
+"""Training on one device, or on one rank of several."""
 
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import shutil
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,17 +14,10 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.load import torch_dtype
-from baton.policy.logprobs import (
-    checkpoint_activations,
-    compute_in,
-    has_plain_head,
-    packs_as_it_pads,
-    prefer_float32_attention,
-)
-from baton.policy.packing import prefer_packed_attention
+from baton.policy.logprobs import has_plain_head, prefer_float32_attention
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
+from baton.policy.sharding import sharded_like
 from baton.policy.tensors import as_published, published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.advantages import check_groups
@@ -43,6 +34,7 @@ from baton.trainer.batch import (
     with_advantages,
 )
 from baton.trainer.checkpoint import (
+    Parts,
     State,
     read_critic,
     read_optimizer,
@@ -50,10 +42,13 @@ from baton.trainer.checkpoint import (
     read_weights,
     saved_digest,
     write_checkpoint,
+    write_parts,
+    write_shards,
 )
-from baton.trainer.critic import Critic
+from baton.trainer.fitting import even_tokens, make_critic, packs, trade_time_and_memory
 from baton.trainer.measures import batch_metrics
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
+from baton.trainer.parallel import Alone
 from baton.trainer.passes import Passes, depends_on_model
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals
@@ -88,6 +83,7 @@ class LocalTrainer:
         lora: LoraSettings | None = None,
         seed: int = 0,
         publish_dtype: torch.dtype = torch.float32,
+        parallel: Alone | None = None,
     ) -> None:
         """Take over `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
@@ -95,6 +91,7 @@ class LocalTrainer:
         `max_new_tokens` the length at which a response is cut; `seed` decides how adapters begin. Tokens more than
         `max_staleness` versions old stay in context and reward and get no gradient; None trains all. `reference` is
         needed by an algorithm with a KL term, unless there is `lora`, where the model without its adapters is it.
+        `parallel` stands for the ranks beside this one, each of which makes such a trainer of the same models.
         """
         if not temperature > 0:
             raise UserError(f"training needs sampled trajectories: got temperature {temperature}, allowed is above 0")
@@ -105,28 +102,25 @@ class LocalTrainer:
         model.eval()  # type: ignore[no-untyped-call]
         if settings.dtype == "bfloat16":
             prefer_float32_attention(model)
-        critic = _make_critic(model, algorithm)
-        is_packed = _packs(model, (reference, critic.trunk if critic is not None else None), settings)
+        critic = make_critic(model, algorithm)
+        is_packed = packs(model, (reference, critic.trunk if critic is not None else None), settings)
         if lora is not None:
             add_adapters(model, lora, seed)
-        _trade_time_and_memory(model, settings)
+        trade_time_and_memory(model, settings)
         if algorithm.kl_coef and reference is None:
             assert lora is not None, "a KL term needs a reference model"
             reference = model
+        reference = reference if algorithm.kl_coef else None
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
         has_plain_head(model)  # found out here and now, and not within a pass whose routing is recorded or replayed
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
+        self._parallel = parallel or Alone()
+        self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
+        self._parallel.shard(model, reference, critic)
         self._passes = Passes(
-            model,
-            reference if algorithm.kl_coef else None,
-            critic,
-            settings,
-            algorithm,
-            temperature,
-            replay,
-            is_packed,
+            model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel
         )
         self._learners = make_learners(model, critic, settings, algorithm)
         self._publish_dtype = publish_dtype
@@ -176,6 +170,7 @@ class LocalTrainer:
             for learner in self._learners:
                 learner.optimizer.zero_grad()
             raise TrainingDiverged(f"{error}; the weights stay those of version {start.number}") from error
+        totals.add_ranks(self._parallel)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
         metrics = {
@@ -183,7 +178,8 @@ class LocalTrainer:
             **totals.metrics(),
             "policy/lr": self._learners[0].lr * rate,
         }
-        self._alarms.watch(metrics)
+        if self._parallel.is_first:
+            self._alarms.watch(metrics)
         return metrics
 
     def _cut(self, batch: Batch, oldest: int) -> list[MiniBatch]:
@@ -205,6 +201,7 @@ class LocalTrainer:
                 is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self._passes.critic is not None),
                 keeps_masked=depends_on_model(algorithm),
                 is_packed=self._passes.is_packed,
+                share=self._share,
             )
             for part in parts
         ]
@@ -214,30 +211,43 @@ class LocalTrainer:
 
         They are rounded here to what engines hold, so that all hold the same and the digest is that of what they hold.
         """
-        tensors = as_published(published_tensors(self.model), self._publish_dtype)
-        self._version = PolicyVersion(self._version.lineage, self._version.number, weights_digest(tensors))
+        tensors = as_published(self._parallel.whole(published_tensors(self.model)), self._publish_dtype)
+        self._stamp(weights_digest(tensors))
         return Weights(self._version, tensors)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint (see `checkpoint.py`), whole or not at all."""
-        digest = weights_digest(published_tensors(self.model))
-        self._version = PolicyVersion(self._version.lineage, self._version.number, digest)
-        state = State(
-            version=self._version,
-            num_updates=self._num_updates,
-            libraries=_libraries(),
-            num_threads=torch.get_num_threads(),
-        )
+        """Write a checkpoint (see `checkpoint.py`), whole or not at all.
+
+        One rank of several writes its part into a directory that is there; who asked them makes it whole or absent.
+        """
+        parallel, critic = self._parallel, self._passes.critic
+        weights = parallel.whole(trained_tensors(self.model))
+        self._stamp(saved_digest(weights, self.model) if parallel.is_first else "")
         moments = {n: t for learner in self._learners for n, t in learner.moments().items()}
-        critic = self._passes.critic
-        write_checkpoint(
-            directory,
+        parts = Parts(
             model=self.model,
+            weights=weights,
             tokenizer=self._tokenizer.hf,
-            optimizer=moments,
-            state=state,
-            critic=None if critic is None else critic.state_dict(),
+            critic=None if critic is None else parallel.whole(critic.state_dict()),
+            state=State(
+                version=self._version,
+                num_updates=self._num_updates,
+                libraries=_libraries(),
+                num_threads=torch.get_num_threads(),
+                num_ranks=self._share.size,
+            ),
         )
+        if parallel.is_alone:
+            write_checkpoint(directory, parts, moments)
+            return
+        write_shards(directory, moments)
+        if parallel.is_first:
+            write_parts(directory, parts)
+
+    def _stamp(self, digest: str) -> None:
+        """Let the version's digest be the first rank's, which has seen all of the weights."""
+        version = self._version
+        self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
         """Continue from what `save` wrote. Raises UserError, changing nothing, when it does not fit this trainer.
@@ -245,7 +255,9 @@ class LocalTrainer:
         Number and digest of the version come from the checkpoint; the lineage stays the one this trainer was built
         with, because a run that goes back starts a new one.
         """
-        state, moments = read_state(directory), read_optimizer(directory)
+        known = [learner.parameters for learner in self._learners]
+        state = read_state(directory)
+        moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})
         saved, own = read_weights(directory, self.model), trained_tensors(self.model)
         digest = saved_digest(saved, self.model) if saved.keys() == own.keys() else ""
         critic = self._passes.critic
@@ -263,63 +275,25 @@ class LocalTrainer:
             raise UserError(f"{directory} is damaged: its weights have digest {digest}, not {state.version.digest}")
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
-        known = [learner.parameters for learner in self._learners]
         for learner in reversed(self._learners):
             others = [names for names in known if names is not learner.parameters]
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(saved[name])
+                tensor.copy_(sharded_like(saved[name], tensor))
         self._num_updates = state.num_updates
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
-        _warn_of_other_bits(state)
+        if self._parallel.is_first:
+            _warn_of_other_bits(state, self._share.size)
+
+    def close(self) -> None:
+        """See `Trainer`: nothing was started."""
 
     def _multiples(self) -> tuple[int, int]:
         """On a CPU, bfloat16 kernels are made anew for each shape that is met."""
         makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
         return FEW_SHAPES if makes_kernels else ANY_SHAPE
-
-
-def _packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings) -> bool:
-    """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
-    if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
-        return False
-    for each in (model, *others):
-        if each is not None:
-            prefer_packed_attention(each)
-    with compute_in(torch_dtype(settings.dtype), model.device):
-        is_sound = packs_as_it_pads(model)
-    if not is_sound and settings.packing == "always":
-        raise UserError(
-            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "
-            "that lie one behind the other as it does each by itself; allowed are 'auto' and 'never'"
-        )
-    return is_sound
-
-
-def _make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
-    if algorithm.advantage != "gae":
-        return None
-    if algorithm.critic == "shared" and not has_plain_head(model):
-        raise UserError(
-            f"algorithm.critic: got 'shared', but the hidden states of {type(model).__name__} are not what its logits "
-            "are made of; allowed is 'separate'"
-        )
-    return Critic(model, is_separate=algorithm.critic == "separate")
-
-
-def _trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    if settings.activation_checkpointing:
-        checkpoint_activations(model)
-    if settings.compile:
-        _check_compiler(model.device)
-        model.compile(dynamic=True)
-
-
-def _check_compiler(device: torch.device) -> None:
-    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        raise UserError("trainer.compile needs a C++ compiler (g++ or clang++), and none was found on the PATH")
 
 
 def _libraries() -> dict[str, str]:
@@ -331,9 +305,9 @@ def _libraries() -> dict[str, str]:
     }
 
 
-def _warn_of_other_bits(state: State) -> None:
-    made_with = {**state.libraries, "threads": str(state.num_threads)}
-    now = {**_libraries(), "threads": str(torch.get_num_threads())}
+def _warn_of_other_bits(state: State, num_ranks: int) -> None:
+    made_with = {**state.libraries, "threads": str(state.num_threads), "ranks": str(state.num_ranks)}
+    now = {**_libraries(), "threads": str(torch.get_num_threads()), "ranks": str(num_ranks)}
     changed = [f"{name} {made_with.get(name)} → {now[name]}" for name in now if made_with.get(name) != now[name]]
     if changed:
         logger.warning("resuming with %s: the last bits may differ from an unbroken run", ", ".join(changed))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -15,9 +16,10 @@ from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import MicroBatch, MiniBatch, estimate
+from baton.trainer.batch import MicroBatch, MiniBatch, Row, estimate
 from baton.trainer.critic import Critic
 from baton.trainer.losses import kl
+from baton.trainer.parallel import Alone
 from baton.trainer.settings import TrainerSettings
 
 
@@ -54,6 +56,8 @@ class Passes:
     """Of the policy's experts, where it has any and this is asked for."""
     is_packed: bool
     """Whether rows are laid one behind the other instead of padded."""
+    parallel: Alone = field(default_factory=Alone)
+    """The ranks beside this one."""
 
     @property
     def is_shared(self) -> bool:
@@ -65,23 +69,32 @@ class Passes:
         model = self.model if model is None else model
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
-        with compute_in(torch_dtype(self.settings.dtype), self.model.device):
-            if self.is_packed:
-                return _unpacked(micro, packed_scores(model, *micro.packed(), **wants))  # type: ignore[arg-type]
+        if not self.is_packed:
             wants["with_hidden"] = self.is_shared and model is self.model
-            return padded_scores(model, micro.input_ids, first=micro.first, **wants)  # type: ignore[arg-type]
+
+        def score(whole: PreTrainedModel) -> TokenScores:
+            if self.is_packed:
+                return packed_scores(whole, *micro.packed(), **wants)  # type: ignore[arg-type]
+            return padded_scores(whole, micro.input_ids, first=micro.first, **wants)  # type: ignore[arg-type]
+
+        with compute_in(torch_dtype(self.settings.dtype), self.model.device):
+            scores = self.parallel.run(model, score)
+            return _unpacked(micro, scores) if self.is_packed else scores
 
     def values(self, micro: MicroBatch, scores: TokenScores) -> torch.Tensor:
         """[B, K] what the critic expects; a shared one reads the hidden states of `scores`."""
         assert self.critic is not None
+
+        def read(critic: Critic) -> torch.Tensor:
+            if critic.trunk is None:
+                assert scores.hidden is not None
+                found: torch.Tensor = critic(scores.hidden)
+                return found
+            return critic.of_packed(*micro.packed()) if self.is_packed else critic.of_ids(micro.input_ids, micro.first)
+
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
-            if self.critic.trunk is not None:
-                if self.is_packed:
-                    return _laid(micro, self.critic.of_packed(*micro.packed()))
-                return self.critic.of_ids(micro.input_ids, micro.first)
-            assert scores.hidden is not None
-            found: torch.Tensor = self.critic(scores.hidden)
-            return _laid(micro, found) if self.is_packed else found
+            values = self.parallel.run(self.critic, read)
+            return _laid(micro, values) if self.is_packed else values
 
     @torch.no_grad()
     def prepare(self, parts: Sequence[MiniBatch]) -> list[list[Prepared]]:
@@ -90,7 +103,7 @@ class Passes:
         if not depends_on_model(self.algorithm):
             return found
         everything = [prepared for part in found for prepared in part]
-        filled = iter(self._with_advantages(everything))
+        filled = iter(self._with_advantages(everything, [row for part in parts for row in part.rows]))
         return [[next(filled) for _ in part] for part in found]
 
     def _prepared(self, micro: MicroBatch) -> Prepared:
@@ -131,28 +144,43 @@ class Passes:
             return None
         return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
 
-    def _with_advantages(self, everything: Sequence[Prepared]) -> list[Prepared]:
-        """Estimate advantages over all rows of the batch from what the models said of them."""
+    def _with_advantages(self, everything: Sequence[Prepared], rows: Sequence[Row]) -> list[Prepared]:
+        """Estimate advantages over all rows of the batch, of all ranks, from what the models said of them."""
         algorithm = self.algorithm
-        rows = [row for prepared in everything for row in prepared.micro.rows]
-        penalties = [self._penalties(prepared) for prepared in everything] if algorithm.has_reward_kl else None
-        values = [prepared.micro.gather(prepared.values) for prepared in everything if prepared.values is not None]
         raw = estimate(
             rows,
             algorithm,
-            token_rewards=None if penalties is None else [found for micro in penalties for found in micro],
-            values=[found for micro in values for found in micro] or None,
+            token_rewards=self._of_all(everything, rows, self._penalties) if algorithm.has_reward_kl else None,
+            values=self._of_all(everything, rows, _values) if self.critic is not None else None,
         )
-        final = iter(normalized(raw) if algorithm.normalize_advantages else raw)
-        unchanged = iter(raw)
+        names = [row.name for row in rows]
+        unchanged = dict(zip(names, raw, strict=True))
+        final = dict(zip(names, normalized(raw), strict=True)) if algorithm.normalize_advantages else unchanged
         filled = []
         for prepared in everything:
             micro = prepared.micro
-            advantages = micro.spread([next(final) for _ in micro.rows])
-            expected = micro.spread([next(unchanged) for _ in micro.rows])
+            if micro.is_idle:
+                filled.append(replace(prepared, returns=prepared.values))
+                continue
+            advantages = micro.spread([final[row.name] for row in micro.rows])
+            expected = micro.spread([unchanged[row.name] for row in micro.rows])
             returns = None if prepared.values is None else expected + prepared.values
             filled.append(replace(prepared, micro=replace(micro, advantages=advantages), returns=returns))
         return filled
+
+    def _of_all(
+        self, everything: Sequence[Prepared], rows: Sequence[Row], read: Callable[[Prepared], list[FloatArray]]
+    ) -> list[FloatArray]:
+        """[P] of each of `rows`, of which each rank reads its own from its microbatches."""
+        own = {
+            row.name: found
+            for prepared in everything
+            if not prepared.micro.is_idle
+            for row, found in zip(prepared.micro.rows, read(prepared), strict=True)
+        }
+        flat = np.concatenate([np.zeros(0), *(own.get(row.name, np.zeros(row.num_policy)) for row in rows)])
+        ends = np.cumsum([row.num_policy for row in rows])
+        return [np.asarray(part) for part in np.split(self.parallel.sums(flat), ends[:-1])] if rows else []
 
     def _penalties(self, prepared: Prepared) -> list[FloatArray]:
         """[P] of each row: −kl_coef × KL of the proximal policy to the reference, at each policy token."""
@@ -161,6 +189,12 @@ class Passes:
         assert prepared.reference_logprobs is not None
         apart = kl(prepared.proximal_logprobs, prepared.reference_logprobs, micro.policy_mask, algorithm.kl_estimator)
         return micro.gather(-algorithm.kl_coef * apart)
+
+
+def _values(prepared: Prepared) -> list[FloatArray]:
+    """[P] of each row: what the critic expects."""
+    assert prepared.values is not None
+    return prepared.micro.gather(prepared.values)
 
 
 def depends_on_model(algorithm: AlgorithmSettings) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.policy.settings import DTypeName
 from baton.settings import Settings
@@ -46,12 +46,36 @@ class TrainerSettings(Settings):
     """Mixtures of experts: whether the updates of a train step route each token to the experts that the policy at the
     step's start chose for it, or all passes to those that the engine chose (with engine.report_routing)."""
 
+    ranks: int = Field(default=1, ge=1)
+    """Processes that share the model, its gradients and its optimiser state among them; 1 is this one alone."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each matrix product, by the model's own plan; `ranks` is a multiple of it."""
+    shard_gradients: bool = False
+    """Whether ranks reduce gradients after each microbatch, so that none ever holds a whole model's; costs time."""
+    rank_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that the ranks may take to start, for a train step or for a checkpoint, before they are given up."""
+
     @field_validator("betas")
     @classmethod
     def _are_rates(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each must be at least 0 and less than 1")
         return betas
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainerSettings:
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel: got {self.tensor_parallel} with ranks = {self.ranks}; allowed are divisors of it"
+            )
+        if self.ranks > 1 and self.compile:
+            raise ValueError("compile: got true with ranks above 1; allowed there is false")
+        if self.ranks > 1 and self.moe_replay != "off":
+            raise ValueError(
+                f"moe_replay: got {self.moe_replay!r} with ranks above 1, where experts are recorded by nobody; "
+                "allowed there is 'off'"
+            )
+        return self
 
 
 class SftSettings(Settings):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from baton.trainer.batch import MicroBatch
 from baton.trainer.corrections import weights
 from baton.trainer.losses import Anchor, Loss, LossInputs, log_ratio
+from baton.trainer.parallel import Alone
 
 
 @dataclass(slots=True)
@@ -80,9 +82,11 @@ class Totals:
     k3: float = 0.0
     abs_diff: float = 0.0
     max_diff: float = 0.0
-    real: int = 0
+    real: float = 0.0
     """Tokens fed, and with padding: places."""
-    places: int = 0
+    places: float = 0.0
+    imbalance: float | None = None
+    """Places fed to the busiest rank over their mean; None where there is one rank."""
 
     @torch.no_grad()
     def add(
@@ -135,8 +139,29 @@ class Totals:
         self.abs_diff += abs_diff
         self.max_diff = max(self.max_diff, rest[0])
         self.real += micro.num_tokens
-        self.places += micro.input_ids.numel()
+        self.places += micro.input_ids.numel()  # of idle ones too: they are computed
         return float(number)
+
+    def add_ranks(self, parallel: Alone) -> None:
+        """Turn this rank's sums into those over all ranks, which have made the same updates."""
+        size, is_sum = parallel.share.size, self.reference_kl is not None
+        if size == 1:
+            return
+        self.imbalance = parallel.largest(self.places)
+        of_values = [] if self.values is None else [*self.values.losses, *_read(self.values, _VALUE_SUMS)]
+        own = [*self.losses, *_read(self, _SUMS), self.reference_kl or 0.0, *of_values]
+        found = iter(parallel.sums(np.array(own)).tolist())
+        self.losses = [next(found) for _ in self.losses]
+        for name in _SUMS:
+            setattr(self, name, next(found))
+        reference_kl = next(found)
+        self.reference_kl = reference_kl if is_sum else None
+        if self.values is not None:
+            self.values.losses = [next(found) for _ in self.values.losses]
+            for name in _VALUE_SUMS:
+                setattr(self.values, name, next(found))
+        self.max_diff = parallel.largest(self.max_diff)
+        self.imbalance *= size / max(1.0, self.places)
 
     def metrics(self) -> dict[str, float]:
         """Return means. `policy/loss` and `policy/grad_norm` (before clipping) are means over updates.
@@ -156,6 +181,8 @@ class Totals:
             "policy/grad_norm": statistics.fmean(self.grad_norms),
             "tokens/padding_frac": 1.0 - self.real / max(1, self.places),
         }
+        if self.imbalance is not None:
+            found["tokens/imbalance"] = self.imbalance
         if self.reference_kl is not None:
             found["kl/ref"] = self.reference_kl / tokens
         if self.values is not None:
@@ -167,3 +194,25 @@ class Totals:
             found["policy/logprob_diff_mean"] = self.abs_diff / self.current
             found["policy/logprob_diff_max"] = self.max_diff
         return found
+
+
+_SUMS = (
+    "tokens",
+    "entropy",
+    "clipped",
+    "moved",
+    "weight",
+    "cut",
+    "raw_weight",
+    "raw_square",
+    "current",
+    "k3",
+    "abs_diff",
+    "real",
+    "places",
+)
+_VALUE_SUMS = ("tokens", "clipped", "error", "total", "square")
+
+
+def _read(totals: Totals | ValueTotals, names: tuple[str, ...]) -> list[float]:
+    return [getattr(totals, name) for name in names]

@@ -43,3 +43,7 @@ class Trainer(Protocol):
     def restore(self, directory: Path) -> None:
         """Continue from what `save` wrote. Raises UserError when it does not fit this trainer."""
         ...
+
+    def close(self) -> None:
+        """End what was started for this trainer. May be called twice."""
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from baton.errors import TrainingDiverged
 from baton.policy.logprobs import TokenScores
+from baton.policy.sharding import local, whole
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import MiniBatch
+from baton.trainer.batch import MiniBatch, Row
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff
 from baton.trainer.critic import Critic, value_loss
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, kl
-from baton.trainer.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from baton.trainer.optimizer import make_optimizer, optimizer_tensors
+from baton.trainer.parallel import Alone
 from baton.trainer.passes import Passes, Prepared
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals, ValueTotals
@@ -39,18 +41,25 @@ class Learner:
         return optimizer_tensors(self.optimizer, self.parameters)
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy weights and optimiser state to the host."""
-        weights = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+        """Copy weights and optimiser state, or this rank's shards of them, to the host."""
         moments = optimizer_tensors(self.optimizer, self.parameters)
-        return weights, {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
+        return _copied(self.parameters), _copied(moments)
 
     @torch.no_grad()
     def go_back(self, snapshot: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
         """Undo everything since a snapshot."""
         weights, moments = snapshot
         for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
-        load_optimizer_tensors(self.optimizer, self.parameters, moments)
+            local(parameter).copy_(weights[name])
+        now = self.moments()
+        if moments.keys() != now.keys():  # the first step's first update went well: there was no state before it
+            self.optimizer.state.clear()
+        for name, tensor in moments.items():
+            local(now[name]).copy_(tensor)
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: local(tensor.detach()).to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def make_learners(
@@ -85,28 +94,33 @@ class Update:
     step: int
     longest: int
     """Tokens at which a response is cut."""
+    trouble: str | None = None
+    """The first number that is not finite. Ranks agree on it when all have made their passes: one that left before
+    would leave the others waiting."""
 
     def run(self, part: MiniBatch, prepared: Sequence[Prepared]) -> None:
         """Make one update from a minibatch, or raise TrainingDiverged before the weights change."""
-        algorithm, critic = self.passes.algorithm, self.passes.critic
-        shape, correction = self._shape(part), correction_shape(algorithm, prepared)
+        algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
+        shape, correction = self._shape(part), correction_shape(algorithm, prepared, parallel)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
         if critic is not None and self.totals.values is None:
             self.totals.values = ValueTotals()
         policy_sum = value_sum = 0.0
-        for each in prepared:
+        num_backward = sum(each.micro.has_gradient for each in prepared)  # they come first
+        for place, each in enumerate(prepared):
+            parallel.before_backward(is_last=place == num_backward - 1)
             with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each):
                 scores = self.passes.scores(each.micro, is_update=True)
                 loss, value = self._policy_loss(each, scores, shape, correction)
                 policy_sum += value
                 if critic is not None:
                     of_values = self._value_loss(each, scores) / max(1, part.num_trained_tokens)
-                    value_sum += self._finite(of_values.item(), "the value loss", [each])
+                    value_sum += self._checked(of_values.item(), "the value loss", each.micro.rows)
                     loss = loss + of_values * (algorithm.value_coef if critic.trunk is None else 1.0)
                 if each.micro.has_gradient:
                     loss.backward()  # type: ignore[no-untyped-call]
-        self._move(prepared)
+        self._move(part, has_gradient=num_backward > 0)
         self.totals.losses.append(policy_sum)
         if self.totals.values is not None:
             self.totals.values.losses.append(value_sum)
@@ -144,7 +158,7 @@ class Update:
             bonus = aggregate(scores.entropy, micro.mask, shape.aggregation) / shape.divisor
             loss = loss - algorithm.entropy_coef * bonus
         value = self.totals.add(micro, inputs, anchor, loss.detach(), found, scores.entropy.detach(), apart)
-        return loss, self._finite(value, "the loss", [each], inputs)
+        return loss, self._checked(value, "the loss", micro.rows, inputs)
 
     def _value_loss(self, each: Prepared, scores: TokenScores) -> torch.Tensor:
         """Return the summed value loss of a microbatch's trained tokens."""
@@ -157,38 +171,45 @@ class Update:
         self.totals.values.add(is_clipped, each.values, each.returns, each.micro.mask)
         return loss
 
-    def _move(self, prepared: Sequence[Prepared]) -> None:
-        """Clip the gradients and take the optimisers' steps."""
-        for place, learner in enumerate(self.learners):
+    def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
+        """Clip the gradients and take the optimisers' steps, unless a number was met that is not finite."""
+        norms = []
+        for learner in self.learners:
             parameters = learner.parameters.values()
-            if not any(each.micro.has_gradient for each in prepared):
+            if not has_gradient:
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.passes.settings.max_grad_norm).item()
-            norms = self.totals.grad_norms
-            if place:
-                assert self.totals.values is not None
-                norms = self.totals.values.grad_norms
-            norms.append(self._finite(norm, "the gradient's norm", prepared))
+            norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.passes.settings.max_grad_norm, norm)
+            norms.append(self._checked(norm.item(), "the gradient's norm", part.rows))
+        if trouble := self.passes.parallel.agreed(self.trouble):
+            raise TrainingDiverged(trouble)
+        self.totals.grad_norms.append(norms[0])
+        if len(norms) > 1:
+            assert self.totals.values is not None
+            self.totals.values.grad_norms.append(norms[1])
         for learner in self.learners:
             learner.optimizer.step()
 
-    def _finite(self, value: float, what: str, prepared: Iterable[Prepared], inputs: LossInputs | None = None) -> float:
-        if math.isfinite(value):
+    def _checked(self, value: float, what: str, rows: Sequence[Row], inputs: LossInputs | None = None) -> float:
+        """Return a value, and note the first that is not finite."""
+        if math.isfinite(value) or self.trouble is not None:
             return value
-        all_rows = [row for each in prepared for row in each.micro.rows]
-        groups = ", ".join(map(str, sorted({row.group_id for row in all_rows})))
+        groups = ", ".join(map(str, sorted({row.group_id for row in rows})))
         culprits = ""
         if inputs is not None:
             is_odd = (inputs.mask & ~torch.isfinite(inputs.logprobs)).any(-1).tolist()
-            names = [row.name for row, odd in zip(all_rows, is_odd, strict=False) if odd]
+            names = [row.name for row, odd in zip(rows, is_odd, strict=False) if odd]
             culprits = (
                 f"; the policy's log-probabilities of trajectory {', '.join(names)} are no numbers" if names else ""
             )
-        raise TrainingDiverged(f"train step {self.step}: {what} is {value} over groups {groups}{culprits}")
+        self.trouble = f"train step {self.step}: {what} is {value} over groups {groups}{culprits}"
+        return value
 
 
-def correction_shape(algorithm: AlgorithmSettings, prepared: Sequence[Prepared]) -> CorrectionShape:
+def correction_shape(
+    algorithm: AlgorithmSettings, prepared: Sequence[Prepared], parallel: Alone | None = None
+) -> CorrectionShape:
     """Return what a correction is told of a whole minibatch; `second_moment` needs its proximal logprobs."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
@@ -197,5 +218,6 @@ def correction_shape(algorithm: AlgorithmSettings, prepared: Sequence[Prepared])
             for each in prepared
             if each.proximal_logprobs is not None
         ]
-        cutoff = second_moment_cutoff(apart, algorithm.second_moment_limit)
+        own = torch.cat(apart) if apart else torch.zeros(0)
+        cutoff = second_moment_cutoff((parallel or Alone()).all_of(own), algorithm.second_moment_limit)
     return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)

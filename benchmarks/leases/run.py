@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.swarm.lease_events import Grant, LeaseFinished, LeaseGrew, TaskWanted, Tick, WorkerHeard, WorkerJoined
-from baton.swarm.leases import LeaseRules, LeaseTable
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseTable
 
 HERE = Path(__file__).parent
 CASES = {"64 workers of 256 slots": (64, 256, 20_000), "10,000 workers of 8 slots": (10_000, 8, 100_000)}

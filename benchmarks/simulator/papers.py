@@ -16,7 +16,7 @@ from baton.simulator.run import Options, simulate
 from baton.simulator.script import Work
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
-from baton.swarm.leases import LeaseRules
+from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.provisioning import Provisioning
 from baton.workload import constant, lognormal
 

@@ -33,7 +33,7 @@ from baton.simulator.script import Work
 from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
-from baton.swarm.leases import LeaseRules
+from baton.swarm.lease_rules import LeaseRules
 from baton.workload import WorkloadSettings, constant, lognormal
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from baton.simulator.script import Work
 from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
-from baton.swarm.leases import LeaseRules
+from baton.swarm.lease_rules import LeaseRules
 from baton.workload import constant, lognormal
 
 MODES = ("sync", "partial", "async")

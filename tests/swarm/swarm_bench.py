@@ -37,7 +37,8 @@ from baton.swarm.auth import Authenticator, Role, TokenFile
 from baton.swarm.checks import Limits, check_report
 from baton.swarm.desk import Desk, Outside
 from baton.swarm.hub import Hub, HubParts
-from baton.swarm.leases import LeaseRules, LeaseTable
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import Listen
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
 from baton.swarm.pace import Pace
@@ -326,6 +327,7 @@ class SwarmBench:
                 store=self.store,
                 shared="",
                 look_after=lambda: None,
+                broadcast=lambda tensors, version: False,
                 dismiss=lambda: None,
                 clear=lambda: None,
                 checks=None,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from baton.swarm import lease_events as ev
 from baton.swarm.desk import Desk, Outside, cut_segments
-from baton.swarm.leases import LeaseRules, LeaseTable
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.outbox import Outbox
 from baton.swarm.traced import DeskTrace, TracedDesk

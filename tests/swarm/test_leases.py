@@ -33,7 +33,8 @@ from baton.swarm.lease_events import (
     WorkerJoined,
     WorkerLeft,
 )
-from baton.swarm.leases import LeaseRules, LeaseTable
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseTable
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 

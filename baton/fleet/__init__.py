@@ -1,0 +1,1 @@
+"""A plan made real: what is placed where on a cluster, and looked after."""

@@ -1,0 +1,53 @@
+"""The inside of a rank process: one `RankServer`, driven by messages.
+
+| thread | consumes          | produces         | waits for   | unblocked by                   |
+|--------|-------------------|------------------|-------------|--------------------------------|
+| reader | the socket        | queued messages  | the parent  | a message, or the parent's end |
+| main   | queued messages   | answers          | a message   | the reader                     |
+
+The reader ends the process when the parent hangs up, whatever the main thread is in: a collective whose other ranks are
+gone would keep it for as long as its timeout. Started by `LocalRanks` as `python -m baton rank FD`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import msgspec
+
+from baton.launch.ranks import MAX_FRAME_BYTES
+from baton.trainer.ranks import Place, ToRank, decode_to_rank, encode
+
+
+def serve(descriptor: int) -> None:
+    """Serve one parent until it hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(descriptor)
+    try:
+        place = decode_to_rank(connection.recv_bytes(MAX_FRAME_BYTES))
+    except (EOFError, OSError):
+        return
+    assert isinstance(place, Place), f"the first message must be Place, not {type(place).__name__}"
+    inbox: SimpleQueue[ToRank] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox, place.scratch), daemon=True).start()
+    from baton.trainer.rank_server import RankServer
+
+    server = RankServer(place)
+    while True:
+        connection.send_bytes(encode(server.handle(inbox.get())))
+
+
+def _read(connection: Connection, inbox: SimpleQueue[ToRank], scratch: str) -> None:
+    """Queue what the parent sends, and end the process when it is gone."""
+    try:
+        while True:
+            inbox.put(decode_to_rank(connection.recv_bytes(MAX_FRAME_BYTES)))
+    except (OSError, EOFError, msgspec.DecodeError):
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(0)

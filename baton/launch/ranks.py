@@ -1,0 +1,143 @@
+"""The ranks of a trainer as processes of this machine, told what to do over socket pairs.
+
+A rank that dies is noticed at once, one that hangs when its time is up; either way none is left behind, and none
+outlives this process: a rank whose socket closes ends where it is, within a collective or not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from baton.errors import BatonError, RankLost
+from baton.trainer.ranks import (
+    FAULT_GRACE_S,
+    HOW_TO_GO_ON,
+    Fault,
+    FromRank,
+    Place,
+    ToRank,
+    decode_from_rank,
+    encode,
+    error_of,
+)
+
+MAX_FRAME_BYTES = 4 * 1024**3
+"""A longer frame is a fault, not a reason to allocate. A batch of thousands of long trajectories is hundreds of MB."""
+
+
+class LocalRanks:
+    """Processes of this machine as `Ranks`."""
+
+    def __init__(self, size: int, *, threads: int = 1) -> None:
+        """Start the processes, each with so many torch threads."""
+        self.pids: list[int] = []
+        self._size = size
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        shared = Path("/dev/shm")
+        self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        try:
+            for rank in range(size):
+                self._start(Place(rank=rank, size=size, threads=threads, scratch=str(self._scratch)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """See `Ranks`."""
+        return self._size
+
+    def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
+        """See `Ranks`."""
+        deadline_s = time.monotonic() + timeout_s
+        answers: dict[int, FromRank] = {}
+        data = encode(message)
+        try:
+            for rank, connection in enumerate(self._connections):
+                self._send(rank, connection, data)
+            while len(answers) < self._size:
+                waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in answers}
+                found = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
+                ready = [connection for connection in waiting if connection in found]
+                if not ready:
+                    names = ", ".join(map(str, waiting.values()))
+                    what = f"{type(message).__name__} in {timeout_s:.0f} s"
+                    raise RankLost(f"trainer rank {names} did not answer {what}; {HOW_TO_GO_ON}")
+                for connection in ready:
+                    rank = waiting[connection]
+                    answers[rank] = self._receive(rank, connection)
+                    if isinstance(answers[rank], Fault):
+                        deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
+        except RankLost as lost:
+            self.close()
+            raise _cause(lost, answers) from lost
+        return [answers[rank] for rank in range(self._size)]
+
+    def bring(self, path: str) -> Path:
+        """See `Ranks`: this machine's files are here already."""
+        return Path(path)
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """End all ranks: those that do not end when they are hung up on are killed. May be called twice."""
+        for connection in self._connections:
+            connection.close()
+        deadline_s = time.monotonic() + grace_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._connections, self._processes = [], []
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _start(self, place: Place) -> None:
+        ours, theirs = Pipe(duplex=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads), "OMP_WAIT_POLICY": "passive"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "rank", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self._connections.append(ours)
+        self._processes.append(process)
+        self.pids.append(process.pid)
+        self._send(place.rank, ours, encode(place))
+
+    def _send(self, rank: int, connection: Connection, data: bytes) -> None:
+        try:
+            connection.send_bytes(data)
+        except OSError as error:
+            raise self._ended(rank) from error
+
+    def _receive(self, rank: int, connection: Connection) -> FromRank:
+        try:
+            return decode_from_rank(connection.recv_bytes(MAX_FRAME_BYTES))
+        except (EOFError, OSError) as error:
+            raise self._ended(rank) from error
+
+    def _ended(self, rank: int) -> RankLost:
+        try:
+            code: int | None = self._processes[rank].wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
+        return RankLost(f"trainer rank {rank} (pid {self.pids[rank]}) ended {how}; {HOW_TO_GO_ON}")
+
+
+def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError:
+    """Return the named error that another rank had answered with, else the loss itself."""
+    error = error_of(answers)
+    return lost if error is None or isinstance(error, RankLost) else error

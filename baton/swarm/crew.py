@@ -1,0 +1,48 @@
+"""Workers that somebody else looks after, on machines of a cluster: what the hub's side and they need of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class HubAccess:
+    """What a crew may ask of its hub, from any thread."""
+
+    url: str
+    certificate: str
+    """PEM text of the hub's certificate, for workers to trust; empty without TLS."""
+    token: Callable[[str], str]
+    """Makes the token of a name, for a worker of ours."""
+    gone: Callable[[str, str], None]
+    """(name of a token, cause): whoever bears it has ended; its leases need not wait for it."""
+    weigh: Callable[[str, float], None]
+    """(name of a token, weight): its workers are expected to do another share."""
+
+
+class Crew(Protocol):
+    """Workers of one run."""
+
+    def begin(self, hub: HubAccess) -> None:
+        """Start them; returns at once."""
+        ...
+
+    def weight(self, name: str) -> float:
+        """Return what is expected of one slot of the workers of a token: see `WorkerJoined`."""
+        ...
+
+    def look_after(self) -> None:
+        """Raise what has gone wrong for good, if anything has. Called often; returns at once."""
+        ...
+
+    def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
+        """Bring a version to every machine's memory before it is announced. False where chunks are to do it."""
+        ...
+
+    def close(self) -> None:
+        """End them all. May be called twice."""
+        ...

@@ -1,0 +1,64 @@
+"""From plain values to a trainer: in this process, or in each of the ranks."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.errors import UserError
+from baton.policy.load import load_model, torch_device
+from baton.policy.settings import LoraSettings
+from baton.policy.tokenizer import Tokenizer
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.local import LocalTrainer
+from baton.trainer.parallel import Alone
+from baton.trainer.ranks import TrainerSetup
+from baton.trainer.settings import TrainerSettings
+
+
+def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: Alone | None = None) -> LocalTrainer:
+    """Make a trainer with its own copy of the model, the reference and adapters where there are any."""
+    settings, algorithm = (
+        TrainerSettings.model_validate(setup.trainer),
+        AlgorithmSettings.model_validate(setup.algorithm),
+    )
+    lora = None if setup.lora is None else LoraSettings.model_validate(setup.lora)
+    device = torch_device(setup.device)
+    model = load_model(setup.model_path, dtype=torch.float32, device=device, attention=setup.attention)
+    reference = None
+    if algorithm.kl_coef and (lora is None or algorithm.reference is not None):
+        reference = _load_reference(setup, settings, algorithm.reference, model)
+    return LocalTrainer(
+        model,
+        tokenizer,
+        settings,
+        algorithm,
+        temperature=setup.temperature,
+        total_steps=setup.total_steps,
+        version=setup.version,
+        max_new_tokens=setup.max_new_tokens,
+        max_staleness=setup.max_staleness,
+        reference=reference,
+        lora=lora,
+        seed=setup.seed,
+        publish_dtype=getattr(torch, setup.publish_dtype),
+        parallel=parallel,
+    )
+
+
+def _load_reference(
+    setup: TrainerSetup, settings: TrainerSettings, path: str | None, policy: PreTrainedModel
+) -> PreTrainedModel:
+    """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
+    dtype = getattr(torch, settings.dtype)
+    try:
+        model = load_model(path or setup.model_path, dtype=dtype, device=policy.device, attention=setup.attention)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
+    sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
+            "allowed is a model of the same tokens"
+        )
+    return model.requires_grad_(False)

@@ -1,0 +1,266 @@
+"""One, two and four ranks make the update that one process makes. See rank_pool.py for how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from rank_pool import RankPool
+from safetensors.torch import load_file
+from trainer_cases import (
+    environment,
+    make_group,
+    policy,
+    random_batch,
+    tiny_model,
+    tiny_tokenizer,
+)
+from transformers import AutoModelForCausalLM
+
+from baton.errors import TrainingDiverged, UserError
+from baton.policy.settings import LoraSettings
+from baton.policy.tensors import weights_digest
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.local import LocalTrainer
+from baton.trainer.make import make_trainer
+from baton.trainer.ranked import RankedTrainer
+from baton.trainer.ranks import TrainerSetup
+from baton.trainer.settings import TrainerSettings
+from baton.trainer.trainer import Trainer
+from baton.types import Batch, PolicyVersion
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    found = RankPool(tmp_path_factory.mktemp("scratch"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    tiny_tokenizer().hf.save_pretrained(path)
+    return str(path)
+
+
+def setup_of(model_path: str, *, lora: LoraSettings | None = None, **settings: Any) -> TrainerSetup:
+    """Settings of the algorithm and of the trainer, by name."""
+    algorithm = AlgorithmSettings(**{k: settings.pop(k) for k in AlgorithmSettings.model_fields if k in settings})
+    return TrainerSetup(
+        model_path=model_path,
+        device="cpu",
+        attention="sdpa",
+        trainer=TrainerSettings(**{"lr": 1e-3, "max_tokens_per_microbatch": 48, **settings}).model_dump(),
+        algorithm=algorithm.model_dump(),
+        lora=None if lora is None else lora.model_dump(),
+        temperature=1.0,
+        total_steps=10,
+        max_new_tokens=16,
+        max_staleness=2,
+        publish_dtype="float32",
+        version=PolicyVersion("first", 0),
+        seed=0,
+    )
+
+
+def alone(setup: TrainerSetup) -> LocalTrainer:
+    return make_trainer(setup, tiny_tokenizer())
+
+
+def ranked(pool: RankPool, size: int, setup: TrainerSetup) -> RankedTrainer:
+    return RankedTrainer(pool.lend(size), setup, TIMEOUT_S)
+
+
+def two_version_batch(step: int) -> Batch:
+    """Beside random groups: trajectories of two versions with a tool's words between, one group of equal rewards."""
+    old, new = max(0, step - 2), step - 1
+    mixed = make_group(
+        90, (1.0, 0.0), [[policy(5, 6, version=old), environment(7), policy(8, 9, 10, version=new)], [policy(11)]]
+    )
+    flat = make_group(91, (1.0, 1.0), [[policy(5, version=new)], [policy(6, 7, version=new)]])
+    return Batch(step, (*random_batch(step).groups, mixed, flat))
+
+
+def tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.publish().tensors.items()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "dapo": {"name": "dapo", "overlong_frac": 0.25, "num_minibatches": 2},
+    "gspo": {"name": "gspo", "num_minibatches": 2},
+    "ppo": {"name": "ppo", "num_minibatches": 2, "num_epochs": 2},
+    "ppo shared": {"name": "ppo", "critic": "shared", "num_minibatches": 2},
+    "kl in loss": {"name": "grpo", "kl_coef": 0.1, "num_epochs": 2, "entropy_coef": 0.01},
+    "kl in reward": {"name": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"},
+    "second moment": {"name": "decoupled_ppo", "correction": "second_moment"},
+    "lora": {"name": "grpo", "kl_coef": 0.05, "lora": LoraSettings(rank=2), "num_epochs": 2},
+    "packed": {"name": "grpo", "packing": "always", "num_minibatches": 2},
+    "checkpointed": {"name": "dapo", "num_minibatches": 1, "activation_checkpointing": True, "shard_gradients": True},
+    "bfloat16": {"name": "grpo", "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: RankPool, model_path: str) -> None:
+    setup = setup_of(model_path, **CASES[name])
+    one = alone(setup)
+    expected = [one.step(two_version_batch(step)) for step in (1, 2)]
+    weights = tensors(one)
+    is_coarse = setup.trainer["dtype"] == "bfloat16"
+    for size in (1, 2, 4) if name in ("grpo", "ppo") else (2, 4) if name == "lora" else (4,):
+        many = ranked(pool, size, setup)
+        found = [many.step(two_version_batch(step)) for step in (1, 2)]
+        assert many.version == PolicyVersion("first", 2)
+        if is_coarse:  # AdamW's first steps are lr × the gradient's sign, which a rounding may turn over
+            moved = [(ours - weights[name]).abs() > 1e-3 for name, ours in tensors(many).items()]
+            assert sum(int(each.sum()) for each in moved) < 0.01 * sum(each.numel() for each in moved)
+        else:
+            assert_close(tensors(many), weights)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.pop("tokens/imbalance", 1.0) > 1.0) == (size > 1)
+            apart = {"tokens/padding_frac"}
+            assert ours.keys() == theirs.keys()
+            for key in ours.keys() - apart:
+                assert ours[key] == pytest.approx(theirs[key], rel=0.05 if is_coarse else 1e-3, abs=1e-4), key
+
+
+def test_ranks_that_have_nothing_to_train_keep_the_others_company(pool: RankPool, model_path: str) -> None:
+    """One group of two short rows over four ranks; and a batch of equal rewards, where no rank has a gradient."""
+    setup = setup_of(model_path, name="grpo")
+    one, many = alone(setup), ranked(pool, 4, setup)
+    few = Batch(1, (make_group(0, (1.0, 0.0)),))
+    flat = Batch(2, (make_group(1, (1.0, 1.0)),))
+    for batch in (few, flat):
+        assert many.step(batch)["policy/loss"] == pytest.approx(one.step(batch)["policy/loss"], abs=1e-6)
+        assert_close(tensors(many), tensors(one))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 2), (0, 2), (2, 0)])
+def test_a_checkpoint_is_resumed_by_another_number_of_ranks(
+    before: int, after: int, pool: RankPool, model_path: str, tmp_path: Path
+) -> None:
+    """0 stands for a trainer without ranks, which writes one file instead of shards."""
+    setup = setup_of(model_path, name="ppo", num_minibatches=2, num_epochs=1)
+
+    def make(size: int) -> Trainer:
+        return ranked(pool, size, setup) if size else alone(setup)
+
+    trainer = make(before)
+    trainer.step(two_version_batch(1))
+    trainer.save(tmp_path / "checkpoint")
+    saved, version = tensors(trainer), trainer.version
+    expected = trainer.step(two_version_batch(2))
+    weights = tensors(trainer)
+
+    other = make(after)
+    other.restore(tmp_path / "checkpoint")
+    assert other.version == version
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in tensors(other).items())
+    found = other.step(two_version_batch(2))  # with the moments of the policy and of the critic, or it would differ
+    assert_close(tensors(other), weights)
+    for key in ("policy/loss", "policy/grad_norm", "value/loss", "value/grad_norm"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+
+
+def test_as_many_ranks_go_on_with_the_same_bits(pool: RankPool, model_path: str, tmp_path: Path) -> None:
+    setup = setup_of(model_path, name="ppo", num_minibatches=2)
+    unbroken = ranked(pool, 2, setup)
+    unbroken.step(two_version_batch(1))
+    unbroken.save(tmp_path / "checkpoint")
+    unbroken.step(two_version_batch(2))
+    expected, version = tensors(unbroken), unbroken.version
+    resumed = ranked(pool, 2, setup)
+    resumed.restore(tmp_path / "checkpoint")
+    resumed.step(two_version_batch(2))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(resumed).items())
+    assert resumed.version == version
+
+
+def test_a_checkpoint_of_ranks_is_what_hugging_face_loads_and_holds_no_pickle(
+    pool: RankPool, model_path: str, tmp_path: Path
+) -> None:
+    trainer = ranked(pool, 2, setup_of(model_path, name="grpo"))
+    trainer.step(random_batch(1))
+    trainer.save(tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in tensors(trainer).items())
+    shards = sorted((tmp_path / "checkpoint" / "baton" / "optimizer").iterdir())
+    assert len(shards) == 2
+    assert all(file.suffix == ".safetensors" for file in shards)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    whole, parts = tensors(trainer)["model.embed_tokens.weight"], [load_file(file) for file in shards]
+    assert sum(part["exp_avg/model.embed_tokens.weight"].numel() for part in parts) == whole.numel()
+
+
+def test_an_adapter_of_ranks_is_what_peft_loads(pool: RankPool, model_path: str, tmp_path: Path) -> None:
+    setup = setup_of(model_path, lora=LoraSettings(rank=2), name="grpo")
+    many, one = ranked(pool, 2, setup), alone(setup)
+    many.step(random_batch(1))
+    many.save(tmp_path / "checkpoint")
+    one.restore(tmp_path / "checkpoint")
+    assert all(torch.equal(tensor, tensors(many)[name]) for name, tensor in tensors(one).items())
+    assert weights_digest(tensors(many)) == many.version.digest
+
+
+def test_weights_are_published_in_the_engines_dtype_with_the_digest_of_one_process(
+    pool: RankPool, model_path: str
+) -> None:
+    setup = msgspec.structs.replace(setup_of(model_path), publish_dtype="bfloat16")
+    many, one = ranked(pool, 2, setup).publish(), alone(setup).publish()
+    assert many.version == one.version
+    assert {tensor.dtype for tensor in many.tensors.values()} == {torch.bfloat16}
+
+
+def test_a_number_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weights(
+    pool: RankPool, model_path: str, tmp_path: Path
+) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = float("nan")  # one row's token: one rank's share; the head is tied
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(0.0))
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().hf.save_pretrained(tmp_path / "model")
+    setup = setup_of(str(tmp_path / "model"), name="grpo", num_minibatches=2)
+    many = ranked(pool, 4, setup)
+    good = make_group(0, (1.0, 0.0))
+    bad = make_group(7, (1.0, 0.0), [[policy(63, 5)], [policy(6, 7)]])
+    before = tensors(many)
+    with pytest.raises(TrainingDiverged, match=r"train step 1: the loss is nan over groups 7.*stay those of version 0"):
+        many.step(Batch(1, (good, bad)))
+    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(many).items())
+    many.step(Batch(1, (good, make_group(8, (1.0, 0.0)))))  # and they can go on
+
+
+def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, model_path: str) -> None:
+    many = ranked(pool, 2, setup_of(model_path, name="grpo", num_minibatches=3))
+    with pytest.raises(UserError, match="num_minibatches: got 3, but each needs a group and the batch has 1"):
+        many.step(Batch(1, (make_group(0, (1.0, 0.0)),)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compile": True}, "compile: got true with ranks above 1"),
+        ({"moe_replay": "proximal"}, "moe_replay: got 'proximal' with ranks above 1"),
+        ({"tensor_parallel": 3}, "tensor_parallel: got 3 with ranks = 2; allowed are divisors"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainerSettings(ranks=2, **settings)
