@@ -84,6 +84,7 @@ class Recipe(Settings):
                 "least 1, or use workers (swarm.workers, swarm.serve)"
             )
         self._check_publish_period()
+        self._check_placement()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
             raise ValueError(
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
@@ -102,6 +103,16 @@ class Recipe(Settings):
                 "of its minibatches of whole groups"
             )
         return self
+
+    def _check_placement(self) -> None:
+        if not self.rollout.is_colocated:
+            return
+        others = {"engine.processes": self.engine.processes, "swarm": self.swarm.is_on}
+        for name in (name for name, is_set in others.items() if is_set):
+            raise ValueError(
+                f'rollout.placement: got "colocated", but with {name} the engines are in processes of their own; '
+                "allowed is the one engine in the trainer's process"
+            )
 
     def _check_publish_period(self) -> None:
         every, rules = self.swarm.publish_every, self.rules()
@@ -200,6 +211,7 @@ MAY_CHANGE = (
     "checkpoint",
     "log",
     "judge",
+    "rollout.placement",
     "rollout.stall_timeout_s",
     "engine.processes",
     "swarm",

@@ -24,6 +24,7 @@ from baton.policy.logprobs import (
     packs_as_it_pads,
     prefer_float32_attention,
 )
+from baton.policy.memory import peak_bytes
 from baton.policy.packing import prefer_packed_attention
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
@@ -53,6 +54,7 @@ from baton.trainer.checkpoint import (
 )
 from baton.trainer.critic import Critic
 from baton.trainer.measures import batch_metrics
+from baton.trainer.offload import Offload
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.passes import Passes, depends_on_model
 from baton.trainer.settings import TrainerSettings
@@ -129,6 +131,8 @@ class LocalTrainer:
             is_packed,
         )
         self._learners = make_learners(model, critic, settings, algorithm)
+        parts = (model, self._passes.reference, critic, critic.trunk if critic is not None else None)
+        self._offload = Offload(model.device, parts, [learner.optimizer for learner in self._learners])
         self._publish_dtype = publish_dtype
         self._num_updates = 0
         self._alarms = Alarms(algorithm)
@@ -137,6 +141,24 @@ class LocalTrainer:
     def version(self) -> PolicyVersion:
         """The weights as they are now; the digest is empty until they are published or saved."""
         return self._version
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its device behind weights, gradients and moments."""
+        return self._offload.held_bytes
+
+    def take_peak_bytes(self) -> int | None:
+        """Return the most that tensors of this process held of its device since the last call; None on a CPU."""
+        device = self._offload.device
+        return peak_bytes(device) if device.type == "cuda" else None
+
+    def rest(self) -> None:
+        """Leave the device (see `offload.py`); publishing, saving and restoring go on from the host."""
+        self._offload.rest()
+
+    def wake(self) -> None:
+        """Come back to the device, as a train step needs."""
+        self._offload.wake()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Raises TrainingDiverged, leaving the weights as they were.

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
 from baton.policy.adapters import BaseWeights, is_adapter
+from baton.policy.memory import held_bytes
 from baton.rollout.engines.cache import (
     KV_BUCKET,
     Masks,
@@ -78,6 +79,11 @@ class Network:
         self._body: Module = model.base_model
         """The model without its head: a prefill's logits are not wanted."""
         self._base = BaseWeights()
+        self._shapes: dict[Parameter, torch.Size] = {}
+        """Of the weights that were given back; the next whole version brings them."""
+        self._is_whole = False
+        """Whether the last version came with all its weights."""
+        self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
         """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
@@ -133,7 +139,10 @@ class Network:
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
+            if self._shapes:
+                raise EngineFault("an adapter has come for weights that were given back: a whole version must be first")
             self._copy(own, self._base.merged(own, tensors))
+            self._is_whole = False
             return
         parameters = {id(p) for p in self.model.parameters()}
         given = {id(own[name]) for name in tensors if name in own}
@@ -154,6 +163,47 @@ class Network:
         assert given >= parameters
         self._base.forget()
         self._copy(own, tensors)
+        self._shapes.clear()
+        self._is_whole = True
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device behind slots and weights."""
+        weights = (*self.model.parameters(), *self.model.buffers(), *self._base.tensors)
+        return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
+
+    def rest(self) -> None:
+        """Give the slots back, and the weights: the next version brings them.
+
+        Weights of which versions are but adapters move to the host, as they were before any. Does nothing at rest.
+        """
+        if self.is_resting:
+            return
+        self.is_resting = True
+        self.cache.release()
+        self._packed.release()
+        if not self._is_whole:
+            self._base.put_back(self.model.state_dict(keep_vars=True))
+        for parameter in self.model.parameters():
+            if self._is_whole:
+                self._shapes[parameter] = parameter.shape
+                parameter.data = parameter.data.new_empty(0)
+            else:
+                parameter.data = parameter.data.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # whoever is next cuts memory into other pieces
+
+    def wake(self) -> None:
+        """Take memory for slots and weights again; `load` must follow. Does nothing where it is awake."""
+        if not self.is_resting:
+            return
+        self.is_resting = False
+        for parameter in self.model.parameters():
+            if parameter in self._shapes:
+                parameter.data = torch.empty(self._shapes[parameter], dtype=parameter.dtype, device=self.device)
+            else:
+                parameter.data = parameter.data.to(self.device)
+        self.cache.allocate()
 
     def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
         with torch.inference_mode():
