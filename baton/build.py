@@ -32,7 +32,9 @@ from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.kinds import engine_of_model
 from baton.rollout.parts import Judges, Parts
 from baton.rollout.port import LocalPort, WorkerPort
 from baton.rollout.runner import Runner
@@ -81,20 +83,15 @@ def set_up_torch(threads: int, *, busy: int = 0) -> int:
     return count
 
 
-def build_engine(recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion) -> EmbeddedEngine:
-    """Make the embedded engine with its own copy of the model at `path`."""
-    device = torch_device(recipe.model.device)
-    dtype = torch_dtype(recipe.engine.dtype)
-    model = load_model(path, dtype=dtype, device=device, attention=recipe.model.attention)
-    return EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
+def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
+    """Make the recipe's engine with its own copy of the model at `path`."""
+    return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
 
 
-def build_port(
-    recipe: Recipe, path: str, tokenizer: Tokenizer, version: PolicyVersion, trace: LeaseTrace | None = None
-) -> WorkerPort:
+def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerPort:
     """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
-        return LocalPort(build_engine(recipe, path, tokenizer, version), trace)
+        return LocalPort(build_engine(recipe, path, version), trace)
     start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
     timeout_s = recipe.rollout.stall_timeout_s
     return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
@@ -187,7 +184,7 @@ def _open(
     """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
     with ExitStack() as undo:
         if not recipe.swarm.is_on:
-            port = build_port(recipe, recipe.model.path, tokenizer, trainer.version, LeaseTrace(trace))
+            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace))
             undo.callback(port.close)
         run = _open_run(recipe, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:

@@ -60,7 +60,8 @@ def _keys(kind: type[BaseModel]) -> Iterator[Key]:
             yield _key("", name, field)
     for section, owner in nested.items():
         if owner is not None:
-            yield from (_key(section, name, field) for name, field in owner.model_fields.items())
+            for key in _keys(owner):
+                yield msgspec.structs.replace(key, section=f"{section}.{key.section}" if key.section else section)
 
 
 def _section_type(field: FieldInfo) -> type[BaseModel] | None:

@@ -242,7 +242,7 @@ def _rollout_point(recipe: Recipe, say: Say) -> tuple[Measured, Workload]:
     tokenizer = load_tokenizer(recipe.model.path)
     prompts = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed).take(rollout.batch_groups)
     requests = [Request(i, tokenizer.prompt_ids(p.messages), rollout.group_size) for i, p in enumerate(prompts)]
-    port = build_port(recipe, recipe.model.path, tokenizer, PolicyVersion("profile", 0))
+    port = build_port(recipe, recipe.model.path, PolicyVersion("profile", 0))
     sweep = Sweep(port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens)
     sampling = rollout.sampling()
     sampling = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, LONGEST_ROLLOUT))
@@ -318,8 +318,7 @@ def _batch(step: int, groups: int, group_size: int, length: int) -> Batch:
 
 def _publish_s(recipe: Recipe, trainer: LocalTrainer) -> float:
     """Publish, write to a file, read it and load it into an engine: the way weights go to an engine process."""
-    tokenizer = load_tokenizer(recipe.model.path)
-    engine = build_engine(recipe, recipe.model.path, tokenizer, PolicyVersion("profile", 0))
+    engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
     times = []
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "weights.safetensors"

@@ -50,7 +50,13 @@ def worker(
     slots: Annotated[
         int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="What generates: embedded.")] = "embedded",
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="What generates: embedded, vllm or sglang; the recipe's by default.")
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option("--engine-option", metavar="KEY=VALUE", help="For this engine, such as tensor_parallel=2."),
+    ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     store: Annotated[
@@ -65,12 +71,17 @@ def worker(
     Opens the one connection itself, so it works behind NAT; comes back by itself when the network or the hub does.
     Ctrl-C puts down what runs, reports it and leaves.
     """
+    from baton.policy.threads import set_up_threads
+    from baton.rollout.engine import EngineSettings
+    from baton.rollout.engines.kinds import chosen, engine_from_skeleton
     from baton.swarm.auth import read_token_file
     from baton.swarm.listen import check_url, client_ssl
     from baton.swarm.worker import SwarmWorker, WorkerOptions
 
-    if engine != "embedded":
-        raise UserError(f"--engine: got {engine!r}, allowed is embedded")
+    def choose(settings: EngineSettings) -> EngineSettings:
+        return chosen(settings, kind=engine, slots=slots, options=engine_option or ())
+
+    choose(EngineSettings())  # a mistake is said before the hub is asked
     base = check_url(url, insecure)
     options = WorkerOptions(
         base,
@@ -79,11 +90,14 @@ def worker(
         slots=slots,
         store=store,
         device=_device_name(device),
+        engine=engine,
         say=_say,
     )
 
     def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
-        return _make_engine(welcome, directory, base, slots, threads, device)
+        set_up_threads(threads)
+        settings = choose(welcome.engine_settings())
+        return engine_from_skeleton(directory, base, settings, device=device, attention=welcome.attention)
 
     asyncio.run(_run(SwarmWorker(options, make_engine), tied))
 
@@ -101,24 +115,6 @@ async def _run(one: Any, is_tied: bool) -> None:
     if is_tied:
         loop.add_reader(sys.stdin.fileno(), on_input)
     await one.run()
-
-
-def _make_engine(
-    welcome: Welcome,
-    directory: Path,
-    base: Mapping[str, Any] | None,
-    slots: int | None,
-    threads: int,
-    device: str,
-) -> Engine:
-    from baton.policy.threads import set_up_threads
-    from baton.rollout.engines.skeleton import skeleton_engine
-
-    set_up_threads(threads)
-    settings = welcome.engine_settings()
-    if slots is not None:
-        settings = settings.model_copy(update={"slots": slots})
-    return skeleton_engine(directory, base, settings, device=device, attention=welcome.attention)
 
 
 def _device_name(device: str) -> str:

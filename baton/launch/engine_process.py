@@ -1,4 +1,4 @@
-"""The inside of an engine process: one embedded engine, one torch thread, driven by messages.
+"""The inside of an engine process: one engine, one torch thread, driven by messages.
 
 | thread | consumes          | produces         | waits for                    | unblocked by                       |
 |--------|-------------------|------------------|------------------------------|------------------------------------|
@@ -92,18 +92,10 @@ def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: E
 
 
 def _build(start: Start) -> Engine:
-    from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
     from baton.policy.threads import set_up_threads
-    from baton.policy.tokenizer import load_tokenizer
-    from baton.rollout.engines.embedded import EmbeddedEngine
+    from baton.rollout.engines.kinds import engine_of_model
 
     set_up_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    settings = start.engine_settings()
-    tokenizer = load_tokenizer(start.model_path)
-    model = load_model(
-        start.model_path,
-        dtype=torch_dtype(settings.dtype),
-        device=torch_device(start.device),
-        attention=start.attention,
+    return engine_of_model(
+        start.model_path, start.engine_settings(), start.version, device=start.device, attention=start.attention
     )
-    return EmbeddedEngine(model, tokenizer, settings, start.version, end_ids(model, tokenizer))

@@ -6,17 +6,26 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from baton.rollout.engines.settings import SglangSettings, VllmSettings
 from baton.settings import Settings
 from baton.types import FromWorker, Lease, PolicyVersion
 
+EngineKind = Literal["embedded", "vllm", "sglang"]
+KEYED_NOISE = frozenset({"embedded"})
+"""Kinds whose every draw follows from (seed, group, sample, position): only their sampled tokens can be drawn again."""
+
 
 class EngineSettings(Settings):
-    """[engine] the embedded engine's shape."""
+    """[engine] what generates, and its shape."""
 
+    kind: EngineKind = "embedded"
+    """`embedded`: Baton's own, on any device. `vllm`: vLLM in processes of its own (pip install 'baton-rl[vllm]').
+    `sglang`: a running SGLang server. A worker may choose another: baton worker --engine."""
     processes: int = Field(default=0, ge=0)
-    """Engine processes with one torch thread each, on a CPU; 0 is one engine in the trainer's own process."""
+    """Engine processes with one torch thread each, on a CPU; 0 is one engine in the trainer's own process. For the kind
+    `embedded` only."""
     slots: int = Field(default=64, ge=8, multiple_of=8)
     """Trajectories that an engine generates at once; a multiple of 8."""
     max_context_tokens: int = 1024
@@ -27,7 +36,22 @@ class EngineSettings(Settings):
     """A trajectory's new tokens are reported at least this often, so that a dead worker costs no more."""
     report_routing: bool = False
     """Mixtures of experts: whether every token is reported with the experts behind it, for trainer.moe_replay =
-    "engine"; a byte for each router and chosen expert."""
+    "engine"; a byte for each router and chosen expert. For the kind `embedded` only."""
+    vllm: VllmSettings = VllmSettings()
+    """Of the kind `vllm`."""
+    sglang: SglangSettings = SglangSettings()
+    """Of the kind `sglang`."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> EngineSettings:
+        if self.kind != "embedded" and self.processes:
+            raise ValueError(
+                f'processes: got {self.processes}, but with kind = "{self.kind}" the engine has processes of its own: '
+                "leave it out; several engines are several workers (baton worker --engine)"
+            )
+        if self.kind != "embedded" and self.report_routing:
+            raise ValueError(f'report_routing: got true, but only the kind "embedded" does, not "{self.kind}"')
+        return self
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -80,4 +104,8 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats:
         """Counters since the start."""
+        ...
+
+    def close(self) -> None:
+        """End whatever runs on its behalf. What is still growing is lost. May be called twice."""
         ...

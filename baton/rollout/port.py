@@ -98,4 +98,5 @@ class LocalPort(WorkerPort):
         return self._engine.stats
 
     def close(self, *, is_over: bool = False) -> None:
-        """See `WorkerPort`: the engine goes with this process."""
+        """See `WorkerPort`: an engine in this process goes with it, one with processes of its own ends them."""
+        self._engine.close()

@@ -73,6 +73,10 @@ class Grower:
         """Report what has been grown so far."""
         return self._taken(self._engine.flush())
 
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:
         """Serve another version from the next token on; return what is to be reported of the old one."""
         carried: list[int] = []
@@ -140,8 +144,8 @@ class EngineThread:
         """Have something done in the engine's thread, in order."""
         self._actions.put(action)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End after the current token. May be called twice."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End after the current token, the engine too. May be called twice."""
         self._actions.put(None)
         self._thread.join(timeout_s)
 
@@ -165,6 +169,9 @@ class EngineThread:
                     self._on_reports(reports, grower.stats)
         except Exception as error:  # noqa: BLE001  # whatever it is, the network thread must hear of it
             self._on_fault(error)
+        finally:
+            if self.grower is not None:
+                self.grower.close()
 
     def _act(self) -> bool:
         """Do what is asked for, waiting for it only where nothing grows; False at the end."""

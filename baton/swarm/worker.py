@@ -80,7 +80,8 @@ class WorkerOptions:
     """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
     device: str = "cpu"
     """For people, and for the class whose logprobs are compared."""
-    engine: str = "embedded"
+    engine: str | None = None
+    """The kind of engine; None is the recipe's. Part of the class too."""
     say: Callable[[str], None] = print
 
 
@@ -199,7 +200,8 @@ class SwarmWorker:
             self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
-        kind = WorkerClass(self._options.device, welcome.engine_settings().dtype, self._options.engine)
+        settings = welcome.engine_settings()
+        kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
         have, leases = self._refresher.have, self._outbox.leases
         return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
 

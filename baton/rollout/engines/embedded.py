@@ -136,6 +136,9 @@ class EmbeddedEngine:
         """Report what running leases have grown since their last report."""
         return self._book.flush()
 
+    def close(self) -> None:
+        """Nothing runs on its behalf."""
+
     def step(self) -> list[FromWorker]:
         """Admit what fits, decode one token for every running lease, and return what is to be reported."""
         running = self._book.num_running

@@ -64,6 +64,9 @@ class FakeEngine:
         """Report what running leases have grown since their last report."""
         return self._book.flush()
 
+    def close(self) -> None:
+        """Nothing runs on its behalf."""
+
     def step(self) -> list[FromWorker]:
         """Admit what fits, give every running lease its next scripted token, and return what is to be reported."""
         book = self._book

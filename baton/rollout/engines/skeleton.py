@@ -1,4 +1,4 @@
-"""An embedded engine on a machine that has no copy of the model: built from its configuration, given weights later."""
+"""The embedded engine of a model in a directory, and of a configuration alone, which is given weights later."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import UserError
-from baton.policy.load import end_ids, load_skeleton, torch_device, torch_dtype
+from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.types import PolicyVersion
+
+
+def embedded_engine(
+    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+) -> EmbeddedEngine:
+    """Build an engine with its own copy of the model in a directory."""
+    model = load_model(path, dtype=torch_dtype(settings.dtype), device=torch_device(device), attention=attention)
+    tokenizer = load_tokenizer(path)
+    return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 
 
 def skeleton_engine(
