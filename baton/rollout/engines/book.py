@@ -66,6 +66,16 @@ class Row:
         return self.length >= self._max_length
 
     @property
+    def room(self) -> int:
+        """Tokens that budget and context still allow."""
+        return self._max_length - self.length
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end the trajectory."""
+        return self._end_ids
+
+    @property
     def num_unreported(self) -> int:
         """Tokens grown since the last report."""
         return self.length - self._from_offset
@@ -227,22 +237,30 @@ class LeaseBook:
         All are indexed by slot. Raises EngineFault when a logprob is not finite.
         """
         reports: list[FromWorker] = []
-        number, due = self.version.number, self._settings.report_every_tokens
-        for slot, row in self.running():
-            logprob = logprobs[slot]
-            if not -1e30 < logprob < 1e30:
-                name, lease_id = row.lease.trajectory.name, row.lease.lease_id
-                raise EngineFault(
-                    f"trajectory {name} (lease {lease_id}): the logits of token {row.length} under policy version "
-                    f"{number} are not finite"
-                )
-            finish_reason = row.append(token_ids[slot], logprob, None if routing is None else routing[slot])
-            if finish_reason is not None:
-                reports.append(row.report(number, finish_reason))
-                self._free(slot)
-            elif row.num_unreported >= due:
-                reports.append(row.report(number))
+        for slot, _ in self.running():
+            due = self.grow(slot, token_ids[slot], logprobs[slot], None if routing is None else routing[slot])
+            if due is not None:
+                reports.append(due)
         return reports
+
+    def grow(self, slot: int, token: int, logprob: float, routing: bytes | None = None) -> Report | None:
+        """Append one token to the row in a slot; return a report that is due, and free the slot if that ends it.
+
+        Raises EngineFault when the logprob is not finite.
+        """
+        row, number = self.rows[slot], self.version.number
+        assert row is not None, f"a token for slot {slot}, which is empty"
+        if not -1e30 < logprob < 1e30:
+            name, lease_id = row.lease.trajectory.name, row.lease.lease_id
+            raise EngineFault(
+                f"trajectory {name} (lease {lease_id}): the logits of token {row.length} under policy version "
+                f"{number} are not finite"
+            )
+        finish_reason = row.append(token, logprob, routing)
+        if finish_reason is not None:
+            self._free(slot)
+            return row.report(number, finish_reason)
+        return row.report(number) if row.num_unreported >= self._settings.report_every_tokens else None
 
     def flush(self) -> list[FromWorker]:
         """Report what every running row has grown since its last report, where there is something."""

@@ -34,7 +34,9 @@ def engine_of_model(
 
             return embedded_engine(path, settings, version, device=device, attention=attention)
         case "vllm":
-            raise UserError("engine.kind: vllm is not built yet")
+            from baton.rollout.engines.vllm_start import vllm_of_model
+
+            return vllm_of_model(path, settings, version, device=device, attention=attention)
         case "sglang":
             raise UserError("engine.kind: sglang is not built yet")
 
@@ -53,7 +55,9 @@ def engine_from_skeleton(
 
             return skeleton_engine(directory, base, settings, device=device, attention=attention)
         case "vllm":
-            raise UserError("engine.kind: vllm is not built yet")
+            from baton.rollout.engines.vllm_start import vllm_from_skeleton
+
+            return vllm_from_skeleton(directory, base, settings, device=device)
         case "sglang":
             raise UserError("engine.kind: sglang is not built yet")
 

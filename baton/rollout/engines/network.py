@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from baton.errors import EngineFault, UserError
+from baton.errors import UserError
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.memory import held_bytes
 from baton.rollout.engines.cache import (
@@ -36,6 +36,7 @@ from baton.rollout.engines.cache import (
     prefixes,
     round_up,
 )
+from baton.rollout.engines.fit import check_fit
 from baton.rollout.engines.packed import PackedLinears
 
 _PREFILL_TOKENS = 512
@@ -144,23 +145,7 @@ class Network:
             self._copy(own, self._base.merged(own, tensors))
             self._is_whole = False
             return
-        parameters = {id(p) for p in self.model.parameters()}
-        given = {id(own[name]) for name in tensors if name in own}
-        missing = [n for n, p in self.model.named_parameters() if id(p) not in given]
-        unexpected = [name for name in tensors if name not in own]
-        misshapen = [
-            f"{name} is {tuple(tensors[name].shape)} for {tuple(own[name].shape)}"
-            for name in tensors
-            if name in own and tuple(tensors[name].shape) != tuple(own[name].shape)
-        ]
-        faults = [
-            f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-            for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape:", misshapen))
-            if names
-        ]
-        if faults:
-            raise EngineFault(f"new weights do not fit the {type(self.model).__name__}: {'; '.join(faults)}")
-        assert given >= parameters
+        check_fit(self.model, own, tensors)
         self._base.forget()
         self._copy(own, tensors)
         self._shapes.clear()
