@@ -107,11 +107,12 @@ class Recipe(Settings):
     def _check_placement(self) -> None:
         if not self.rollout.is_colocated:
             return
-        others = {"engine.processes": self.engine.processes, "swarm": self.swarm.is_on}
+        foreign = self.engine.kind != "embedded"
+        others = {"engine.processes": self.engine.processes, "swarm": self.swarm.is_on, "engine.kind": foreign}
         for name in (name for name, is_set in others.items() if is_set):
             raise ValueError(
                 f'rollout.placement: got "colocated", but with {name} the engines are in processes of their own; '
-                "allowed is the one engine in the trainer's process"
+                "allowed is the one embedded engine in the trainer's process"
             )
 
     def _check_publish_period(self) -> None:

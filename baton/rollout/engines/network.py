@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from baton.errors import UserError
+from baton.errors import EngineFault, UserError
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.memory import held_bytes
 from baton.rollout.engines.cache import (
