@@ -54,7 +54,7 @@ from baton.trainer.checkpoint import (
 )
 from baton.trainer.critic import Critic
 from baton.trainer.measures import batch_metrics
-from baton.trainer.offload import Offload
+from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.passes import Passes, depends_on_model
 from baton.trainer.settings import TrainerSettings
@@ -131,10 +131,8 @@ class LocalTrainer:
             is_packed,
         )
         self._learners = make_learners(model, critic, settings, algorithm)
-        parts = (model, self._passes.reference, critic, critic.trunk if critic is not None else None)
-        self._offload = Offload(model.device, parts, [learner.optimizer for learner in self._learners])
-        self._publish_dtype = publish_dtype
-        self._num_updates = 0
+        self._offload = offload_of(self._passes, self._learners)
+        self._publish_dtype, self._num_updates = publish_dtype, 0
         self._alarms = Alarms(algorithm)
 
     @property

@@ -19,6 +19,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from baton.policy.memory import held_bytes
+from baton.trainer.passes import Passes
+from baton.trainer.update import Learner
+
+
+def offload_of(passes: Passes, learners: Sequence[Learner]) -> Offload:
+    """Return what a trainer of these has on its device."""
+    models = (passes.model, passes.reference, passes.critic)
+    return Offload(passes.model.device, models, [learner.optimizer for learner in learners])
 
 
 class Offload:
