@@ -63,7 +63,12 @@ class EmbeddedEngine:
         dtype = str(model.dtype).removeprefix("torch.")
         assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
         self._routers = RoutingReplay(model) if settings.report_routing else None
-        self._network = Network(model, settings.slots, settings.max_context_tokens)
+        self._network = Network(
+            model,
+            settings.slots,
+            settings.max_context_tokens,
+            uses_graphs=settings.cuda_graphs and not settings.report_routing,  # in a graph nobody sees the routers
+        )
         self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
@@ -207,7 +212,7 @@ class EmbeddedEngine:
         inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
         with torch.inference_mode():
             with self._recorded() as chosen:
-                logits_WV = self._network.decode(inputs_W[0], inputs_W[1], kv_length)
+                logits_WV = self._network.step(inputs_W[0], inputs_W[1], kv_length)
             ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
             drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
         ids = drawn[0].astype(np.int64)

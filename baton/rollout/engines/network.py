@@ -37,6 +37,7 @@ from baton.rollout.engines.cache import (
     round_up,
 )
 from baton.rollout.engines.fit import check_fit
+from baton.rollout.engines.graphs import CudaCapture, GraphedSteps, Step
 from baton.rollout.engines.packed import PackedLinears
 
 _PREFILL_TOKENS = 512
@@ -63,8 +64,13 @@ def prefill_shape(num_tokens: int) -> tuple[int, int]:
 class Network:
     """The model, its slots and its masks."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. Raises UserError for a model that cannot be driven through them."""
+    def __init__(
+        self, model: PreTrainedModel, slots: int, max_context_tokens: int, *, uses_graphs: bool = False
+    ) -> None:
+        """Allocate the slots. Raises UserError for a model that cannot be driven through them.
+
+        uses_graphs: whether `step` goes by CUDA graphs, where the device is one for them.
+        """
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.device: torch.device = model.device
@@ -93,6 +99,9 @@ class Network:
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
         """By length: ascending numbers of rows, all of which give a row the same bits."""
         self.cache = self._proven_cache()
+        self._graphed = GraphedSteps(self.decode, CudaCapture()) if uses_graphs and self.device.type == "cuda" else None
+        self.step: Step = self._graphed or self.decode
+        """`decode`, with logits that the next step may overwrite."""
 
     def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
         """Compute the keys and values of sequences that share one `prefill_shape`, at most as many as its rows."""
@@ -165,6 +174,8 @@ class Network:
         if self.is_resting:
             return
         self.is_resting = True
+        if self._graphed is not None:
+            self._graphed.release()
         self.cache.release()
         self._packed.release()
         if not self._is_whole:
