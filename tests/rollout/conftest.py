@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from engine_cases import driver, embedded, load, model_paths, tokenizer
+from sglang_cases import server, sglang, skeleton
 
 from baton.rollout.engine import Engine, EngineSettings
 from baton.rollout.engines.embedded import EmbeddedEngine
@@ -13,7 +14,7 @@ from baton.rollout.engines.fake import FakeEngine
 from baton.types import PolicyVersion
 
 pytest.register_assert_rewrite("engine_contract")
-__all__ = ["any_engine", "driver", "embedded", "load", "model_paths", "tokenizer"]
+__all__ = ["any_engine", "driver", "embedded", "load", "model_paths", "server", "sglang", "skeleton", "tokenizer"]
 
 
 @pytest.fixture(params=["embedded", "fake"])

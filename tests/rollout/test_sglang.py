@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang_cases import V0
+from sglang_server import SglangServer
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
-from baton.policy.load import save_skeleton
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.kinds import engine_from_skeleton, engine_of_model
@@ -21,44 +22,9 @@ from baton.rollout.engines.settings import SglangSettings
 from baton.rollout.engines.sglang_engine import SglangEngine
 from baton.rollout.engines.sglang_wire import load_of
 from baton.types import FinishReason, Lease, PolicyVersion, Report, Retry, Trajectory
-from tests.rollout.sglang_server import SglangServer
 
 PROMPT = [5, 6, 7, 8]
-V0, V1 = PolicyVersion("run", 0), PolicyVersion("run", 1)
-
-
-@pytest.fixture
-def server(embedded: Any) -> Iterator[SglangServer]:
-    made = SglangServer(embedded("qwen3_next", report_every_tokens=1))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def skeleton(load: Any, tokenizer: Any, tmp_path: Path) -> Path:
-    directory = tmp_path / "skeleton"
-    directory.mkdir()
-    tokenizer.hf.chat_template = "{{ messages[0]['content'] }}"
-    save_skeleton(load("qwen3"), tokenizer, directory)
-    return directory
-
-
-@pytest.fixture
-def sglang(skeleton: Path, load: Any, tmp_path: Path) -> Iterator[Callable[..., SglangEngine]]:
-    """Build an engine of a server, with the first weights of the run loaded."""
-    made: list[Any] = []
-
-    def build(server: SglangServer, *, slots: int = 8, **own: Any) -> SglangEngine:
-        given = SglangSettings(url=server.url, weights_directory=str(tmp_path), **{"answer_timeout_s": 20.0, **own})
-        shape = EngineSettings(kind="sglang", slots=slots, max_context_tokens=128, sglang=given)
-        engine = engine_from_skeleton(skeleton, None, shape, device="auto", attention="sdpa")
-        made.append(engine)
-        engine.load_weights(policy_tensors(load("qwen3")), V0)
-        return engine
-
-    yield build
-    for engine in made:
-        engine.close()
+V1 = PolicyVersion("run", 1)
 
 
 def grow(
@@ -180,7 +146,7 @@ def test_an_abort_that_overtakes_its_request_is_asked_for_again(server: Any, sgl
 
 def test_an_abort_hits_no_other_request(server: Any, sglang: Any, driver: Any) -> None:
     """SGLang aborts by the beginning of an id: of the requests 1 and 10 to 16, only the first may end."""
-    engine = sglang(server, slots=24)
+    engine = sglang(server, shape={"slots": 24})
     leases = [driver.lease(i, PROMPT, 100) for i in range(18)]
     is_sent: list[int] = []
 
@@ -361,7 +327,7 @@ def test_a_server_that_dies_is_a_fault_and_one_that_never_comes_up_a_missed_dead
 
 
 def test_a_server_is_checked_when_the_engine_is_built(
-    embedded: Any, sglang: Any, driver: Any, monkeypatch: pytest.MonkeyPatch, skeleton: Path
+    embedded: Any, sglang: Any, driver: Any, monkeypatch: pytest.MonkeyPatch, skeleton: Any
 ) -> None:
     locked = SglangServer(embedded("qwen3_next", report_every_tokens=1), key="sesame")
     try:
@@ -382,7 +348,7 @@ def test_a_server_is_checked_when_the_engine_is_built(
         locked.close()
     bare = EngineSettings(kind="sglang", slots=8, max_context_tokens=128)
     with pytest.raises(UserError, match="needs a running server"):
-        engine_from_skeleton(skeleton, None, bare, device="auto", attention="sdpa")
+        engine_from_skeleton(skeleton("qwen3"), None, bare, device="auto", attention="sdpa")
 
 
 def test_an_engine_of_a_model_serves_it_whatever_the_server_had(
