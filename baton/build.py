@@ -21,6 +21,7 @@ from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.files import atomic_directory
+from baton.footprint import check_room
 from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
@@ -48,11 +49,13 @@ from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import BEGIN, LeaseTrace, TraceWriter
 from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
+from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
 from baton.trainer.ranked import RankedTrainer
 from baton.trainer.ranks import Ranks, TrainerSetup
 from baton.trainer.sft import Demonstration
 from baton.trainer.trainer import Trainer
+from baton.turns import Turns
 from baton.types import Message, PolicyVersion, SamplingParams
 
 StartRanks = Callable[[int, int], Ranks]
@@ -133,7 +136,12 @@ def build_loop(
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
+    if recipe.rollout.is_colocated:
+        check_room(recipe)
     trainer = build_trainer(recipe, tokenizer, start_ranks)
+    if recipe.rollout.is_colocated:
+        assert isinstance(trainer, LocalTrainer)
+        trainer.rest()  # the engine's turn is first
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
@@ -162,8 +170,19 @@ def build_loop(
         state=place.state,
         last_checkpoint=place.checkpoint,
         should_stop=should_stop,
+        turns=_turns(recipe, port, trainer),
         clock=Clock(trace),
     )
+
+
+def _turns(recipe: Recipe, port: WorkerPort, trainer: Trainer) -> Turns | None:
+    """Make the turns of a device that engine and trainer share."""
+    if not recipe.rollout.is_colocated:
+        return None
+    engine = port.engine if isinstance(port, LocalPort) else None
+    assert isinstance(engine, EmbeddedEngine), "the recipe has let an engine through that cannot rest"
+    assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
+    return Turns(engine, trainer)
 
 
 def _open(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 # before torch is imported. A thread that waits spins for some microseconds, then sleeps: sleeping at once (`passive`)
 # makes a train step on two threads twice as long, and spinning on would starve the engines' processes
@@ -16,9 +13,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-import msgspec
 import typer
-from rich.console import Console
 
 import baton
 from baton.cluster_command import cluster_app
@@ -27,8 +22,10 @@ from baton.plan_command import plan as plan_command
 from baton.plan_command import profile
 from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
+from baton.terminal import Json, Overrides, RecipePath, err, out, print_json
 from baton.token_command import token_app
 from baton.trace_command import trace
+from baton.train_command import train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,15 +35,7 @@ app = typer.Typer(
     help="Reinforcement learning of language models on whatever hardware you have. Begin with: "
     "[bold]baton train recipes/quickstart.toml[/bold]",
 )
-out = Console()
-err = Console(stderr=True)
-
-RecipePath = Annotated[Path, typer.Argument(help="TOML file; recipes/ holds some to begin with.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as trainer.lr=3e-6 run.seed=7.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
+app.command()(train)
 
 
 def main() -> None:
@@ -69,96 +58,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def train(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin again, removing a run of this name.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe and print what it resolves to and needs; start nothing.")
-    ] = False,
-    serve: Annotated[
-        str | None, typer.Option("--serve", metavar="HOST:PORT", help="Let workers from elsewhere join here.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Generate in so many worker processes on this machine.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve beyond this machine without TLS: all can be read on the way.")
-    ] = False,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="With --ray: the plan to carry out, as baton plan --out wrote it.")
-    ] = None,
-    ray: Annotated[
-        str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to place it on: HOST:PORT, or auto.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train a model with reinforcement learning, as a recipe says.
-
-    With --plan and --ray trainer ranks and workers are placed on a cluster and looked after; this machine has the hub.
-    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C or SIGTERM finishes the
-    step, writes a checkpoint and stops: --resume goes on from there.
-    """
-    from baton.config import Recipe, load_recipe
-
-    if resume and overwrite:
-        raise UserError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
-    if (plan is None) != (ray is None):
-        raise UserError("--plan and --ray belong together: what to place where, and on which cluster")
-    of_swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
-    given = [f"swarm.{key}={json.dumps(value)}" for key, value in of_swarm.items() if value is not None]
-
-    def load(more: Sequence[str]) -> Recipe:
-        return load_recipe(Recipe, recipe, [*given, *(overrides or ()), *more])
-
-    loaded = load(())
-    if dry_run:
-        _print_dry_run(loaded, as_json)
-        return
-
-    def run(observer: Any, should_stop: Callable[[], bool]) -> Any:
-        if plan is not None and ray is not None:
-            from baton.fleet.ray_run import Order, train_on_ray
-
-            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, should_stop)
-        from baton.build import build_loop
-
-        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=should_stop)
-        try:
-            loop.train()
-        finally:
-            loop.close()
-        return loop
-
-    _train(run, loaded.run.steps, as_json)
-
-
-def _train(run: Callable[[Any, Callable[[], bool]], Any], steps: int, as_json: bool) -> None:
-    """Have a loop run before the terminal, and report on it."""
-    from baton.progress import TerminalObserver
-    from baton.report import print_report, summarise
-
-    stop = _StopRequest()
-    console = err if as_json else out
-    with TerminalObserver(console, steps) as observer, stop:
-        loop = run(observer, lambda: stop.is_requested)
-    report = summarise(loop.run)
-    loop.run.write_report(msgspec.to_builtins(report))
-    if as_json:
-        _print_json(report)
-    else:
-        print_report(out, report)
-    if loop.state.step < steps:
-        console.print(
-            f"stopped after step {loop.state.step} of {steps}; go on with the same command and --resume",
-            highlight=False,
-        )
-        if stop.signal == signal.SIGTERM:
-            raise typer.Exit(128 + signal.SIGTERM)  # so that whoever supervises knows that the run is not complete
-
-
-@app.command()
 def sft(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False) -> None:
     """Fine-tune a model on demonstrations, or make one from nothing: a warm start for reinforcement learning.
 
@@ -171,7 +70,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False) 
 
     result = warm_start(loaded, err if as_json else out)
     if as_json:
-        _print_json(result)
+        print_json(result)
 
 
 @app.command(name="eval")
@@ -199,7 +98,7 @@ def evaluate(
         model, recipe, num_prompts=num_prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k
     )
     if as_json:
-        _print_json(results)
+        print_json(results)
     else:
         print_evaluations(out, results)
 
@@ -228,7 +127,7 @@ def show(
     order = chosen[0] if chosen else None
     found = read_trajectories(run, step, group=group, task=task, is_correct=correct, order=order, limit=limit)
     if as_json:
-        _print_json([reading.shown for reading in found])
+        print_json([reading.shown for reading in found])
     else:
         print_trajectories(out, found)
 
@@ -255,11 +154,11 @@ def report(
         path = page or run / "report.html"
         write_page(opened, path)
         if as_json:
-            _print_json({"page": str(path)})
+            print_json({"page": str(path)})
         else:
             out.print(f"the page: {path}", highlight=False, markup=False, soft_wrap=True)
     elif as_json:
-        _print_json(summarise(opened))
+        print_json(summarise(opened))
     else:
         print_report(out, summarise(opened))
 
@@ -274,7 +173,7 @@ def keys(
 
     found = recipe_keys(section)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         print_keys(out, found)
 
@@ -289,7 +188,7 @@ def tasks(
 
     listed = list_tasks(name)
     if as_json:
-        _print_json(listed)
+        print_json(listed)
     else:
         print_tasks(out, listed)
 
@@ -304,7 +203,7 @@ def algorithms(
 
     found = list_algorithms(name)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         print_algorithms(out, found)
 
@@ -341,7 +240,7 @@ def rollout(
     names = [mode.strip() for mode in modes.split(",") if mode.strip()]
     result = bench_rollout(wanted, names, tail=tail, between=between, within=within, steps=steps, flat=flat)
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
         print_bench(out, result)
 
@@ -371,53 +270,6 @@ def rank(descriptor: Annotated[int, typer.Argument(help="File descriptor of the 
     from baton.launch.rank_process import serve
 
     serve(descriptor)
-
-
-class _StopRequest:
-    """Ctrl-C or SIGTERM once asks for a clean stop; a second Ctrl-C leaves at once.
-
-    A cluster's scheduler sends SIGTERM before it takes the machine away, perhaps more than once.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        """The first that came."""
-        self._before: dict[int, Any] = {}
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether to stop after this step."""
-        return self.signal is not None
-
-    def __enter__(self) -> _StopRequest:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _on_signal(self, number: int, _: object) -> None:
-        if self.signal is None:
-            self.signal = number
-            err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-
-def _print_dry_run(recipe: Any, as_json: bool) -> None:
-    from baton.footprint import footprint
-    from baton.report import print_dry_run
-
-    needs = footprint(recipe)
-    if as_json:
-        _print_json({"recipe": recipe.model_dump(mode="json"), "needs": msgspec.to_builtins(needs)})
-    else:
-        print_dry_run(out, recipe, needs)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
 
 def _escaped(error: BaseException) -> str:

@@ -102,6 +102,7 @@ class Recipe(Settings):
                 "least 1, or use workers (swarm.workers, swarm.serve)"
             )
         self._check_publish_period()
+        self._check_placement()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
             raise ValueError(
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
@@ -120,6 +121,18 @@ class Recipe(Settings):
                 "of its minibatches of whole groups"
             )
         return self
+
+    def _check_placement(self) -> None:
+        if not self.rollout.is_colocated:
+            return
+        foreign = self.engine.kind != "embedded"
+        apart = {"engine.processes": self.engine.processes, "swarm": self.swarm.is_on, "engine.kind": foreign}
+        apart["trainer.ranks"] = self.trainer.ranks > 1
+        for name in (name for name, is_set in apart.items() if is_set):
+            raise ValueError(
+                f'rollout.placement: got "colocated", but with {name} engine and trainer are in processes of their '
+                "own; allowed is the one embedded engine in the process of a trainer of one rank"
+            )
 
     def _check_publish_period(self) -> None:
         every, rules = self.swarm.publish_every, self.rules()
@@ -218,6 +231,7 @@ MAY_CHANGE = (
     "checkpoint",
     "log",
     "judge",
+    "rollout.placement",
     "rollout.stall_timeout_s",
     "engine.processes",
     "swarm",

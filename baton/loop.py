@@ -14,7 +14,8 @@
 | publish  | version v+1            | a worker at v+1     | the worker      | its load_weights returning            |
 
 In `sync` and `partial` the stages take turns. In `async` the trainer steps in a thread of its own while this one keeps
-the engine processes at work; torch lets go of the interpreter's lock while it computes.
+the engine processes at work; torch lets go of the interpreter's lock while it computes. With one device for both
+(`turns.py`) the engine rests while the trainer steps, and the trainer rests at all other times.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from baton.tasks.rewards import Judge, failure_metrics, require_judged
 from baton.tasks.stream import PromptStream
 from baton.trace import TraceWriter
 from baton.trainer.trainer import Trainer
+from baton.turns import Turns
 from baton.types import Batch, Group, Prompt, SamplingParams
 
 
@@ -146,6 +148,8 @@ class Loop:
     """Versions of which one is published; above 1 only with a swarm."""
     should_stop: Callable[[], bool] = lambda: False
     last_checkpoint: Path | None = None
+    turns: Turns | None = None
+    """Of trainer and engine, where they share a device."""
     clock: Clock = field(default_factory=Clock)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters when the last step ended."""
@@ -210,8 +214,14 @@ class Loop:
         step = self.state.step + 1
         groups, counted = self._recorded(step) or self._next_batch(step)
         require_judged(groups, f"train step {step}")
+        if self.turns is not None:
+            with self.clock.stage("turns", step):
+                self.turns.to_trainer()
         with self.clock.stage("train", step), self.observer.phase("train", 0):
             values = self._train_on(Batch(step, tuple(groups)))
+        if self.turns is not None:
+            with self.clock.stage("turns", step):
+                self.turns.to_engine()
         self.port.consumed(step, groups)
         with self.clock.stage("weight_sync", step, "publish"):
             if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
@@ -223,7 +233,7 @@ class Loop:
             self.state, step=step, next_group_id=place.next_group_id, position=place.position
         )
         values |= counted | self._performance(groups, counted, time.perf_counter() - begin)
-        values |= self.port.metrics(values)
+        values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
         self.metrics.write(step, values)
         self.clock.trace.flush()
         self.observer.stepped(step, values)

@@ -151,6 +151,18 @@ class BaseWeights:
         self._kept.clear()
 
     @torch.inference_mode()
+    def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Take every adapter out of the weights again, and forget what they were: they are it."""
+        for module, weight in self._kept.items():
+            own[f"{module}.weight"].copy_(weight)
+        self._kept.clear()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept."""
+        return list(self._kept.values())
+
+    @torch.inference_mode()
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return W_0 + B A for each adapted weight, by its name in `own`, in float32.
 

@@ -37,6 +37,9 @@ class EngineSettings(Settings):
     report_routing: bool = False
     """Mixtures of experts: whether every token is reported with the experts behind it, for trainer.moe_replay =
     "engine"; a byte for each router and chosen expert. For the kind `embedded` only."""
+    cuda_graphs: bool = False
+    """On CUDA: decode by CUDA graphs, one for each number of scanned positions, where they give the same bits. For the
+    kind `embedded` only. Not tried on a GPU yet."""
     vllm: VllmSettings = VllmSettings()
     """Of the kind `vllm`."""
     sglang: SglangSettings = SglangSettings()

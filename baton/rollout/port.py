@@ -65,7 +65,7 @@ class LocalPort(WorkerPort):
     """A worker in this process: receiving runs the engine for one step."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
-        self._engine = engine
+        self.engine = self._engine = engine
         self._trace = trace or LeaseTrace(TraceWriter())
 
     @property

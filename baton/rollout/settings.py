@@ -68,6 +68,9 @@ class RolloutSettings(Settings):
     """`sync`: generate a batch, train it, publish. `partial` (APRIL): start more groups than a batch needs, stop when
     enough are complete, carry the others on after the next version. `async` (AReaL): generate while the trainer
     steps, as far ahead as max_staleness allows."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """`colocated`: engine and trainer use one device in turn. While one works the other rests: the engine gives back
+    weights and KV cache, the trainer drops its gradients and moves weights and moments to the host."""
     batch_groups: int = Field(default=32, ge=1)
     """Groups per train step."""
     group_size: int = Field(default=8, ge=1)
@@ -127,6 +130,11 @@ class RolloutSettings(Settings):
                 f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '
                 f"change it, or leave it out"
             )
+        if mode == "async" and self.placement == "colocated":
+            found.append(
+                'placement: got "colocated", but mode = "async" generates while the trainer steps, and here they take '
+                'turns; use mode = "partial" or "sync"'
+            )
         if mode == "sync" and rules.consume != "submission":
             found.append(f'consume: got {rules.consume!r}, but mode = "sync" consumes in the order of submission')
         return found
@@ -177,6 +185,11 @@ class RolloutSettings(Settings):
             max_requeues=self.max_requeues,
             dynamic_sampling=self.dynamic_sampling,
         )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engine and trainer take turns."""
+        return self.placement == "colocated"
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of a training rollout."""

@@ -15,6 +15,7 @@ import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
 from baton.policy.logprobs import has_plain_head, prefer_float32_attention
+from baton.policy.memory import peak_bytes
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.sharding import sharded_like
@@ -47,6 +48,7 @@ from baton.trainer.checkpoint import (
 )
 from baton.trainer.fitting import even_tokens, make_critic, packs, trade_time_and_memory
 from baton.trainer.measures import batch_metrics
+from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel import Alone
 from baton.trainer.passes import Passes, depends_on_model
@@ -123,14 +125,32 @@ class LocalTrainer:
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel
         )
         self._learners = make_learners(model, critic, settings, algorithm)
-        self._publish_dtype = publish_dtype
-        self._num_updates = 0
+        self._offload = offload_of(self._passes, self._learners)
+        self._publish_dtype, self._num_updates = publish_dtype, 0
         self._alarms = Alarms(algorithm)
 
     @property
     def version(self) -> PolicyVersion:
         """The weights as they are now; the digest is empty until they are published or saved."""
         return self._version
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its device behind weights, gradients and moments."""
+        return self._offload.held_bytes
+
+    def take_peak_bytes(self) -> int | None:
+        """Return the most that tensors of this process held of its device since the last call; None on a CPU."""
+        device = self._offload.device
+        return peak_bytes(device) if device.type == "cuda" else None
+
+    def rest(self) -> None:
+        """Leave the device (see `offload.py`); publishing, saving and restoring go on from the host."""
+        self._offload.rest()
+
+    def wake(self) -> None:
+        """Come back to the device, as a train step needs."""
+        self._offload.wake()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Raises TrainingDiverged, leaving the weights as they were.

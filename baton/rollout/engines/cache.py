@@ -52,13 +52,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, keys: Tensor, values: Tensor, window: DecodeWindow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = True
+        self._window = window
+        self.hold(keys, values)
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Let these be the slots."""
         self.keys, self.values = keys, values
         self.slot_keys, self.slot_values = keys, values
         """[slots, length, kv_heads, head_dim]"""
-        self._flat_keys, self._flat_values = (t.view(-1, t.shape[2] * t.shape[3]) for t in (keys, values))
+        self._flat_keys, self._flat_values = (t.flatten(0, 1).flatten(1) for t in (keys, values))
         """[slots × length, kv_heads × head_dim], the same memory."""
-        self.is_initialized = True
-        self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots were allocated before."""
@@ -107,6 +111,23 @@ class SlotCache(Cache):
             for keys, values in zip(like.keys, like.values, strict=True)
         ]
         super().__init__(layers=[*self._slot_layers])
+        self._num_slots = slots
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The slots of all layers."""
+        return [t for layer in self._slot_layers for t in (layer.slot_keys, layer.slot_values)]
+
+    def release(self) -> None:
+        """Give the memory back, with all that is in it."""
+        for layer in self._slot_layers:
+            layer.hold(layer.slot_keys[:0].clone(), layer.slot_values[:0].clone())
+
+    def allocate(self) -> None:
+        """Take memory again, after `release`."""
+        for layer in self._slot_layers:
+            keys, values = layer.slot_keys, layer.slot_values
+            layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
         """Say what the next step sees: slots below `width`, positions below `kv_length`, one new token per row."""

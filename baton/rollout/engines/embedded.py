@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.memory import held_bytes
 from baton.policy.routing import Routing, RoutingReplay, routing_bytes
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.book import LeaseBook, Row
@@ -62,7 +63,12 @@ class EmbeddedEngine:
         dtype = str(model.dtype).removeprefix("torch.")
         assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
         self._routers = RoutingReplay(model) if settings.report_routing else None
-        self._network = Network(model, settings.slots, settings.max_context_tokens)
+        self._network = Network(
+            model,
+            settings.slots,
+            settings.max_context_tokens,
+            uses_graphs=settings.cuda_graphs and not settings.report_routing,  # in a graph nobody sees the routers
+        )
         self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
@@ -72,6 +78,8 @@ class EmbeddedEngine:
         """[slots]"""
         self._params: RowParams | None = None
         """None after the rows have changed."""
+        self._needs_version = False
+        """Whether it has rested since weights were loaded."""
         self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
 
     @property
@@ -104,9 +112,30 @@ class EmbeddedEngine:
         with is_aborted), those waiting get a Retry. Raises EngineFault, with nothing changed, for tensors that do not
         fit.
         """
+        assert not self._network.is_resting, "weights have come for an engine at rest"
         self._network.load(tensors)
+        self._needs_version = False
         self._kept.clear()
         self._book.switch(version)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its device behind weights, slots and kept prefixes."""
+        kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
+        return self._network.held_bytes + held_bytes(kept, self._network.device)
+
+    def rest(self) -> None:
+        """Leave the device: slots and weights are given back. No lease may be left. Does nothing at rest."""
+        left = self._book.num_running + self._book.waiting_prefixes.total()
+        assert not left, f"the engine is to rest with {left} leases in its hands"
+        self._kept.clear()
+        self._params = None
+        self._needs_version = self._needs_version or not self._network.is_resting
+        self._network.rest()
+
+    def wake(self) -> None:
+        """Come back; the next call is `load_weights`. Does nothing where it is awake."""
+        self._network.wake()
 
     def flush(self) -> list[FromWorker]:
         """Report what running leases have grown since their last report."""
@@ -120,6 +149,7 @@ class EmbeddedEngine:
         running = self._book.num_running
         reports = self._book.open_step()
         admitted = self._book.admit()
+        assert not (admitted and self._needs_version), "an engine that has rested needs weights before it serves"
         if admitted or self._book.num_running != running:
             self._params = None
         if admitted:
@@ -182,7 +212,7 @@ class EmbeddedEngine:
         inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
         with torch.inference_mode():
             with self._recorded() as chosen:
-                logits_WV = self._network.decode(inputs_W[0], inputs_W[1], kv_length)
+                logits_WV = self._network.step(inputs_W[0], inputs_W[1], kv_length)
             ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
             drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
         ids = drawn[0].astype(np.int64)

@@ -38,7 +38,9 @@ def engine_of_model(
 
             return vllm_of_model(path, settings, version, device=device, attention=attention)
         case "sglang":
-            raise UserError("engine.kind: sglang is not built yet")
+            from baton.rollout.engines.sglang_start import sglang_of_model
+
+            return sglang_of_model(path, settings, version, attention=attention)
 
 
 def engine_from_skeleton(
@@ -59,7 +61,9 @@ def engine_from_skeleton(
 
             return vllm_from_skeleton(directory, base, settings, device=device)
         case "sglang":
-            raise UserError("engine.kind: sglang is not built yet")
+            from baton.rollout.engines.sglang_start import sglang_from_skeleton
+
+            return sglang_from_skeleton(directory, base, settings)
 
 
 def chosen(

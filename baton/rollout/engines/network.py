@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from baton.errors import UserError
+from baton.errors import EngineFault, UserError
 from baton.policy.adapters import BaseWeights, is_adapter
+from baton.policy.memory import held_bytes
 from baton.rollout.engines.cache import (
     KV_BUCKET,
     Masks,
@@ -36,6 +37,7 @@ from baton.rollout.engines.cache import (
     round_up,
 )
 from baton.rollout.engines.fit import check_fit
+from baton.rollout.engines.graphs import CudaCapture, GraphedSteps, Step
 from baton.rollout.engines.packed import PackedLinears
 
 _PREFILL_TOKENS = 512
@@ -62,8 +64,13 @@ def prefill_shape(num_tokens: int) -> tuple[int, int]:
 class Network:
     """The model, its slots and its masks."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. Raises UserError for a model that cannot be driven through them."""
+    def __init__(
+        self, model: PreTrainedModel, slots: int, max_context_tokens: int, *, uses_graphs: bool = False
+    ) -> None:
+        """Allocate the slots. Raises UserError for a model that cannot be driven through them.
+
+        uses_graphs: whether `step` goes by CUDA graphs, where the device is one for them.
+        """
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.device: torch.device = model.device
@@ -79,6 +86,11 @@ class Network:
         self._body: Module = model.base_model
         """The model without its head: a prefill's logits are not wanted."""
         self._base = BaseWeights()
+        self._shapes: dict[Parameter, torch.Size] = {}
+        """Of the weights that were given back; the next whole version brings them."""
+        self._is_whole = False
+        """Whether the last version came with all its weights."""
+        self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
         """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
@@ -87,6 +99,9 @@ class Network:
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
         """By length: ascending numbers of rows, all of which give a row the same bits."""
         self.cache = self._proven_cache()
+        self._graphed = GraphedSteps(self.decode, CudaCapture()) if uses_graphs and self.device.type == "cuda" else None
+        self.step: Step = self._graphed or self.decode
+        """`decode`, with logits that the next step may overwrite."""
 
     def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
         """Compute the keys and values of sequences that share one `prefill_shape`, at most as many as its rows."""
@@ -134,11 +149,57 @@ class Network:
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
+            if self._shapes:
+                raise EngineFault("an adapter has come for weights that were given back: a whole version must be first")
             self._copy(own, self._base.merged(own, tensors))
+            self._is_whole = False
             return
         check_fit(self.model, own, tensors)
         self._base.forget()
         self._copy(own, tensors)
+        self._shapes.clear()
+        self._is_whole = True
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device behind slots and weights."""
+        weights = (*self.model.parameters(), *self.model.buffers(), *self._base.tensors)
+        return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
+
+    def rest(self) -> None:
+        """Give the slots back, and the weights: the next version brings them.
+
+        Weights of which versions are but adapters move to the host, as they were before any. Does nothing at rest.
+        """
+        if self.is_resting:
+            return
+        self.is_resting = True
+        if self._graphed is not None:
+            self._graphed.release()
+        self.cache.release()
+        self._packed.release()
+        if not self._is_whole:
+            self._base.put_back(self.model.state_dict(keep_vars=True))
+        for parameter in self.model.parameters():
+            if self._is_whole:
+                self._shapes[parameter] = parameter.shape
+                parameter.data = parameter.data.new_empty(0)
+            else:
+                parameter.data = parameter.data.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # whoever is next cuts memory into other pieces
+
+    def wake(self) -> None:
+        """Take memory for slots and weights again; `load` must follow. Does nothing where it is awake."""
+        if not self.is_resting:
+            return
+        self.is_resting = False
+        for parameter in self.model.parameters():
+            if parameter in self._shapes:
+                parameter.data = torch.empty(self._shapes[parameter], dtype=parameter.dtype, device=self.device)
+            else:
+                parameter.data = parameter.data.to(self.device)
+        self.cache.allocate()
 
     def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
         with torch.inference_mode():

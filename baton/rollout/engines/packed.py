@@ -23,12 +23,21 @@ class PackedLinears:
     def __init__(self, model: Module) -> None:
         """Pack what can be packed, and make those layers compute with it; nothing on other dtypes and devices."""
         self._layers = [m for m in model.modules() if type(m) is Linear and _can_pack(m)]
+        self.held_bytes = 0
+        """Of the packed copies."""
         self.refresh()
 
     def refresh(self) -> None:
         """Pack again, after the weights have changed."""
         for layer in self._layers:
             layer.forward = _packed_forward(layer)  # type: ignore[method-assign, assignment]
+        self.held_bytes = sum(layer.weight.nbytes for layer in self._layers)
+
+    def release(self) -> None:
+        """Give the packed copies back; the layers compute with the weights themselves until the next `refresh`."""
+        for layer in self._layers:
+            vars(layer).pop("forward", None)
+        self.held_bytes = 0
 
 
 def _packed_forward(layer: Linear) -> Callable[[Tensor], Tensor]:

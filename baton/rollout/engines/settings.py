@@ -31,7 +31,16 @@ class VllmSettings(Settings):
 
 
 class SglangSettings(Settings):
-    """[engine.sglang] one running SGLang server."""
+    """[engine.sglang] one running SGLang server that nobody else uses. `engine.slots` and `max_context_tokens` hold."""
 
     url: str | None = None
     """Where it is, such as http://127.0.0.1:30000."""
+    key_variable: str | None = None
+    """Environment variable with the key that it was started with (--api-key), where it was."""
+    weights_directory: str | None = None
+    """Directory that this machine writes new weights to and the server reads them from under the same path; by default
+    one in memory, for a server on this machine."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds in which the server must be up."""
+    answer_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds without a token, or an answer, after which the server is taken for dead."""

@@ -76,7 +76,7 @@ class VllmEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the start; vLLM's steps are not seen from here: the tokens of the longest row stand for them."""
+        """Counters since the start; vLLM's steps are not seen: the tokens of the longest row stand for them."""
         return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decoded_tokens)
 
     def submit(self, lease: Lease) -> None:

@@ -1,0 +1,44 @@
+"""What tensors hold of a device's memory, and how much of it there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+_MEMINFO = Path("/proc/meminfo")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""What a container may use; absent outside of one, and "max" where nothing is set."""
+
+
+def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Return the bytes behind tensors on a kind of device, memory that several of them share counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
+    return sum(storages.values())
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and tensor.layout is torch.strided
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that nobody uses now; of a CPU, those of the host within a container's limit."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    if _MEMINFO.is_file():
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        available = 1024 * int(lines["MemAvailable"].split()[0])
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
+    return available if limit == "max" else min(available, int(limit))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that tensors of this process held of a CUDA device since the last call."""
+    peak = int(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak

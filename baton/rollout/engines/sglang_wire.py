@@ -1,0 +1,168 @@
+"""What goes over the wire to an SGLang server and comes back: bodies, and the events of a stream.
+
+Read from SGLang's documentation and sources (`managers/io_struct.py`, `entrypoints/http_server.py`,
+`managers/tokenizer_manager.py`). An event of a `/generate` stream is a line `data: {...}`, the last one `data: [DONE]`:
+
+    {"output_ids": [...], "meta_info": {"id": rid, "completion_tokens": n, "weight_version": "...",
+     "output_token_logprobs": [[logprob, id, text or null], ...],
+     "finish_reason": null | {"type": "stop" | "length" | "abort", "message": ...}}}
+
+By default every event has all tokens from the first on; a server that was started to stream increments sends only the
+new ones, but all of them once more where a request was aborted while it waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import StreamReader
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server says of itself."""
+
+    is_incremental: bool = False
+    """Whether the events of a stream have new tokens only."""
+    context_length: int | None = None
+    """Tokens that a request may have."""
+    has_new_loads: bool = False
+    """Whether it says its load at /v1/loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one event of a stream has that is new."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of these tokens, at the sampling temperature."""
+    finish: str | None
+    """stop, length or abort where it is the last."""
+    weights: str | None
+    """The label of the weights that the server held."""
+    prefilled: int
+    """Tokens of the prompt that were computed for it."""
+
+
+class _MetaInfo(msgspec.Struct):
+    completion_tokens: int
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    finish_reason: dict[str, Any] | None = None
+    weight_version: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    meta_info: _MetaInfo | None = None
+    error: dict[str, Any] | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def generate_body(
+    rid: str, token_ids: Sequence[int], *, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Return the body of `/generate` for ids in and a stream of ids and logprobs out."""
+    return {
+        "rid": rid,
+        "input_ids": list(token_ids),
+        "sampling_params": {
+            "max_new_tokens": max_tokens,
+            "temperature": temperature,
+            "stop_token_ids": list(stop_token_ids),
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,  # of what is generated alone
+        "stream": True,
+    }
+
+
+def abort_body(rid: str | None) -> dict[str, Any]:
+    """Return the body of `/abort_request` for one request, or for all."""
+    return {"rid": rid or "", "abort_all": rid is None}
+
+
+def read_server(info: Any) -> Server:
+    """Read `/get_server_info`. Raises ValueError for what is no object."""
+    if not isinstance(info, dict):
+        raise ValueError(f"/get_server_info answered {str(info)[:100]!r}")
+    length = info.get("context_length")
+    return Server(
+        is_incremental=bool(info.get("incremental_streaming_output") or info.get("stream_output")),
+        context_length=length if isinstance(length, int) else None,
+        has_new_loads="incremental_streaming_output" in info,  # it came after /v1/loads
+    )
+
+
+def load_of(answer: Any) -> int:
+    """Return the requests that a server still has, from `/get_load` or `/v1/loads`. Raises ValueError for others."""
+    if isinstance(answer, dict) and "loads" in answer:
+        answer = answer["loads"]
+    parts = answer if isinstance(answer, list) else [answer]
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"its load is {str(answer)[:100]!r}")
+    return sum(_requests(part) for part in parts)
+
+
+def _requests(part: dict[str, Any]) -> int:
+    total = part.get("num_total_reqs", part.get("num_reqs"))
+    counts = [total] if total is not None else [part.get("num_running_reqs"), part.get("num_waiting_reqs")]
+    known = [count for count in counts if isinstance(count, int)]
+    if len(known) < len(counts):
+        raise ValueError(f"its load is {str(part)[:100]!r}")
+    return sum(known)
+
+
+async def read_json(stream: StreamReader, longest: int) -> Any:
+    """Read an answer. Raises ValueError for one that is longer than `longest` bytes or no JSON."""
+    found = bytearray()
+    async for piece in stream.iter_any():
+        found += piece
+        if len(found) > longest:
+            raise ValueError(f"an answer of more than {longest} bytes")
+    return msgspec.json.decode(found) if found.strip() else None
+
+
+async def events(stream: StreamReader, longest: int, *, is_incremental: bool) -> AsyncIterator[Event]:
+    """Yield what is new in each event. Raises ValueError for an event too long, malformed, or that says an error."""
+    known = 0
+    async for line in _lines(stream, longest):
+        if not line.startswith(b"data:"):
+            continue
+        text = line[5:].strip()
+        if text == b"[DONE]":
+            return
+        said = _EVENT.decode(text)
+        if said.meta_info is None:
+            raise ValueError(f"the server says {said.error}")
+        event, known = _read(said.meta_info, known, is_incremental=is_incremental)
+        yield event
+
+
+def _read(meta: _MetaInfo, known: int, *, is_incremental: bool) -> tuple[Event, int]:
+    entries = meta.output_token_logprobs
+    has_all = not is_incremental or len(entries) == meta.completion_tokens
+    new = entries[known:] if has_all else entries
+    if has_all and len(entries) < known:
+        raise ValueError(f"a stream that had {known} tokens now has {len(entries)}")
+    prefilled = 0 if known else max(0, meta.prompt_tokens - meta.cached_tokens)
+    finish = None if meta.finish_reason is None else str(meta.finish_reason.get("type"))
+    ids, logprobs = tuple(token for _, token, _ in new), tuple(logprob for logprob, _, _ in new)
+    return Event(ids, logprobs, finish, meta.weight_version, prefilled if new else 0), known + len(new)
+
+
+async def _lines(stream: StreamReader, longest: int) -> AsyncIterator[bytes]:
+    rest = b""
+    async for piece in stream.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > longest or any(len(line) > longest for line in lines):
+            raise ValueError(f"an event of more than {longest} bytes")
+        for line in lines:
+            yield line
