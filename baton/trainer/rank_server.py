@@ -128,6 +128,9 @@ class RankServer:
             torch.cuda.set_device(index)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
+        # Who waits in vain for a rank that hangs says so before the controller's patience ends, so that it is named; but
+        # NCCL would end the process of who waits.
+        timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=self._store,

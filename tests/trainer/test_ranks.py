@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from baton.errors import TrainingDiverged, UserError
+from baton.errors import RankLost, TrainingDiverged, UserError
+from baton.launch.ranks import LocalRanks
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import weights_digest
 from baton.trainer.algorithm import AlgorithmSettings
@@ -34,21 +38,6 @@ from baton.trainer.trainer import Trainer
 from baton.types import Batch, PolicyVersion
 
 TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    found = RankPool(tmp_path_factory.mktemp("scratch"))
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    tiny_tokenizer().hf.save_pretrained(path)
-    return str(path)
 
 
 def setup_of(model_path: str, *, lora: LoraSettings | None = None, **settings: Any) -> TrainerSetup:
@@ -264,3 +253,17 @@ def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, mo
 def test_what_ranks_cannot_do_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerSettings(ranks=2, **settings)
+
+
+def test_a_rank_killed_in_the_middle_of_a_step_is_named_at_once_and_none_is_left(model_path: str) -> None:
+    """It is stopped first, so that the other has begun and waits for it in a collective when it dies."""
+    ranks = LocalRanks(2)
+    trainer = RankedTrainer(ranks, setup_of(model_path, name="grpo"), 10 * TIMEOUT_S)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"trainer rank 1 \(pid \d+\) ended by SIGKILL; go on from the last checkpoint"):
+        trainer.step(random_batch(1))
+    assert time.monotonic() - started < TIMEOUT_S  # long before its time was up
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
+    trainer.close()
