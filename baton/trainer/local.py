@@ -234,7 +234,7 @@ class LocalTrainer:
                 num_updates=self._num_updates,
                 libraries=_libraries(),
                 num_threads=torch.get_num_threads(),
-                num_ranks=self._share.size,
+                num_ranks=parallel.num_ranks,
             ),
         )
         if parallel.is_alone:
@@ -285,7 +285,7 @@ class LocalTrainer:
         self._num_updates = state.num_updates
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
         if self._parallel.is_first:
-            _warn_of_other_bits(state, self._share.size)
+            _warn_of_other_bits(state, self._parallel.num_ranks)
 
     def close(self) -> None:
         """See `Trainer`: nothing was started."""

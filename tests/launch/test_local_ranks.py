@@ -61,7 +61,7 @@ def test_what_a_rank_finds_wrong_is_said_though_the_other_waits_for_it(tmp_path:
         model_path=str(tmp_path / "nothing"),
         device="cpu",
         attention="sdpa",
-        trainer={"shard_gradients": False},
+        trainer={},
         algorithm={},
         lora=None,
         temperature=1.0,

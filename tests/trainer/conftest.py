@@ -18,6 +18,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
+    tiny_model(num_key_value_heads=2).save_pretrained(path)
     tiny_tokenizer().hf.save_pretrained(path)
     return str(path)

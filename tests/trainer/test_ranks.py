@@ -68,6 +68,10 @@ def ranked(pool: RankPool, size: int, setup: TrainerSetup) -> RankedTrainer:
     return RankedTrainer(pool.lend(size), setup, TIMEOUT_S)
 
 
+def in_products(setup: TrainerSetup, ranks: int, tensor_parallel: int) -> TrainerSetup:
+    return msgspec.structs.replace(setup, trainer={**setup.trainer, "ranks": ranks, "tensor_parallel": tensor_parallel})
+
+
 def two_version_batch(step: int) -> Batch:
     """Beside random groups: trajectories of two versions with a tool's words between, one group of equal rewards."""
     old, new = max(0, step - 2), step - 1
@@ -137,6 +141,36 @@ def test_ranks_that_have_nothing_to_train_keep_the_others_company(pool: RankPool
     for batch in (few, flat):
         assert many.step(batch)["policy/loss"] == pytest.approx(one.step(batch)["policy/loss"], abs=1e-6)
         assert_close(tensors(many), tensors(one))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "packed"])
+def test_ranks_that_share_products_make_the_update_of_one_process(
+    name: str, size: int, pool: RankPool, model_path: str, tmp_path: Path
+) -> None:
+    """Tensor parallelism over two ranks, beside it shards over size / 2; and their checkpoint is one like any other."""
+    setup = setup_of(model_path, **CASES[name])
+    one, many = alone(setup), ranked(pool, size, in_products(setup, size, 2))
+    for step in (1, 2):
+        expected, found = one.step(two_version_batch(step)), many.step(two_version_batch(step))
+        for key in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+    assert_close(tensors(many), tensors(one))
+    many.save(tmp_path / "checkpoint")
+    again, other = ranked(pool, 2, in_products(setup, 2, 2)), alone(setup)
+    for each in (again, other):
+        each.restore(tmp_path / "checkpoint")
+        each.step(two_version_batch(3))
+    assert_close(tensors(again), tensors(other))
+
+
+def test_products_that_cannot_be_shared_are_refused_in_a_sentence(pool: RankPool, model_path: str) -> None:
+    setup = setup_of(model_path, name="grpo")
+    with pytest.raises(UserError, match="got 4, but Qwen3ForCausalLM has 2 query heads, 2 key/value heads and 64 col"):
+        ranked(pool, 4, in_products(setup, 4, 4))
+    with_adapters = setup_of(model_path, name="grpo", lora=LoraSettings(rank=2))
+    with pytest.raises(UserError, match=r"adapters \(\[lora\]\) are in no model's plan"):
+        ranked(pool, 2, in_products(with_adapters, 2, 2))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 2), (0, 2), (2, 0)])
