@@ -201,6 +201,7 @@ MAY_CHANGE = (
     "log",
     "judge",
     "rollout.stall_timeout_s",
+    "trainer.rank_timeout_s",
     "engine.processes",
     "swarm",
     "weights.store",
@@ -220,6 +221,9 @@ CHANGES_BITS = (
     "trainer.max_tokens_per_microbatch",
     "trainer.packing",
     "trainer.activation_checkpointing",
+    "trainer.ranks",
+    "trainer.tensor_parallel",
+    "trainer.shard_gradients",
 )
 """Keys that a resumed run may change, at the price of other last bits."""
 

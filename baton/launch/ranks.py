@@ -137,7 +137,7 @@ class LocalRanks:
         return RankLost(f"trainer rank {rank} (pid {self.pids[rank]}) ended {how}; {HOW_TO_GO_ON}")
 
 
-def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError:
+def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError | OSError:
     """Return the named error that another rank had answered with, else the loss itself."""
     error = error_of(answers)
     return lost if error is None or isinstance(error, RankLost) else error

@@ -7,7 +7,7 @@ first dimension; arithmetic is what it is in one process, but for the order in w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -44,12 +44,12 @@ class Sharded(torch.nn.Module):
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
-        """Do the work, whose result is a tensor or a dataclass of tensors."""
+        """Do the work; tensors among its result are it alone, or the fields of a dataclass."""
         kind: list[Any] = []
 
         def opened(module: Any) -> Any:
             found = work(module)
-            if isinstance(found, torch.Tensor):
+            if not is_dataclass(found):
                 return found
             kind.append(type(found))
             return tuple(getattr(found, field.name) for field in fields(cast(Any, found)))

@@ -43,10 +43,10 @@ class Alone:
     """Whether this rank writes and warns for all."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Share the parameters of modules among the ranks, in place."""
+        """Share the parameters of modules among the ranks, in place, and move them to the ranks' devices."""
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        """Do work that calls a module given to `shard`; the result is a tensor or a dataclass of tensors."""
+        """Do work that calls a module given to `shard`; what it returns is a value or a dataclass of tensors."""
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:

@@ -65,7 +65,9 @@ class RankServer:
         """
         try:
             return self._answer(message)
-        except (BatonError, RuntimeError, ValueError, AssertionError, OSError, SafetensorError) as error:
+        except OSError as error:
+            return Fault(OSError.__name__, str(error), error.errno or 0)
+        except (BatonError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:
             return Fault(type(error).__name__, str(error))
 
     def close(self) -> None:

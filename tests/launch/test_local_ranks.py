@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -92,3 +93,7 @@ def test_errors_of_ours_go_before_collectives_that_broke_because_of_them() -> No
     found = error_of({0: ready, 1: broken})
     assert isinstance(found, RankLost)
     assert str(found).startswith("trainer rank 1 cannot go on: RuntimeError: Connection closed by peer; go on from")
+    full = Fault("OSError", "no space left", errno.ENOSPC)
+    found = error_of({0: broken, 1: full})
+    assert isinstance(found, OSError)
+    assert found.errno == errno.ENOSPC  # so that the loop says that the disk is full
