@@ -53,6 +53,7 @@ class RankServer:
         self._scratch: Path | None = None
         if place.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
         set_up_threads(place.threads)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
         # That shards over two dimensions are gathered in two steps.
@@ -134,7 +135,8 @@ class RankServer:
         device = torch_device(message.trainer.device)
         if device.type == "cuda":
             index = place.rank % torch.cuda.device_count() if place.device_index is None else place.device_index
-            torch.cuda.set_device(index)
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
         # Who waits in vain for a rank that hangs says so before the controller's patience ends, so that it is named;

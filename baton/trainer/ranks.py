@@ -49,7 +49,7 @@ class Place(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address of this process' machine, as the other ranks reach it; nothing is listened to on any other."""
     interface: str = "lo"
-    """Network interface with that address, for gloo; empty lets gloo choose."""
+    """Network interface with that address, for gloo and NCCL; empty lets them choose."""
     threads: int = 1
     """torch threads."""
     device_index: int | None = None
