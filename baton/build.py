@@ -138,11 +138,11 @@ def build_loop(
     held_out = mixture.held_out(recipe.eval.num_prompts)
     if recipe.rollout.is_colocated:
         check_room(recipe)
+    place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     trainer = build_trainer(recipe, tokenizer, start_ranks)
     if recipe.rollout.is_colocated:
         assert isinstance(trainer, LocalTrainer)
         trainer.rest()  # the engine's turn is first
-    place = _place(recipe, observer) if resume else _Place(LoopState(), None)
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
     run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace, crew)

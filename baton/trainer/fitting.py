@@ -15,6 +15,7 @@ from baton.policy.logprobs import checkpoint_activations, compute_in, has_plain_
 from baton.policy.packing import prefer_packed_attention
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
+from baton.trainer.parallel import Alone
 from baton.trainer.settings import TrainerSettings
 
 
@@ -30,7 +31,9 @@ def even_tokens(model: PreTrainedModel) -> float:
     return model.num_parameters() / (layers * width) if layers * width else float("inf")
 
 
-def packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings) -> bool:
+def packs(
+    model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings, parallel: Alone
+) -> bool:
     """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
     if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
         return False
@@ -38,7 +41,7 @@ def packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], sett
         if each is not None:
             prefer_packed_attention(each)
     with compute_in(torch_dtype(settings.dtype), model.device):
-        is_sound = packs_as_it_pads(model)
+        is_sound = parallel.run(model, packs_as_it_pads)
     if not is_sound and settings.packing == "always":
         raise UserError(
             f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "

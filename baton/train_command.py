@@ -1,0 +1,147 @@
+"""The command `baton train`: a run before the terminal, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from baton.errors import UserError
+from baton.terminal import Json, Overrides, RecipePath, err, out, print_json
+
+
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin again, removing a run of this name.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe and print what it resolves to and needs; start nothing.")
+    ] = False,
+    serve: Annotated[
+        str | None, typer.Option("--serve", metavar="HOST:PORT", help="Let workers from elsewhere join here.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=0, help="Generate in so many worker processes on this machine.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve beyond this machine without TLS: all can be read on the way.")
+    ] = False,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="With --ray: the plan to carry out, as baton plan --out wrote it.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to place it on: HOST:PORT, or auto.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a model with reinforcement learning, as a recipe says.
+
+    With --plan and --ray trainer ranks and workers are placed on a cluster and looked after; this machine has the hub.
+    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C or SIGTERM finishes the
+    step, writes a checkpoint and stops: --resume goes on from there.
+    """
+    from baton.config import Recipe, load_recipe
+
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
+    if (plan is None) != (ray is None):
+        raise UserError("--plan and --ray belong together: what to place where, and on which cluster")
+    of_swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
+    given = [f"swarm.{key}={json.dumps(value)}" for key, value in of_swarm.items() if value is not None]
+
+    def load(more: Sequence[str]) -> Recipe:
+        return load_recipe(Recipe, recipe, [*given, *(overrides or ()), *more])
+
+    loaded = load(())
+    if dry_run:
+        _print_dry_run(loaded, as_json)
+        return
+
+    def run(observer: Any, should_stop: Callable[[], bool]) -> Any:
+        if plan is not None and ray is not None:
+            from baton.fleet.ray_run import Order, train_on_ray
+
+            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, should_stop)
+        from baton.build import build_loop
+
+        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=should_stop)
+        try:
+            loop.train()
+        finally:
+            loop.close()
+        return loop
+
+    _train(run, loaded.run.steps, as_json)
+
+
+def _train(run: Callable[[Any, Callable[[], bool]], Any], steps: int, as_json: bool) -> None:
+    """Have a loop run before the terminal, and report on it."""
+    from baton.progress import TerminalObserver
+    from baton.report import print_report, summarise
+
+    stop = _StopRequest()
+    console = err if as_json else out
+    with TerminalObserver(console, steps) as observer, stop:
+        loop = run(observer, lambda: stop.is_requested)
+    report = summarise(loop.run)
+    loop.run.write_report(msgspec.to_builtins(report))
+    if as_json:
+        print_json(report)
+    else:
+        print_report(out, report)
+    if loop.state.step < steps:
+        console.print(
+            f"stopped after step {loop.state.step} of {steps}; go on with the same command and --resume",
+            highlight=False,
+        )
+        if stop.signal == signal.SIGTERM:
+            raise typer.Exit(128 + signal.SIGTERM)  # so that whoever supervises knows that the run is not complete
+
+
+class _StopRequest:
+    """Ctrl-C or SIGTERM once asks for a clean stop; a second Ctrl-C leaves at once.
+
+    A cluster's scheduler sends SIGTERM before it takes the machine away, perhaps more than once.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The first that came."""
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether to stop after this step."""
+        return self.signal is not None
+
+    def __enter__(self) -> _StopRequest:
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self.signal is None:
+            self.signal = number
+            err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+def _print_dry_run(recipe: Any, as_json: bool) -> None:
+    from baton.footprint import footprint
+    from baton.report import print_dry_run
+
+    needs = footprint(recipe)
+    if as_json:
+        print_json({"recipe": recipe.model_dump(mode="json"), "needs": msgspec.to_builtins(needs)})
+    else:
+        print_dry_run(out, recipe, needs)
