@@ -155,6 +155,7 @@ class VllmLine:
             raise UserError(f"engine.kind: vLLM refuses this model or shape: {first_line(error)}") from error
         except RuntimeError as error:
             raise EngineFault(f"vLLM did not start: {first_line(error)} (its own words are above)") from error
+        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
 
     async def _stop(self) -> None:
         self._end(list(self._tasks))
