@@ -6,10 +6,16 @@ vLLM adds this class to its worker (`worker_extension_cls`). Imported there, whe
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
+import psutil  # one of vLLM's own requirements
 from safetensors import safe_open
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -53,6 +59,19 @@ class TakesWeights:
                 module.quant_method.process_weights_after_loading(module)
         return taken
 
+    def end_with(self, pid: int) -> bool:
+        """Have this process and vLLM's core end when the process that asked for them does, however it ends.
+
+        A core whose client was killed would wait for it for ever, and keep its memory. Returns whether it is watched
+        for: a worker on another machine has another family.
+        """
+        ancestors = [process.pid for process in psutil.Process().parents()]
+        if pid not in ancestors:
+            return False
+        own = [os.getpid(), *ancestors[: ancestors.index(pid)]]
+        Thread(target=_end_with, args=(pid, own[::-1]), name="baton", daemon=True).start()
+        return True
+
     def _tied(self) -> list[Any]:
         """Return the layers that share their weight with others."""
         sharing: defaultdict[int, list[Any]] = defaultdict(list)
@@ -67,6 +86,15 @@ class TakesWeights:
         modules = self.model_runner.get_model().modules()
         bare = [module for module in modules if not any(p is not None for p in module._parameters.values())]
         return {type(module).__name__ for module in (*tied, *bare)}
+
+
+def _end_with(pid: int, own: list[int]) -> None:
+    """Wait until the ancestor is none any more, then end vLLM's processes from the core down."""
+    while pid in [process.pid for process in psutil.Process().parents()]:
+        time.sleep(1.0)
+    for one in own:
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 class _Missed(logging.Filter):
