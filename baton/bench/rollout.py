@@ -252,10 +252,17 @@ def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, Rollout
     return found
 
 
-def measure(sides: Sequence[Side], port: TimedPort, lengths: ScriptedLengths, clock: str, steps: int) -> BenchResult:
+def measure(
+    sides: Sequence[Side],
+    port: TimedPort,
+    lengths: ScriptedLengths,
+    clock: str,
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
+) -> BenchResult:
     """Let the sides take turns of about `steps` batches in all, and put the numbers together."""
     for side in sides:
-        side.turn(WARM_UP_STEPS, is_counted=False)
+        side.turn(warm_up, is_counted=False)
     port.steps.clear()
     turn = min(steps, 4)
     for _ in range(math.ceil(steps / turn)):
@@ -301,11 +308,12 @@ def bench_engine(
     *,
     on_cpu: bool,
     steps: int,
+    warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
     """Measure modes on a real engine in this process."""
     port = TimedPort(engine, time.process_time if on_cpu else time.perf_counter)
     sides = [Side(name, s, port, source(), prompt_ids, lengths, tensors) for name, s in settings.items()]
-    return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps)
+    return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps, warm_up)
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
