@@ -47,6 +47,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             if (found := OURS.search(line)) and not line.lstrip().startswith("#"):
                 yield path.name, [word.strip('"') for word in found[1].split()]
     for place, document in documents():
+        if entrypoint := document.get("spec", {}).get("entrypoint"):
+            yield place, entrypoint.split()[1:]
         for pod in pods(document):
             for container in pod["spec"]["containers"]:
                 if container.get("args"):
