@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.logprobs import has_plain_head, prefer_float32_attention
+from baton.policy.logprobs import has_plain_head
 from baton.policy.memory import peak_bytes
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
@@ -46,7 +46,7 @@ from baton.trainer.checkpoint import (
     write_parts,
     write_shards,
 )
-from baton.trainer.fitting import even_tokens, make_critic, packs, trade_time_and_memory
+from baton.trainer.fitting import even_tokens, fit_attention, make_critic, trade_time_and_memory
 from baton.trainer.measures import batch_metrics
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
@@ -113,11 +113,7 @@ class LocalTrainer:
         self._parallel = parallel or Alone()
         self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
         self._parallel.shard(model, reference, critic)  # from here on everything is on its device
-        trunk = None if critic is None else critic.trunk
-        for each in (model, trunk):
-            if each is not None and settings.dtype == "bfloat16":
-                prefer_float32_attention(each)
-        is_packed = packs(model, (reference, trunk), settings, self._parallel)
+        is_packed = fit_attention(model, None if critic is None else critic.trunk, reference, settings, self._parallel)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness

@@ -14,7 +14,7 @@ import pytest
 
 from baton.errors import RankLost, UserError
 from baton.launch.ranks import LocalRanks
-from baton.trainer.ranks import Fault, Listen, Listening, Ready, Setup, Stepped, TrainerSetup, error_of
+from baton.trainer.ranks import Fault, Listen, Ready, Stepped, error_of
 from baton.types import PolicyVersion
 
 PATIENCE_S = 60.0
@@ -34,16 +34,15 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def test_a_rank_that_hangs_is_named_when_its_time_is_up_and_none_is_left() -> None:
-    ranks = LocalRanks(2)
-    ranks.ask(Listen(), PATIENCE_S)
+def test_a_rank_that_hangs_is_named_when_its_time_is_up_and_is_not_left() -> None:
+    ranks = LocalRanks(1)
     os.kill(ranks.pids[0], signal.SIGSTOP)
-    with pytest.raises(RankLost, match="trainer rank 0 did not answer Listen in 1 s"):
+    with pytest.raises(RankLost, match="trainer rank 0 did not answer Listen in 1 s; go on from the last checkpoint"):
         ranks.ask(Listen(), 0.6)
     wait_until_gone(ranks.pids)
 
 
-def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+def test_ranks_end_with_their_parent() -> None:
     code = (
         "from baton.launch.ranks import LocalRanks; import time; r = LocalRanks(2); "
         "print(*r.pids, r._scratch, flush=True); time.sleep(600)"
@@ -55,32 +54,6 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     parent.wait()
     wait_until_gone([int(pid) for pid in pids])
     assert not Path(scratch).exists()
-
-
-def test_what_a_rank_finds_wrong_is_said_though_the_other_waits_for_it(tmp_path: Path) -> None:
-    setup = TrainerSetup(
-        model_path=str(tmp_path / "nothing"),
-        device="cpu",
-        attention="sdpa",
-        trainer={},
-        algorithm={},
-        lora=None,
-        temperature=1.0,
-        total_steps=1,
-        max_new_tokens=1,
-        max_staleness=None,
-        publish_dtype="float32",
-        version=PolicyVersion("a", 0),
-        seed=0,
-    )
-    ranks = LocalRanks(1)
-    store = ranks.ask(Listen(), PATIENCE_S)[0]
-    assert isinstance(store, Listening)
-    (answer,) = ranks.ask(Setup(setup, store.host, store.port, PATIENCE_S), PATIENCE_S)
-    assert isinstance(answer, Fault)
-    assert answer.kind == "UserError"
-    ranks.close()
-    wait_until_gone(ranks.pids)
 
 
 def test_errors_of_ours_go_before_collectives_that_broke_because_of_them() -> None:
