@@ -23,6 +23,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError
 from baton.policy.tokenizer import first_line
 
@@ -154,7 +156,7 @@ class VllmLine:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise UserError(f"engine.kind: vLLM refuses this model or shape: {first_line(error)}") from error
+            raise UserError(f"engine.kind: vLLM refuses this model or shape: {_said(error)}") from error
         except RuntimeError as error:
             raise EngineFault(f"vLLM did not start: {first_line(error)} (its own words are above)") from error
         await self._llm.collective_rpc("end_with", args=(os.getpid(),))
@@ -272,3 +274,10 @@ def set_up_environment() -> None:
     }
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def _said(error: Exception) -> str:
+    """What vLLM means: its settings are pydantic's, whose first line only counts the errors."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"]).splitlines()[0]
+    return first_line(error)
