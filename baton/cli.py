@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 import baton
+from baton.child_commands import engine, rank
 from baton.cluster_command import cluster_app
 from baton.errors import BatonError, UserError
 from baton.plan_command import plan as plan_command
@@ -353,22 +354,8 @@ app.command()(relay)
 app.command()(status)
 app.add_typer(token_app, name="token")
 app.add_typer(cluster_app, name="cluster")
-
-
-@app.command(hidden=True)
-def engine(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
-    """Serve a parent process as its engine; started by `baton train`, not by people."""
-    from baton.launch.engine_process import serve
-
-    serve(descriptor)
-
-
-@app.command(hidden=True)
-def rank(descriptor: Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]) -> None:
-    """Serve a parent process as a rank of its trainer; started by `baton train`, not by people."""
-    from baton.launch.rank_process import serve
-
-    serve(descriptor)
+app.command(hidden=True)(engine)
+app.command(hidden=True)(rank)
 
 
 class _StopRequest:

@@ -26,7 +26,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hosting",),
     ("keys", "algorithms", "build", "footprint", "planning"),
     ("warmstart", "bench", "profile", "simulator", "fleet"),
-    ("plan_command", "simulate_command", "trace_command", "token_command", "swarm_commands", "cluster_command"),
+    (
+        "plan_command",
+        "simulate_command",
+        "trace_command",
+        "token_command",
+        "swarm_commands",
+        "cluster_command",
+        "child_commands",
+    ),
     ("cli",),
     ("__main__",),
 )

@@ -167,7 +167,7 @@ def assert_nothing_is_left(nodes: Nodes) -> None:
         wait_until(lambda: ray.available_resources() == total, "resources to be given back")
     finally:
         ray.shutdown()
-    assert not list(Path("/dev/shm").glob("baton-courier-*"))
+    assert not [*Path("/dev/shm").glob("baton-courier-*"), *Path("/dev/shm").glob("baton-rank-*")]
 
 
 def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: Nodes, tmp_path: Path) -> None:
