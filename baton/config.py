@@ -96,7 +96,8 @@ class Recipe(Settings):
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
                 "trajectories of a group and needs at least 2; algorithms without groups are reinforce_pp and ppo"
             )
-        if self.rollout.mode == "async" and not self.engine.processes and not self.swarm.is_on:
+        is_beside = self.engine.processes or self.engine.kind != "embedded" or self.swarm.is_on
+        if self.rollout.mode == "async" and not is_beside:
             raise ValueError(
                 'engine.processes: got 0, but rollout.mode = "async" generates in processes of their own: set it to at '
                 "least 1, or use workers (swarm.workers, swarm.serve)"

@@ -39,7 +39,7 @@ from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.traced import DeskTrace, TracedDesk, TracedScorer
 from baton.swarm.transfer import model_digest, pack_model
-from baton.swarm.verify import Calibration
+from baton.swarm.verify import Calibration, unseen_draws
 from baton.trace import LeaseTrace, Tracer
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
 from baton.weights.publish import Published, Publisher
@@ -355,7 +355,10 @@ class _Host:
         dtype = self.recipe.engine.dtype
         if hello.worker_class.dtype != dtype:
             return f"this run generates in {dtype}, not in {hello.worker_class.dtype}"
-        return None if grant.is_trusted else self.examiner.calibration.refusal(hello.worker_class)
+        if grant.is_trusted:
+            return None
+        unseen = unseen_draws(hello.worker_class, self.recipe.engine.kind)
+        return unseen or self.examiner.calibration.refusal(hello.worker_class)
 
     def _status(self, hub: Hub) -> HubStatus:
         return overview(hub, self.port, self.examiner, lineage=self.lineage)

@@ -13,8 +13,9 @@ from baton.settings import Settings
 from baton.types import FromWorker, Lease, PolicyVersion
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
-KEYED_NOISE = frozenset({"embedded"})
-"""Kinds whose every draw follows from (seed, group, sample, position): only their sampled tokens can be drawn again."""
+OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
+"""Kinds that draw with noise of their own. What others draw follows from (seed, group, sample, position), and can be
+drawn again by whoever checks it."""
 
 
 class EngineSettings(Settings):

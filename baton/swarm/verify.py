@@ -23,6 +23,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from baton.rollout.engine import OWN_NOISE
 from baton.rollout.rescored import Rescored
 
 HEADROOM = 1.5
@@ -45,6 +46,7 @@ class WorkerClass(msgspec.Struct, frozen=True):
     dtype: str
     """Of weights and KV cache."""
     engine: str
+    """The kind: of those in `OWN_NOISE` only logprobs are compared."""
 
     def __str__(self) -> str:
         return f"{self.engine} in {self.dtype} on {self.device}"
@@ -67,6 +69,8 @@ class Tolerance:
     """Share that may lie beyond what is typical."""
     wild: float = 5.0
     """Times a token's tolerance: what no rounding explains."""
+    judges_draws: bool = True
+    """Whether sampled tokens must be what the keyed noise selects. Greedy ones must be the likeliest in any case."""
     tail: float = 1e-9
     """A token that the draw does not select exactly, and that with all likelier-by-nothing ones had less than this
     probability, was not drawn: an honest worker reports one in 1 / tail tokens."""
@@ -124,7 +128,7 @@ def judge(scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, e
             if place < first or (end is not None and place >= end):
                 continue
             difference = scale * abs(rescored.behavior_logprobs[i] - rescored.logprobs[i])
-            gap = scale * rescored.draw_gaps[i]
+            gap = scale * _gap(rescored, i, judges_draws=tolerance.judges_draws)
             if found := _wild_token(rescored, i, difference, gap, tolerance):
                 return found
             num_tokens += 1
@@ -151,6 +155,11 @@ def pooled(verdicts: Iterable[Verdict], tolerance: Tolerance) -> Verdict:
 def violation(sentence: str) -> Verdict:
     """Return the verdict on a report that no honest worker sends, see `checks.py`."""
     return Verdict(Outcome.BAD, sentence, "report")
+
+
+def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
+    """How far a token is from what had to come: nothing, where nobody but the worker knows the draw."""
+    return rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
 
 
 def _scale(temperature: float) -> float:
@@ -238,15 +247,14 @@ class Calibration:
     def observe(self, worker_class: WorkerClass, scores: Iterable[Rescored]) -> None:
         """Take in the tokens of a trusted worker."""
         seen = self._seen.setdefault(worker_class, _Seen())
+        judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
             scale = _scale(rescored.temperature)
-            for behavior, logprob, gap in zip(
-                rescored.behavior_logprobs, rescored.logprobs, rescored.draw_gaps, strict=True
-            ):
+            for i, (behavior, logprob) in enumerate(zip(rescored.behavior_logprobs, rescored.logprobs, strict=True)):
                 ratio = logprob - behavior
                 seen.sum_mismatch += math.expm1(min(ratio, 50.0)) - ratio
                 seen.num_tokens += 1
-                self._keep(seen, scale * abs(ratio), scale * gap)
+                self._keep(seen, scale * abs(ratio), scale * _gap(rescored, i, judges_draws=judges_draws))
 
     def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
         if len(seen.differences) < self._sample:
@@ -262,6 +270,7 @@ class Calibration:
         is between two bounds that may move against each other, so its tolerance is at least twice the logprob's.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
+        default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
         seen = self._seen.get(worker_class)
         if seen is None or seen.num_tokens < self._min_tokens:
             return default
@@ -294,6 +303,19 @@ class Calibration:
             f"workers of the class {worker_class} are not admitted: at staleness 0 their mismatch KL is {mismatch:.2g} "
             f"nats a token, allowed {self._max_mismatch_kl:.2g}"
         )
+
+
+def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
+    """Return why a class is not for strangers: nobody could draw its tokens again, and the run's own kind can be.
+
+    kind: the engine's in the recipe; who names another kind than `embedded` there takes what comes with it.
+    """
+    if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
+        return None
+    return (
+        f"what the engine {worker_class.engine} draws cannot be checked: this run takes it from trusted workers (baton "
+        f'token create --role worker --trusted), or from all if its recipe says engine.kind = "{worker_class.engine}"'
+    )
 
 
 def _near(value: float, default: float) -> float:

@@ -36,6 +36,7 @@ from baton.swarm.verify import (
     chance_of_beyond,
     judge,
     pooled,
+    unseen_draws,
 )
 from baton.types import FinishReason
 
@@ -367,3 +368,48 @@ def _rounded(model):
         for parameter in found.parameters():
             parameter.copy_(parameter.bfloat16().float())
     return found
+
+
+# ---- engines with noise of their own ---------------------------------------------------------------------------------
+
+
+VLLM = WorkerClass("a processor", "float32", "vllm")
+
+
+def test_of_an_engine_with_its_own_noise_logprobs_alone_are_judged():
+    """An honest one: the right weights, drawn with noise that only it knows. A dishonest one: other weights."""
+    given = [lease(i, sample_index=1) for i in range(12)]
+    copies = [submitted(g, a) for g, a in zip(given, honest()[1], strict=True)]
+    scores = [rescored(g, c) for g, c in zip(given, copies, strict=True)]
+    tolerance = Calibration().tolerance(VLLM)
+    assert {judge([one], tolerance).outcome for one in scores} == {Outcome.HONEST}
+    embedded = Calibration().tolerance(WorkerClass("a processor", "float32", "embedded"))
+    assert {judge([one], embedded).test for one in scores} == {"draw"}
+    others = grow(engine(near(policy(), 0.02)), given)
+    assert {judge([rescored(g, a)], tolerance).test for g, a in zip(given, others, strict=True)} == {"logprob"}
+
+
+def test_greedy_tokens_must_be_the_likeliest_whatever_the_noise():
+    tolerance = Calibration().tolerance(VLLM)
+    forged = made([0.0] * 3, [0.0, 3.0, 0.0], temperature=0.0)
+    assert judge([forged], tolerance).test == "draw"
+    assert judge([made([0.0] * 3, [0.0, 3.0, 0.0])], tolerance).outcome is Outcome.HONEST
+
+
+def test_a_token_that_hardly_ever_comes_convicts_whoever_drew_it():
+    forged = made([0.0] * 3, [3.0, 3.0, 3.0], [1.0, 1e-12, 1.0])
+    assert judge([forged], Calibration().tolerance(VLLM)).test == "unlikely"
+
+
+def test_the_draws_of_trusted_workers_with_their_own_noise_widen_nothing():
+    """Their gaps are as large as chance makes them; another class's would be widened by them, theirs is not kept."""
+    calibration = Calibration()
+    calibration.observe(VLLM, [made([1e-5] * 40, [9.0] * 40) for _ in range(200)])
+    assert calibration.tolerance(VLLM).draw_gap < 1e-3
+
+
+def test_strangers_with_draws_that_cannot_be_checked_are_taken_where_the_recipe_names_their_kind():
+    assert unseen_draws(WorkerClass("c", "float32", "embedded"), "embedded") is None
+    assert unseen_draws(WorkerClass("c", "float32", "embedded"), "vllm") is None
+    assert unseen_draws(VLLM, "vllm") is None
+    assert "engine vllm draws cannot be checked" in unseen_draws(VLLM, "embedded")

@@ -20,7 +20,9 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,16 @@ _WAIT_S = 0.05
 """`step` waits so long for the first token: short enough for what else its caller has to do."""
 
 
+@dataclass(slots=True)
+class _Running:
+    """A row that vLLM grows."""
+
+    slot: int
+    row: Row
+    by_weights: Counter[str] = field(default_factory=Counter)
+    """Tokens noted here, by the label of the weights that they were noted under."""
+
+
 class VllmEngine:
     """An `Engine` whose tokens vLLM makes, in processes of its own. The caller drives it with `step`."""
 
@@ -54,11 +66,13 @@ class VllmEngine:
         """line: a vLLM that serves `version`, with as many places as there are slots."""
         self._line, self._weights, self._settings = line, weights, settings
         self._book = LeaseBook(settings, version, end_ids, text)
-        self._rows: dict[str, tuple[int, Row]] = {}
-        """Request → its slot and row, of all that run."""
+        self._running: dict[str, _Running] = {}
+        """By request."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number}" for number in count())
         self._num_loads = 0
+        self._label = ""
+        """Of the weights, as vLLM knows them; empty before the first load."""
         self._outbox: list[FromWorker] = []
         """What was to be reported outside of `step`."""
         self._heard_s = time.monotonic()
@@ -76,7 +90,7 @@ class VllmEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the start; vLLM's steps are not seen from here: the tokens of the longest row stand for them."""
+        """Counters since the start; vLLM's steps are not seen: the tokens of the longest row stand for them."""
         return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decoded_tokens)
 
     def submit(self, lease: Lease) -> None:
@@ -104,7 +118,7 @@ class VllmEngine:
         reports += self._take(0.0)
         reports += self._put_down()
         self._fill()
-        if not reports and self._rows:
+        if not reports and self._running:
             reports = self._take(_WAIT_S)
             self._fill()
         return reports
@@ -123,7 +137,8 @@ class VllmEngine:
         self._line.pause()
         self._outbox += self._take(0.0)
         self._num_loads += 1
-        taken = self._load(whole, f"{version.lineage}-{version.number}-{self._num_loads}")
+        self._label = f"{self._name}-{self._num_loads}"
+        taken = self._load(whole, self._label)
         if taken != len(whole):
             raise EngineFault(f"vLLM took {taken} of the {len(whole)} tensors of version {version.number}")
         self._book.switch(version)
@@ -152,35 +167,39 @@ class VllmEngine:
         steps: dict[str, int] = {}
         for said in self._line.take(timeout_s):
             self._heard_s = time.monotonic()
-            found = self._rows.get(said.key)
-            if found is None:
+            running = self._running.get(said.key)
+            if running is None:
                 continue  # of a lease that has ended here
             if isinstance(said, Lost):
                 self._line.check()
-                name, error = found[1].lease.trajectory.name, said.error
+                name, error = running.row.lease.trajectory.name, said.error
                 raise EngineFault(f"vLLM gave up trajectory {name}: {type(error).__name__}: {error}") from error
             self._prefilled_tokens += said.prefilled
             steps[said.key] = steps.get(said.key, 0) + len(said.token_ids)
-            reports += self._grow(said, *found)
+            reports += self._grow(said, running)
         self._decode_steps += max(steps.values(), default=0)
-        if self._rows and time.monotonic() - self._heard_s > self._settings.vllm.answer_timeout_s:
+        if self._running and time.monotonic() - self._heard_s > self._settings.vllm.answer_timeout_s:
             raise EngineFault(
-                f"vLLM has made no token in {self._settings.vllm.answer_timeout_s:.0f} s, with {len(self._rows)} "
+                f"vLLM has made no token in {self._settings.vllm.answer_timeout_s:.0f} s, with {len(self._running)} "
                 "trajectories running (engine.vllm.answer_timeout_s)"
             )
         return reports
 
-    def _grow(self, said: Grown, slot: int, row: Row) -> list[FromWorker]:
+    def _grow(self, said: Grown, running: _Running) -> list[FromWorker]:
         reports: list[FromWorker] = []
+        row = running.row
         for token, logprob in zip(said.token_ids, said.logprobs, strict=True):
             self._decoded_tokens += 1
-            report = self._book.grow(slot, token, logprob)
+            running.by_weights[self._label] += 1
+            report = self._book.grow(running.slot, token, logprob)
             if report is not None:
                 reports.append(report)
-            if self._book.rows[slot] is not row:  # it has ended: what vLLM made beyond that is not wanted
-                del self._rows[said.key]
+            if self._book.rows[running.slot] is not row:  # it has ended: what vLLM made beyond that is not wanted
+                del self._running[said.key]
                 if said.finish is None:
                     self._line.end([said.key])
+                else:
+                    self._check_account(said, running)
                 return reports
         if said.finish is not None:
             raise EngineFault(
@@ -189,12 +208,23 @@ class VllmEngine:
             )
         return reports
 
+    def _check_account(self, said: Grown, running: _Running) -> None:
+        """Raise EngineFault where vLLM says that other weights made these tokens than was noted here."""
+        account = said.by_weights
+        if account is None or "" in running.by_weights or sum(account.values()) != running.by_weights.total():
+            return  # nothing to compare, or it made more than is wanted
+        if account != running.by_weights:
+            raise EngineFault(
+                f"trajectory {running.row.lease.trajectory.name}: noted here are the weights {running.by_weights}, and "
+                f"vLLM says {said.by_weights} (label: tokens)"
+            )
+
     def _put_down(self) -> list[FromWorker]:
         """Report what was aborted, and have vLLM let go of it."""
         reports = self._book.open_step()
-        ended = [key for key, (slot, row) in self._rows.items() if self._book.rows[slot] is not row]
+        ended = [key for key, one in self._running.items() if self._book.rows[one.slot] is not one.row]
         for key in ended:
-            del self._rows[key]
+            del self._running[key]
         if ended:
             self._line.end(ended)
         return reports
@@ -204,7 +234,7 @@ class VllmEngine:
         requests = []
         for slot, row in self._book.admit():
             key = next(self._keys)
-            self._rows[key] = slot, row
+            self._running[key] = _Running(slot, row)
             requests.append(self._request(key, row))
         if requests:
             self._heard_s = time.monotonic()
@@ -220,5 +250,5 @@ class VllmEngine:
             sampling.temperature,
             noise_key(noise, row.length, 0) >> 1,
             tuple(sorted(row.end_ids)),
-            f"{self._name}-{self._num_loads}",
+            self._label or self._name,
         )

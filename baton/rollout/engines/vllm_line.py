@@ -15,13 +15,15 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError
 from baton.policy.tokenizer import first_line
@@ -61,6 +63,8 @@ class Grown:
     """vLLM's reason to end, where this is the end."""
     prefilled: int
     """Prompt tokens that were computed for it, said with its first tokens."""
+    by_weights: Mapping[str, int] | None = None
+    """At the end: vLLM's own account of how many tokens came of which weights, by their labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +156,10 @@ class VllmLine:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise UserError(f"engine.kind: vLLM refuses this model or shape: {first_line(error)}") from error
+            raise UserError(f"engine.kind: vLLM refuses this model or shape: {_said(error)}") from error
         except RuntimeError as error:
             raise EngineFault(f"vLLM did not start: {first_line(error)} (its own words are above)") from error
+        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
 
     async def _stop(self) -> None:
         self._end(list(self._tasks))
@@ -197,7 +202,15 @@ class VllmLine:
                 logprobs = [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
                 computed = prefilled - (output.num_cached_tokens or 0) if prefilled else 0
                 prefilled = 0
-                self._inbox.put(Grown(request.key, tuple(one.token_ids), logprobs, one.finish_reason, computed))
+                spans = getattr(one, "weight_versions", None)
+                account = None if spans is None else {span.version: span.end - span.start for span in spans}
+                grown = Grown(request.key, tuple(one.token_ids), logprobs, one.finish_reason, computed, account)
+                self._inbox.put(grown)
+        except asyncio.CancelledError:
+            if self._llm is not None:  # it aborts by itself, unless it was still taking the request in
+                with contextlib.suppress(Exception):
+                    await self._llm.abort(request.key)
+            raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller's thread must hear of it
             self._inbox.put(Lost(request.key, error))
         finally:
@@ -261,3 +274,10 @@ def set_up_environment() -> None:
     }
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def _said(error: Exception) -> str:
+    """What vLLM means: its settings are pydantic's, whose first line only counts the errors."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"]).splitlines()[0]
+    return first_line(error)

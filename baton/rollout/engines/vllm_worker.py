@@ -5,10 +5,21 @@ vLLM adds this class to its worker (`worker_extension_cls`). Imported there, whe
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import time
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
+import psutil  # one of vLLM's own requirements
 from safetensors import safe_open
+
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+"""The logger that says which layers a reload has left as they were."""
 
 
 class TakesWeights:
@@ -20,7 +31,9 @@ class TakesWeights:
     def take_weights(self, path: str) -> int:
         """Copy the tensors of a safetensors file into the model; return how many were taken.
 
-        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and lays out the weights anew.
+        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and lays out the weights anew, but not
+        those of a head that is tied to the embedding: on a CPU that is a packed copy, and stays the old one (vLLM
+        0.32). Raises RuntimeError when any other layer was left as it was.
         """
         taken = 0
 
@@ -31,5 +44,69 @@ class TakesWeights:
                     taken += 1
                     yield name, file.get_tensor(name)
 
-        self.model_runner.reload_weights(weights_iterator=tensors())
+        logger, missed = logging.getLogger(_RELOAD), _Missed()
+        logger.addFilter(missed)
+        try:
+            self.model_runner.reload_weights(weights_iterator=tensors())
+        finally:
+            logger.removeFilter(missed)
+        tied = self._tied()
+        left = [name for name in missed.layers if name not in self._without_weights(tied)]
+        if left:
+            raise RuntimeError(f"new weights left layers as they were: {', '.join(left)}")
+        for module in tied:
+            if hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
         return taken
+
+    def end_with(self, pid: int) -> bool:
+        """Have this process and vLLM's core end when the process that asked for them does, however it ends.
+
+        A core whose client was killed would wait for it for ever, and keep its memory. Returns whether it is watched
+        for: a worker on another machine has another family.
+        """
+        ancestors = [process.pid for process in psutil.Process().parents()]
+        if pid not in ancestors:
+            return False
+        own = [os.getpid(), *ancestors[: ancestors.index(pid)]]
+        Thread(target=_end_with, args=(pid, own[::-1]), name="baton", daemon=True).start()
+        return True
+
+    def _tied(self) -> list[Any]:
+        """Return the layers that share their weight with others."""
+        sharing: defaultdict[int, list[Any]] = defaultdict(list)
+        for module in self.model_runner.get_model().modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.numel():
+                sharing[weight.data_ptr()].append(module)
+        return [module for modules in sharing.values() if len(modules) > 1 for module in modules]
+
+    def _without_weights(self, tied: list[Any]) -> set[str]:
+        """Return the kinds of layers that a file has nothing for: tied ones, and those with buffers alone."""
+        modules = self.model_runner.get_model().modules()
+        bare = [module for module in modules if not any(p is not None for p in module._parameters.values())]
+        return {type(module).__name__ for module in (*tied, *bare)}
+
+
+def _end_with(pid: int, own: list[int]) -> None:
+    """Wait until the ancestor is none any more, then end vLLM's processes from the core down."""
+    while pid in [process.pid for process in psutil.Process().parents()]:
+        time.sleep(1.0)
+    for one in own:
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+
+
+class _Missed(logging.Filter):
+    """Keeps what is said of layers that were not loaded, and says it not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        layer, mark, _ = record.getMessage().partition(": Failed to load weights")
+        if mark:
+            self.layers.append(layer)
+        return not mark

@@ -1,0 +1,106 @@
+"""However vLLM's processes end, or Baton's own, nothing waits for ever and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine_contract import PROMPT, V1
+
+from baton.errors import EngineFault, UserError
+from baton.policy.tensors import policy_tensors
+from baton.rollout.engine import EngineSettings
+from baton.types import PolicyVersion
+
+DEADLINE_S = 60.0
+SETTINGS = {"slots": 8, "max_context_tokens": 1024}
+SHAPE = {"enforce_eager": True, "answer_timeout_s": 30}
+
+
+def family(pid: int) -> dict[int, str]:
+    """Return the processes that stem from one, by their ids, with their names."""
+    import psutil
+
+    return {child.pid: child.name() for child in psutil.Process(pid).children(recursive=True)}
+
+
+def vllms(pid: int) -> dict[int, str]:
+    return {number: name for number, name in family(pid).items() if name.startswith("VLLM")}
+
+
+def await_gone(pids) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and " Z " not in _state(pid)]:
+        assert time.monotonic() < until_s, f"processes {left} did not end"
+        time.sleep(0.1)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    except OSError:
+        return " Z "
+
+
+def build(path: str, **changes: object):
+    from baton.rollout.engines.kinds import engine_of_model
+
+    settings = EngineSettings(kind="vllm", vllm=SHAPE, **{**SETTINGS, **changes})
+    return engine_of_model(path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCor", "VLLM::Worker"])
+def test_an_engine_whose_process_is_killed_says_so_and_can_be_closed(victim, vllm_paths, load, driver):
+    before = vllms(os.getpid())
+    engine = build(vllm_paths["qwen3"])
+    own = {pid: name for pid, name in vllms(os.getpid()).items() if pid not in before}
+    try:
+        for i in range(4):
+            engine.submit(driver.lease(i, PROMPT, 1000, is_exact=False))
+        driver.grow(engine, 10)
+        os.kill(next(pid for pid, name in own.items() if name.startswith(victim)), signal.SIGKILL)
+        with pytest.raises(EngineFault, match="the core of the vLLM engine has ended"):
+            driver.grow(engine, 10**9)
+        with pytest.raises(EngineFault, match="vLLM"):
+            engine.load_weights(policy_tensors(load("qwen3")), V1)
+    finally:
+        engine.close()
+        engine.close()
+    await_gone(own)
+
+
+def test_what_it_started_ends_with_a_process_that_is_killed(vllm_paths, tmp_path):
+    """A core whose client is gone would keep its GPU for ever."""
+    script = tmp_path / "held.py"
+    script.write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_vllm_death import build\n"
+        "if __name__ == '__main__':\n"
+        "    engine = build(sys.argv[1])\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "rollout")]
+    environment = {**os.environ, "PYTHONPATH": ":".join(paths)}
+    held = subprocess.Popen(
+        [sys.executable, str(script), vllm_paths["qwen3"]], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert any(line.strip() == "ready" for line in held.stdout)
+        own = family(held.pid)
+        assert len(vllms(held.pid)) == 2
+    finally:
+        held.kill()
+        held.wait(DEADLINE_S)
+    await_gone(own)
+
+
+def test_a_shape_that_vllm_refuses_is_a_sentence(vllm_paths):
+    with pytest.raises(UserError, match=r"vLLM refuses this model or shape: .*max_model_len"):
+        build(vllm_paths["qwen3"], max_context_tokens=4096)
