@@ -220,6 +220,7 @@ MAY_CHANGE = (
     "log",
     "judge",
     "rollout.stall_timeout_s",
+    "trainer.rank_timeout_s",
     "engine.processes",
     "swarm",
     "weights.store",
@@ -242,6 +243,9 @@ CHANGES_BITS = (
     "trainer.packing",
     "trainer.ranks",
     "trainer.activation_checkpointing",
+    "trainer.ranks",
+    "trainer.tensor_parallel",
+    "trainer.shard_gradients",
 )
 """Keys that a resumed run may change, at the price of other last bits."""
 

@@ -34,6 +34,10 @@ MAX_FRAME_BYTES = 4 * 1024**3
 """A longer frame is a fault, not a reason to allocate. A batch of thousands of long trajectories is hundreds of MB."""
 
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""Name of the interface that nobody else can reach."""
+
+
 class LocalRanks:
     """Processes of this machine as `Ranks`."""
 
@@ -47,7 +51,8 @@ class LocalRanks:
         self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
         try:
             for rank in range(size):
-                self._start(Place(rank=rank, size=size, threads=threads, scratch=str(self._scratch)))
+                scratch = str(self._scratch)
+                self._start(Place(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
         except BaseException:
             self.close()
             raise
@@ -137,7 +142,7 @@ class LocalRanks:
         return RankLost(f"trainer rank {rank} (pid {self.pids[rank]}) ended {how}; {HOW_TO_GO_ON}")
 
 
-def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError:
+def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError | OSError:
     """Return the named error that another rank had answered with, else the loss itself."""
     error = error_of(answers)
     return lost if error is None or isinstance(error, RankLost) else error

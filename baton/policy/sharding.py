@@ -6,14 +6,14 @@ first dimension; arithmetic is what it is in one process, but for the order in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Result = TypeVar("Result")
@@ -44,12 +44,12 @@ class Sharded(torch.nn.Module):
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
-        """Do the work, whose result is a tensor or a dataclass of tensors."""
+        """Do the work; tensors among its result are it alone, or the fields of a dataclass."""
         kind: list[Any] = []
 
         def opened(module: Any) -> Any:
             found = work(module)
-            if isinstance(found, torch.Tensor):
+            if not is_dataclass(found):
                 return found
             kind.append(type(found))
             return tuple(getattr(found, field.name) for field in fields(cast(Any, found)))
@@ -77,7 +77,32 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor) or tensor.ndim == 0:
         return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    own = tensor
+    # Tensor parallelism, the last dimension of a mesh, has cut first: FSDP shards what it left.
+    for place, count, index in reversed(
+        list(zip(like.placements, like.device_mesh.shape, like.device_mesh.get_coordinate() or (), strict=True))
+    ):
+        if place.is_replicate():
+            continue
+        dim = cast(Shard, place).dim
+        parts = own.chunk(count, dim)
+        own = parts[index] if index < len(parts) else own.narrow(dim, 0, 0)
+    return DTensor.from_local(
+        own.contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.contiguous().stride(),
+    )
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Part tensors by the mesh they lie on: torch takes those of one at a time."""
+    found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(found.values())
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], *, is_kept: bool) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ one is never listed, and neither is a directory without `baton/state.json`.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None
     try:
         save(dict(optimizer), storage_writer=HuggingFaceStorageWriter(str(place), save_distributed=True))
     except CheckpointException as error:
-        raise OSError(f"the optimizer's shards could not be written to {place}: {error}") from error
+        found = [failure[0] for failure in error.failures.values() if isinstance(failure[0], OSError)]
+        code = next((each.errno for each in found if each.errno), errno.EIO)
+        raise OSError(code, f"the optimizer's shards could not be written: {error}", str(place)) from error
 
 
 def read_state(path: Path) -> State:

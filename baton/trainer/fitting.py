@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import checkpoint_activations, compute_in, has_plain_head, packs_as_it_pads
+from baton.policy.logprobs import (
+    checkpoint_activations,
+    compute_in,
+    has_plain_head,
+    packs_as_it_pads,
+    prefer_float32_attention,
+)
 from baton.policy.packing import prefer_packed_attention
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
+from baton.trainer.parallel import Alone
 from baton.trainer.settings import TrainerSettings
 
 
@@ -30,15 +36,28 @@ def even_tokens(model: PreTrainedModel) -> float:
     return model.num_parameters() / (layers * width) if layers * width else float("inf")
 
 
-def packs(model: PreTrainedModel, others: Iterable[PreTrainedModel | None], settings: TrainerSettings) -> bool:
-    """Whether to pack rows: where it is asked for, or faster; and the model is found to score them as padded ones."""
+def fit_attention(
+    model: PreTrainedModel,
+    trunk: PreTrainedModel | None,
+    reference: PreTrainedModel | None,
+    settings: TrainerSettings,
+    parallel: Alone,
+) -> bool:
+    """Choose how the policy, a critic's trunk and the reference attend; return whether rows are packed.
+
+    They are where it is asked for, or faster; and the model is found to score them as padded ones.
+    """
+    if settings.dtype == "bfloat16":
+        for each in (model, trunk):
+            if each is not None:
+                prefer_float32_attention(each)
     if settings.packing == "never" or (settings.packing == "auto" and model.device.type != "cuda"):
         return False
-    for each in (model, *others):
+    for each in (model, trunk, reference):
         if each is not None:
             prefer_packed_attention(each)
     with compute_in(torch_dtype(settings.dtype), model.device):
-        is_sound = packs_as_it_pads(model)
+        is_sound = parallel.run(model, packs_as_it_pads)
     if not is_sound and settings.packing == "always":
         raise UserError(
             f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "

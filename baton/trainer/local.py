@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.logprobs import has_plain_head, prefer_float32_attention
+from baton.policy.logprobs import has_plain_head
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.sharding import sharded_like
@@ -45,7 +45,7 @@ from baton.trainer.checkpoint import (
     write_parts,
     write_shards,
 )
-from baton.trainer.fitting import even_tokens, make_critic, packs, trade_time_and_memory
+from baton.trainer.fitting import even_tokens, fit_attention, make_critic, trade_time_and_memory
 from baton.trainer.measures import batch_metrics
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel import Alone
@@ -100,10 +100,7 @@ class LocalTrainer:
             assert parameter.dtype is torch.float32, f"master weights are float32: {name} is {parameter.dtype}"
         self.model = model
         model.eval()  # type: ignore[no-untyped-call]
-        if settings.dtype == "bfloat16":
-            prefer_float32_attention(model)
         critic = make_critic(model, algorithm)
-        is_packed = packs(model, (reference, critic.trunk if critic is not None else None), settings)
         if lora is not None:
             add_adapters(model, lora, seed)
         trade_time_and_memory(model, settings)
@@ -111,14 +108,16 @@ class LocalTrainer:
             assert lora is not None, "a KL term needs a reference model"
             reference = model
         reference = reference if algorithm.kl_coef else None
+        self._parallel = parallel or Alone()
+        self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
+        self._parallel.shard(model, reference, critic)  # from here on everything is on its device
+        is_packed = fit_attention(model, None if critic is None else critic.trunk, reference, settings, self._parallel)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        has_plain_head(model)  # found out here and now, and not within a pass whose routing is recorded or replayed
+        # Found out here and now, and not within a pass whose routing is recorded or replayed.
+        self._parallel.run(model, has_plain_head)
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
-        self._parallel = parallel or Alone()
-        self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
-        self._parallel.shard(model, reference, critic)
         self._passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel
         )
@@ -234,7 +233,7 @@ class LocalTrainer:
                 num_updates=self._num_updates,
                 libraries=_libraries(),
                 num_threads=torch.get_num_threads(),
-                num_ranks=self._share.size,
+                num_ranks=parallel.num_ranks,
             ),
         )
         if parallel.is_alone:
@@ -285,7 +284,7 @@ class LocalTrainer:
         self._num_updates = state.num_updates
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
         if self._parallel.is_first:
-            _warn_of_other_bits(state, self._share.size)
+            _warn_of_other_bits(state, self._parallel.num_ranks)
 
     def close(self) -> None:
         """See `Trainer`: nothing was started."""

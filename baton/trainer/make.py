@@ -17,13 +17,16 @@ from baton.trainer.settings import TrainerSettings
 
 
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: Alone | None = None) -> LocalTrainer:
-    """Make a trainer with its own copy of the model, the reference and adapters where there are any."""
+    """Make a trainer with its own copy of the model, the reference and adapters where there are any.
+
+    A rank of several loads models on the host: whole, they may not fit on its device.
+    """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),
         AlgorithmSettings.model_validate(setup.algorithm),
     )
     lora = None if setup.lora is None else LoraSettings.model_validate(setup.lora)
-    device = torch_device(setup.device)
+    device = torch_device(setup.device if parallel is None else "cpu")
     model = load_model(setup.model_path, dtype=torch.float32, device=device, attention=setup.attention)
     reference = None
     if algorithm.kl_coef and (lora is None or algorithm.reference is not None):

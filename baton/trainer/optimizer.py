@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from baton.errors import UserError
+from baton.policy.sharding import by_mesh, whole
 from baton.trainer.settings import Decay
 
 
@@ -43,13 +44,27 @@ def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
     """Return AdamW over `parameters`. Matrices decay; gains and biases (fewer than two dimensions) do not."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    others = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": group, "weight_decay": decay}
+        for kind, decay in ((matrices, weight_decay), (others, 0.0))
+        for group in by_mesh(kind)
     ]
     # The fused kernel exists on CPU and CUDA and is one pass over memory; elsewhere torch chooses.
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters.values())
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, fused=fused or None)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to a Euclidean norm, over all ranks where they lie in shards; return what it was."""
+    groups = by_mesh(p.grad for p in parameters if p.grad is not None)
+    norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in groups]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_ has it
+    for grads in groups:
+        torch._foreach_mul_(grads, scale.to(grads[0].device))
+    return norm.item()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

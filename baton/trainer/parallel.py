@@ -19,8 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
-from baton.policy.sharding import Sharded, gathered
+from baton.policy.sharding import Sharded, gathered, local
+from baton.policy.tensor_parallel import split_products
 from baton.trainer.advantages import FloatArray
 from baton.trainer.balance import ALONE, Share
 
@@ -34,22 +36,27 @@ class Alone:
     """One process that has everything."""
 
     is_alone: bool = True
+    """Whether there is no process group at all."""
+    num_ranks: int = 1
     share: Share = ALONE
     is_first: bool = True
     """Whether this rank writes and warns for all."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Share the parameters of modules among the ranks, in place."""
+        """Share the parameters of modules among the ranks, in place, and move them to the ranks' devices."""
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        """Do work that calls a module given to `shard`; the result is a tensor or a dataclass of tensors."""
+        """Do work that calls a module given to `shard`; what it returns is a value or a dataclass of tensors."""
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Say whether a backward pass is the last before the optimiser's step."""
 
+    def after_backward(self) -> None:
+        """Add up what gradients the backward passes of an update have left apart."""
+
     def sums(self, values: FloatArray) -> FloatArray:
-        """[N] sums over the ranks."""
+        """[N] sums over the ranks that have different rows."""
         return values
 
     def largest(self, value: float) -> float:
@@ -76,21 +83,34 @@ class Alone:
 class Together(Alone):
     """The ranks of the process group, each with a shard of everything."""
 
-    def __init__(self, device: torch.device, *, reduces_each: bool) -> None:
-        """Join the ranks of torch's process group. `reduces_each`: add gradients up after each microbatch."""
-        self.is_alone = False  # also where it is the only rank
+    def __init__(self, device: torch.device, *, tensor_parallel: int, reduces_each: bool) -> None:
+        """Join the ranks of torch's process group. `reduces_each`: add gradients up after each microbatch.
+
+        Neighbours, `tensor_parallel` of them, share the products of the same rows; shards go across.
+        """
+        self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.is_first = dist.get_rank() == 0
-        self.share = Share(dist.get_rank(), dist.get_world_size())
         self._device = device
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        num_data = self.num_ranks // tensor_parallel
+        mesh = init_device_mesh(device.type, (num_data, tensor_parallel), mesh_dim_names=("data", "products"))
+        self._data, self._products = mesh["data"], mesh["products"] if tensor_parallel > 1 else None
+        self.share = Share(self._data.get_local_rank(), num_data)
         self._reduces_each = reduces_each
         self._sharded: dict[int, Sharded] = {}
+        self._left_apart: list[torch.nn.Parameter] = []
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """See `Alone`."""
+        """See `Alone`. Raises UserError for a model that tensor parallelism does not fit."""
         for module in modules:
-            if module is not None and id(module) not in self._sharded:
-                self._sharded[id(module)] = Sharded(module, self._mesh)
+            if module is None or id(module) in self._sharded:
+                continue
+            names: list[str] = []
+            model = module if isinstance(module, PreTrainedModel) else getattr(module, "trunk", None)
+            if self._products is not None and model is not None:
+                apart = {id(parameter) for parameter in split_products(model, self._products)}
+                names = [name for name, parameter in module.named_parameters() if id(parameter) in apart]
+            self._sharded[id(module)] = Sharded(module, self._data)
+            self._left_apart += [module.get_parameter(name) for name in names]
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
         """See `Alone`."""
@@ -101,10 +121,17 @@ class Together(Alone):
         for sharded in self._sharded.values():
             sharded.sync_gradients(is_last or self._reduces_each)
 
+    def after_backward(self) -> None:
+        """See `Alone`: of layers that each rank applied to its own heads."""
+        for parameter in self._left_apart:
+            if parameter.grad is not None:
+                assert self._products is not None
+                dist.all_reduce(local(parameter.grad), group=self._products.get_group())
+
     def sums(self, values: FloatArray) -> FloatArray:
         """See `Alone`; in float64, so that what one rank has and the others lack comes back as it was."""
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
-        dist.all_reduce(found)
+        dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()
 
     def largest(self, value: float) -> float:
@@ -121,13 +148,14 @@ class Together(Alone):
         padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)
         padded[: len(values)] = values
         found = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(found, padded)
+        dist.all_gather(found, padded, group=self._data.get_group())
         return [each[:length] for each, length in zip(found, lengths, strict=True)]
 
     def agreed(self, trouble: str | None) -> str | None:
         """See `Alone`."""
-        first = -int(self.largest(-float(self.share.size if trouble is None else self.share.rank)))
-        return None if first == self.share.size else self._told(trouble or "", first)
+        nobody = self.num_ranks
+        first = -int(self.largest(-float(nobody if trouble is None else dist.get_rank())))
+        return None if first == nobody else self._told(trouble or "", first)
 
     def of_first(self, text: str) -> str:
         """See `Alone`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -39,6 +40,7 @@ from baton.trainer.ranks import (
     Stepped,
     ToRank,
 )
+from baton.trainer.settings import TrainerSettings
 
 
 class RankServer:
@@ -51,8 +53,11 @@ class RankServer:
         self._scratch: Path | None = None
         if place.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
         set_up_threads(place.threads)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
+        # That shards over two dimensions are gathered in two steps.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: ToRank) -> FromRank:
         """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on.
@@ -61,7 +66,9 @@ class RankServer:
         """
         try:
             return self._answer(message)
-        except (BatonError, RuntimeError, ValueError, AssertionError, OSError, SafetensorError) as error:
+        except OSError as error:
+            return Fault(OSError.__name__, str(error), error.errno or 0)
+        except (BatonError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:
             return Fault(type(error).__name__, str(error))
 
     def close(self) -> None:
@@ -80,7 +87,10 @@ class RankServer:
                 return self._listen()
             case Setup():
                 device, setup = self._meet(message), message.trainer
-                parallel = Together(device, reduces_each=setup.trainer["shard_gradients"])
+                settings = TrainerSettings.model_validate(setup.trainer)
+                parallel = Together(
+                    device, tensor_parallel=settings.tensor_parallel, reduces_each=settings.shard_gradients
+                )
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return Ready(self._trainer.version)
             case Step(batch=batch):
@@ -125,9 +135,13 @@ class RankServer:
         device = torch_device(message.trainer.device)
         if device.type == "cuda":
             index = place.rank % torch.cuda.device_count() if place.device_index is None else place.device_index
-            torch.cuda.set_device(index)
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
+        # Who waits in vain for a rank that hangs says so before the controller's patience ends, so that it is named;
+        # but NCCL would end the process of who waits.
+        timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=self._store,

@@ -49,7 +49,7 @@ class Place(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address of this process' machine, as the other ranks reach it; nothing is listened to on any other."""
     interface: str = "lo"
-    """Network interface with that address, for gloo; empty lets gloo choose."""
+    """Network interface with that address, for gloo and NCCL; empty lets them choose."""
     threads: int = 1
     """torch threads."""
     device_index: int | None = None
@@ -126,8 +126,10 @@ class Fault(msgspec.Struct, frozen=True, tag=True):
     """An error in place of an answer."""
 
     kind: str
-    """Name of the exception."""
+    """Name of the exception; OSError for any of its kinds."""
     text: str
+    errno: int = 0
+    """Of an OSError that has one."""
 
 
 ToRank = Place | Listen | Setup | Step | Publish | Save | Restore
@@ -153,17 +155,20 @@ def decode_from_rank(data: bytes) -> FromRank:
     return _from_rank.decode(data)
 
 
-def error_of(answers: Mapping[int, FromRank]) -> BatonError | None:
+def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
     """Return the error that the Faults among answers by rank stand for, or None where there is none.
 
-    Errors of ours are raised again as they are, before all others: a rank that fails takes others with it, whose
-    collectives then break. Anything else is RankLost.
+    Errors of ours, and then a file that could not be written, are what they were, before all others: a rank that fails
+    takes others with it, whose collectives then break. Anything else is RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     for kind in (UserError, TrainingDiverged, EngineFault):
         for fault in faults.values():
             if fault.kind == kind.__name__:
                 return kind(fault.text)
+    for rank, fault in faults.items():
+        if fault.kind == OSError.__name__ and fault.errno:
+            return OSError(fault.errno, f"trainer rank {rank}: {fault.text}")
     for rank, fault in faults.items():
         return RankLost(f"trainer rank {rank} cannot go on: {fault.kind}: {fault.text}; {HOW_TO_GO_ON}")
     return None

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from baton.errors import TrainingDiverged
 from baton.policy.logprobs import TokenScores
-from baton.policy.sharding import local, whole
+from baton.policy.sharding import local
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import MiniBatch, Row
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff
 from baton.trainer.critic import Critic, value_loss
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, kl
-from baton.trainer.optimizer import make_optimizer, optimizer_tensors
+from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
 from baton.trainer.parallel import Alone
 from baton.trainer.passes import Passes, Prepared
 from baton.trainer.settings import TrainerSettings
@@ -120,6 +120,7 @@ class Update:
                     loss = loss + of_values * (algorithm.value_coef if critic.trunk is None else 1.0)
                 if each.micro.has_gradient:
                     loss.backward()  # type: ignore[no-untyped-call]
+        parallel.after_backward()
         self._move(part, has_gradient=num_backward > 0)
         self.totals.losses.append(policy_sum)
         if self.totals.values is not None:
@@ -179,9 +180,8 @@ class Update:
             if not has_gradient:
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
-            norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.passes.settings.max_grad_norm, norm)
-            norms.append(self._checked(norm.item(), "the gradient's norm", part.rows))
+            norm = clip_gradients(parameters, self.passes.settings.max_grad_norm)
+            norms.append(self._checked(norm, "the gradient's norm", part.rows))
         if trouble := self.passes.parallel.agreed(self.trouble):
             raise TrainingDiverged(trouble)
         self.totals.grad_norms.append(norms[0])

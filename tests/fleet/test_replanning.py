@@ -78,7 +78,10 @@ def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path:
     assert answer.workers is None
     assert "nowhere.toml" in answer.words
     unknown = machines([row("x", GPU=1)])
-    assert "no machine of the cluster can be planned with" in Replanner(of, plan, None).beside(unknown, names(unknown)).words
+    assert (
+        "no machine of the cluster can be planned with"
+        in Replanner(of, plan, None).beside(unknown, names(unknown)).words
+    )
 
 
 def test_a_trainer_that_begins_again_is_planned_wherever_there_is_room(tmp_path: Path) -> None:

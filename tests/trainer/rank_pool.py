@@ -1,6 +1,7 @@
 """Four rank processes that serve many trainers one after the other, since starting one takes seconds.
 
-Run as a script it is the inside of such a process: like `baton rank`, but a new `Place` begins a new rank.
+Run as a script it is their inside: torch is imported once, then a process is forked for each descriptor. Each answers
+like `baton rank`, but a new `Place` begins a new rank.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ class RankPool:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for _ in range(SIZE):
-            ours, theirs = Pipe(duplex=True)
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment))
-            self.connections.append(ours)
+        pipes = [Pipe(duplex=True) for _ in range(SIZE)]
+        self.connections: list[Connection] = [ours for ours, _ in pipes]
+        descriptors = [theirs.fileno() for _, theirs in pipes]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, descriptors)],
+            pass_fds=descriptors,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+        )
+        for _, theirs in pipes:
             theirs.close()
 
     def lend(self, size: int) -> LentRanks:
@@ -40,19 +42,17 @@ class RankPool:
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
-        for process in self.processes:
-            process.kill()
-            process.wait(10)
+        self.process.wait(60)
 
 
 class LentRanks(LocalRanks):
     """The first `size` processes of a pool."""
 
     def __init__(self, pool: RankPool, size: int) -> None:
-        self.pids = [process.pid for process in pool.processes[:size]]
+        self.pids = [pool.process.pid] * size
         self._size = size
         self._connections = pool.connections[:size]
-        self._processes = pool.processes[:size]
+        self._processes = [pool.process] * size
         for rank in range(size):
             place = Place(rank=rank, size=size, scratch=str(pool.scratch))
             self._send(rank, self._connections[rank], encode(place))
@@ -61,8 +61,7 @@ class LentRanks(LocalRanks):
         """They stay, for the next."""
 
 
-def main(descriptor: int) -> None:
-    connection = Connection(descriptor)
+def serve(connection: Connection) -> None:
     from baton.trainer.rank_server import RankServer
 
     server: RankServer | None = None
@@ -78,5 +77,24 @@ def main(descriptor: int) -> None:
                 connection.send_bytes(encode(server.handle(message)))
 
 
+def main(descriptors: list[int]) -> None:
+    import baton.trainer.rank_server  # noqa: F401  so that it is imported once for all
+
+    children = []
+    for own in descriptors:
+        child = os.fork()
+        if not child:
+            for other in descriptors:
+                if other != own:
+                    os.close(other)
+            serve(Connection(own))
+            os._exit(0)
+        children.append(child)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for child in children:
+        os.waitpid(child, 0)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main([int(argument) for argument in sys.argv[1:]])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from baton.errors import TrainingDiverged, UserError
+from baton.errors import RankLost, TrainingDiverged, UserError
+from baton.launch.ranks import LocalRanks
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import weights_digest
 from baton.trainer.algorithm import AlgorithmSettings
@@ -34,21 +38,6 @@ from baton.trainer.trainer import Trainer
 from baton.types import Batch, PolicyVersion
 
 TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    found = RankPool(tmp_path_factory.mktemp("scratch"))
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(path)
-    tiny_tokenizer().hf.save_pretrained(path)
-    return str(path)
 
 
 def setup_of(model_path: str, *, lora: LoraSettings | None = None, **settings: Any) -> TrainerSetup:
@@ -79,6 +68,10 @@ def ranked(pool: RankPool, size: int, setup: TrainerSetup) -> RankedTrainer:
     return RankedTrainer(pool.lend(size), setup, TIMEOUT_S)
 
 
+def in_products(setup: TrainerSetup, ranks: int, tensor_parallel: int) -> TrainerSetup:
+    return msgspec.structs.replace(setup, trainer={**setup.trainer, "ranks": ranks, "tensor_parallel": tensor_parallel})
+
+
 def two_version_batch(step: int) -> Batch:
     """Beside random groups: trajectories of two versions with a tool's words between, one group of equal rewards."""
     old, new = max(0, step - 2), step - 1
@@ -103,8 +96,8 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {"name": "dapo", "overlong_frac": 0.25, "num_minibatches": 2},
     "gspo": {"name": "gspo", "num_minibatches": 2},
-    "ppo": {"name": "ppo", "num_minibatches": 2, "num_epochs": 2},
-    "ppo shared": {"name": "ppo", "critic": "shared", "num_minibatches": 2},
+    "ppo": {"name": "ppo", "num_minibatches": 2, "num_epochs": 1},
+    "ppo shared": {"name": "ppo", "critic": "shared", "num_minibatches": 1, "num_epochs": 2},
     "kl in loss": {"name": "grpo", "kl_coef": 0.1, "num_epochs": 2, "entropy_coef": 0.01},
     "kl in reward": {"name": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"},
     "second moment": {"name": "decoupled_ppo", "correction": "second_moment"},
@@ -148,6 +141,35 @@ def test_ranks_that_have_nothing_to_train_keep_the_others_company(pool: RankPool
     for batch in (few, flat):
         assert many.step(batch)["policy/loss"] == pytest.approx(one.step(batch)["policy/loss"], abs=1e-6)
         assert_close(tensors(many), tensors(one))
+
+
+@pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("ppo shared", 4), ("packed", 4)])
+def test_ranks_that_share_products_make_the_update_of_one_process(
+    name: str, size: int, pool: RankPool, model_path: str, tmp_path: Path
+) -> None:
+    """Tensor parallelism over two ranks, beside it shards over size / 2; and their checkpoint is one like any other."""
+    setup = setup_of(model_path, **CASES[name])
+    one, many = alone(setup), ranked(pool, size, in_products(setup, size, 2))
+    for step in (1, 2):
+        expected, found = one.step(two_version_batch(step)), many.step(two_version_batch(step))
+        for key in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+    assert_close(tensors(many), tensors(one))
+    many.save(tmp_path / "checkpoint")
+    again, other = ranked(pool, 2, in_products(setup, 2, 2)), alone(setup)
+    for each in (again, other):
+        each.restore(tmp_path / "checkpoint")
+        each.step(two_version_batch(3))
+    assert_close(tensors(again), tensors(other))
+
+
+def test_products_that_cannot_be_shared_are_refused_in_a_sentence(pool: RankPool, model_path: str) -> None:
+    setup = setup_of(model_path, name="grpo")
+    with pytest.raises(UserError, match="got 4, but Qwen3ForCausalLM has 2 query heads, 2 key/value heads and 64 col"):
+        ranked(pool, 4, in_products(setup, 4, 4))
+    with_adapters = setup_of(model_path, name="grpo", lora=LoraSettings(rank=2))
+    with pytest.raises(UserError, match=r"adapters \(\[lora\]\) are in no model's plan"):
+        ranked(pool, 2, in_products(with_adapters, 2, 2))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 2), (0, 2), (2, 0)])
@@ -251,6 +273,8 @@ def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, mo
     many = ranked(pool, 2, setup_of(model_path, name="grpo", num_minibatches=3))
     with pytest.raises(UserError, match="num_minibatches: got 3, but each needs a group and the batch has 1"):
         many.step(Batch(1, (make_group(0, (1.0, 0.0)),)))
+    with pytest.raises(UserError, match=r"model\.path: "):
+        ranked(pool, 2, setup_of("no such directory"))
 
 
 @pytest.mark.parametrize(
@@ -264,3 +288,17 @@ def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, mo
 def test_what_ranks_cannot_do_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerSettings(ranks=2, **settings)
+
+
+def test_a_rank_killed_in_the_middle_of_a_step_is_named_at_once_and_none_is_left(model_path: str) -> None:
+    """It is stopped first, so that the other has begun and waits for it in a collective when it dies."""
+    ranks = LocalRanks(2)
+    trainer = RankedTrainer(ranks, setup_of(model_path, name="grpo"), 10 * TIMEOUT_S)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"trainer rank 1 \(pid \d+\) ended by SIGKILL; go on from the last checkpoint"):
+        trainer.step(random_batch(1))
+    assert time.monotonic() - started < TIMEOUT_S  # long before its time was up
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
+    trainer.close()

@@ -1,0 +1,62 @@
+"""Tensor parallelism by a model's own plan: ranks share each block's matrix products, heads and columns.
+
+transformers says in `base_model_tp_plan` which linear layer of a block is cut how; torch does it. What the plan does
+not name (norms, embedding, head) every rank computes whole. The residual stream is whole on all of them, so the rest of
+the trainer sees the model it knows.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from baton.errors import UserError
+from baton.policy.adapters import has_adapters
+
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_WHOLE = ("replicated_with_grad_allreduce",)
+"""Layers that are kept whole, but see only their rank's heads: their gradients are added up over the ranks."""
+
+
+def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
+    """Cut a model's layers over a one-dimensional mesh, in place; return the parameters with gradients to add up.
+
+    Raises UserError for a model without a plan, or whose plan, heads or adapters do not allow it.
+    """
+    plan = _plan_of(model, mesh.size())
+    base = cast(PreTrainedModel, model.base_model)
+    parallelize_module(base, mesh, {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES})
+    whole = [name for name, style in plan.items() if style in _WHOLE]
+    return [
+        parameter
+        for name, module in base.named_modules()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in whole)
+        for parameter in module.parameters()
+    ]
+
+
+def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """Return the plan, checked: pattern of names in the base model → style."""
+    kind, shape = type(model).__name__, model.config.get_text_config()
+    plan: dict[str, str] = getattr(shape, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise UserError(f"trainer.tensor_parallel: transformers has no plan for {kind}; allowed is 1")
+    if unknown := sorted(set(plan.values()) - _STYLES.keys() - set(_WHOLE)):
+        raise UserError(
+            f"trainer.tensor_parallel: the plan of {kind} has layers of style {', '.join(unknown)}, and known are "
+            f"{', '.join((*_STYLES, *_WHOLE))}; allowed is 1"
+        )
+    if has_adapters(model):
+        raise UserError("trainer.tensor_parallel: adapters ([lora]) are in no model's plan; allowed with them is 1")
+    counts = shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    if any(count % size for count in (*counts, shape.intermediate_size)):
+        raise UserError(
+            f"trainer.tensor_parallel: got {size}, but {kind} has {counts[0]} query heads, {counts[1]} key/value heads "
+            f"and {shape.intermediate_size} columns in its MLP; allowed are common divisors of these"
+        )
+    return plan

@@ -1,0 +1,72 @@
+"""What becomes of rank processes that die, hang, or lose their parent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.errors import RankLost, UserError
+from baton.launch.ranks import LocalRanks
+from baton.trainer.ranks import Fault, Listen, Ready, Stepped, error_of
+from baton.types import PolicyVersion
+
+PATIENCE_S = 60.0
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"of ranks {pids} some live on"
+        time.sleep(0.02)
+
+
+def test_a_rank_that_hangs_is_named_when_its_time_is_up_and_is_not_left() -> None:
+    ranks = LocalRanks(1)
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    with pytest.raises(RankLost, match="trainer rank 0 did not answer Listen in 1 s; go on from the last checkpoint"):
+        ranks.ask(Listen(), 0.6)
+    wait_until_gone(ranks.pids)
+
+
+def test_ranks_end_with_their_parent() -> None:
+    code = (
+        "from baton.launch.ranks import LocalRanks; import time; r = LocalRanks(2); "
+        "print(*r.pids, r._scratch, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    *pids, scratch = parent.stdout.readline().split()
+    parent.kill()
+    parent.wait()
+    wait_until_gone([int(pid) for pid in pids])
+    assert not Path(scratch).exists()
+
+
+def test_errors_of_ours_go_before_collectives_that_broke_because_of_them() -> None:
+    ready = Ready(PolicyVersion("a", 0))
+    broken, named = Fault("RuntimeError", "Connection closed by peer"), Fault("UserError", "no such model")
+    assert error_of({0: ready, 1: Stepped(PolicyVersion("a", 1), {})}) is None
+    found = error_of({0: broken, 1: named})
+    assert isinstance(found, UserError)
+    assert str(found) == "no such model"
+    found = error_of({0: ready, 1: broken})
+    assert isinstance(found, RankLost)
+    assert str(found).startswith("trainer rank 1 cannot go on: RuntimeError: Connection closed by peer; go on from")
+    full = Fault("OSError", "no space left", errno.ENOSPC)
+    found = error_of({0: broken, 1: full})
+    assert isinstance(found, OSError)
+    assert found.errno == errno.ENOSPC  # so that the loop says that the disk is full
