@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
 from baton.token_command import token_app
 from baton.trace_command import trace
+from baton.train_command import run_training
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -113,48 +113,12 @@ def train(
     def load(more: Sequence[str]) -> Recipe:
         return load_recipe(Recipe, recipe, [*given, *(overrides or ()), *more])
 
-    loaded = load(())
     if dry_run:
-        _print_dry_run(loaded, as_json)
+        _print_dry_run(load(()), as_json)
         return
 
-    def run(observer: Any, should_stop: Callable[[], bool]) -> Any:
-        if plan is not None and ray is not None:
-            from baton.fleet.ray_run import Order, train_on_ray
-
-            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, should_stop)
-        from baton.build import build_loop
-
-        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=should_stop)
-        try:
-            loop.train()
-        finally:
-            loop.close()
-        return loop
-
-    _train(run, loaded.run.steps, as_json)
-
-
-def _train(run: Callable[[Any, Callable[[], bool]], Any], steps: int, as_json: bool) -> None:
-    """Have a loop run before the terminal, and report on it."""
-    from baton.progress import TerminalObserver
-    from baton.report import print_report, summarise
-
-    stop = _StopRequest()
-    console = err if as_json else out
-    with TerminalObserver(console, steps) as observer, stop:
-        loop = run(observer, lambda: stop.is_requested)
-    report = summarise(loop.run)
-    loop.run.write_report(msgspec.to_builtins(report))
-    if as_json:
-        _print_json(report)
-    else:
-        print_report(out, report)
-    if loop.state.step < steps:
-        console.print(
-            f"stopped after step {loop.state.step} of {steps}; go on with the same command and --resume",
-            highlight=False,
-        )
+    where = None if plan is None or ray is None else (plan, ray)
+    run_training(load, where, resume=resume, overwrite=overwrite, as_json=as_json)
 
 
 @app.command()
@@ -356,27 +320,6 @@ app.add_typer(token_app, name="token")
 app.add_typer(cluster_app, name="cluster")
 app.command(hidden=True)(engine)
 app.command(hidden=True)(rank)
-
-
-class _StopRequest:
-    """Ctrl-C once asks for a clean stop, twice leaves at once."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self._before: Any = None
-
-    def __enter__(self) -> _StopRequest:
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _on_interrupt(self, *_: object) -> None:
-        if self.is_requested:
-            raise KeyboardInterrupt
-        self.is_requested = True
-        err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
 
 
 def _print_dry_run(recipe: Any, as_json: bool) -> None:

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "swarm_commands",
         "cluster_command",
         "child_commands",
+        "train_command",
     ),
     ("cli",),
     ("__main__",),

@@ -136,7 +136,7 @@ def _is_fault(answer: Any) -> bool:
     return isinstance(answer, bytes) and isinstance(decode_from_rank(answer), Fault)
 
 
-def _cause(lost: RankLost, answers: Mapping[int, Any]) -> BatonError:
+def _cause(lost: RankLost, answers: Mapping[int, Any]) -> BatonError | OSError:
     """Return the named error that another rank had answered with, else the loss itself."""
     said = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
     error = error_of(said)

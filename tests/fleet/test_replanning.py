@@ -1,4 +1,4 @@
-"""Machines come and go under a running plan: the planner is asked, and its answer is workers to begin, end and weigh."""
+"""Machines come and go under a running plan: the planner's answer is workers to begin, to end and to weigh."""
 
 from __future__ import annotations
 
