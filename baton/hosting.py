@@ -22,7 +22,7 @@ from baton.rollout.engines.rescore import Rescorer
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Grant, Role, TokenFile, write_private
 from baton.swarm.checks import Limits, check_report
-from baton.swarm.crew import Crew, HubAccess
+from baton.swarm.crew import Crew, HubAccess, OwnWorkers
 from baton.swarm.desk import Outside, Span
 from baton.swarm.examiner import Author, Examiner, Quarantine, Scorer
 from baton.swarm.hub import Hub, HubParts
@@ -188,26 +188,16 @@ class _Host:
         )
         if crew is not None:
             crew.begin(self._access(url))
-
-        def look_after() -> None:
-            local.look_after()
-            if crew is not None:
-                crew.look_after()
-
-        def dismiss() -> None:
-            local.close()
-            if crew is not None:
-                crew.close()
-
+        own = OwnWorkers(local, crew)
         return SwarmPort(
             PortParts(
                 self.hub,
                 self.publisher,
                 self.store,
                 str(self.shared or ""),
-                look_after,
-                crew.broadcast if crew is not None else lambda tensors, version: False,
-                dismiss,
+                own.look_after,
+                own.broadcast,
+                own.close,
                 self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,

@@ -76,8 +76,11 @@ class RayCluster:
 
         remove_placement_group(group)
 
-    def options(self, group: Any, index: int, resources: Mapping[str, float]) -> dict[str, Any]:
-        """Return an actor's options for a bundle of a placement group."""
+    def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
+        """Return an actor's options for a bundle of a placement group.
+
+        An actor that asks for no `GPU` sees those of its machine nevertheless: its type came by another resource.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}
@@ -87,6 +90,13 @@ class RayCluster:
             "resources": rest,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             "max_restarts": 0,
+            "runtime_env": {
+                "env_vars": {
+                    "OMP_NUM_THREADS": str(threads),
+                    "GOMP_SPINCOUNT": "10000",
+                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                }
+            },
         }
 
     def on_node(self, node: str) -> dict[str, Any]:
@@ -107,7 +117,6 @@ class RayCluster:
 def import_ray() -> Any:
     """Return the module, quiet and without its usage statistics. Raises UserError where it is not installed."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError as error:

@@ -178,7 +178,9 @@ class RayCrew:
         node = next(node for node, name in self._names.items() if name == post.machine)
         self._weights[post.name] = post.weight
         group = cluster.reserve([(node, post.resources)], f"baton-{post.name}")
-        seat = cluster.ray.remote(WorkerSeat).options(**cluster.options(group, 0, post.resources), max_concurrency=4)
+        seat = cluster.ray.remote(WorkerSeat).options(
+            **cluster.options(group, 0, post.resources, post.threads), max_concurrency=4
+        )
         shared = "" if parts.broadcast is None else parts.broadcast.directory(node)
         actor = seat.remote(self._start(post, shared))
         self._seats[post.name] = _Seat(post, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic())

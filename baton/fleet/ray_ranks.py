@@ -46,9 +46,7 @@ class RayRanks:
             self._await_group()
             for rank, post in enumerate(posts):
                 place = Place(rank=rank, size=len(posts), threads=post.threads)
-                options = cluster.options(self._group, rank, post.resources)
-                environment = {"env_vars": {"OMP_NUM_THREADS": str(post.threads), "GOMP_SPINCOUNT": "10000"}}
-                actor = seat.options(**options, runtime_env=environment)
+                actor = seat.options(**cluster.options(self._group, rank, post.resources, post.threads))
                 address = machines[post.machine].address
                 self._actors.append(actor.remote(encode(place), str(Path.cwd()), address))
             pids = [actor.pid.remote() for actor in self._actors]

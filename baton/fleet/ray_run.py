@@ -88,11 +88,11 @@ class _Fleet:
                 restarts += 1
                 self.observer.said(f"{lost}")
                 self.observer.said(f"restart {restarts} of {self.max_restarts} from the last checkpoint")
-            time.sleep(NOTICE_S)
-            self._plan_what_is_left()
+                time.sleep(NOTICE_S)
+                self._plan_what_is_left(lost)
 
-    def _plan_what_is_left(self) -> None:
-        """Where a machine of the plan's is gone, plan for those there are; raises UserError for no plan."""
+    def _plan_what_is_left(self, lost: RankLost) -> None:
+        """Where a machine of the plan's is gone, plan for those there are. Raises RankLost where there is no plan."""
         there = self._machines(self.names)
         gone = set(self.names.values()) - {machine.name for machine in there}
         try:
@@ -100,7 +100,10 @@ class _Fleet:
         except UserError:
             gone = gone or {"a machine"}
         if gone:
-            self.observer.said(self.planner.anew(there))
+            try:
+                self.observer.said(self.planner.anew(there))
+            except UserError as error:
+                raise RankLost(f"{lost}; and the machines that are left cannot take over: {error}") from error
 
     def _attempt(self) -> Loop:
         from baton.build import build_loop

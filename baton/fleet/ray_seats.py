@@ -27,7 +27,6 @@ GRACE_S: Final = 20.0
 """In which a worker puts down what it has when it is to leave."""
 MAX_WORDS: Final = 2000
 """Characters of a worker's log that are handed on when it has ended."""
-_COURIER: Final = "baton-courier-"
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -44,6 +43,18 @@ class WorkerStart(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
     """See `baton worker --engine-option`."""
     shared: str = ""
+
+
+def own_directory(what: str) -> Path:
+    """Make a directory of this process in memory, and remove those that killed ones of this machine have left."""
+    memory = Path("/dev/shm")
+    where = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    prefix = f"baton-{what}-{socket.gethostname()}-"
+    for old in where.glob(f"{prefix}*"):
+        pid = old.name.removeprefix(prefix).split("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=where))
 
 
 class WorkerSeat:
@@ -114,7 +125,9 @@ class RankSeat:
         os.chdir(directory)
         told = decode_to_rank(place)
         assert isinstance(told, Place), f"a rank is told its place first, not {type(told).__name__}"
-        self._server = RankServer(msgspec.structs.replace(told, host=address, interface=interface_of(address)))
+        self._scratch = own_directory("rank")
+        where = {"host": address, "interface": interface_of(address), "scratch": str(self._scratch)}
+        self._server = RankServer(msgspec.structs.replace(told, **where))
 
     def handle(self, message: bytes) -> bytes:
         """Answer a message."""
@@ -137,6 +150,7 @@ class RankSeat:
     def close(self) -> None:
         """Leave the group, and remove what was written."""
         self._server.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def interface_of(address: str) -> str:
@@ -162,13 +176,7 @@ class Courier:
     """
 
     def __init__(self) -> None:
-        memory = Path("/dev/shm")
-        where = memory if memory.is_dir() else Path(tempfile.gettempdir())
-        for old in where.glob(f"{_COURIER}*"):  # of couriers that were killed
-            pid = old.name.removeprefix(_COURIER).split("-")[0]
-            if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-                shutil.rmtree(old, ignore_errors=True)
-        self._directory = Path(tempfile.mkdtemp(prefix=f"{_COURIER}{os.getpid()}-", dir=where))
+        self._directory = own_directory("courier")
 
     def where(self) -> str:
         """The directory for `baton worker --shared`."""

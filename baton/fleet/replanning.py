@@ -76,7 +76,7 @@ class Replanner:
     def anew(self, machines: Sequence[Machine]) -> str:
         """Plan for a trainer that begins again, wherever that is; return what to say. Raises UserError for no plan."""
         chosen = self._least_moves(self._options(machines))
-        self.plan = chosen.plan
+        self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
         return f"planned anew ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} a step expected"
 
     def _options(self, machines: Sequence[Machine]) -> tuple[Option, ...]:

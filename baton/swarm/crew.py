@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from baton.swarm.local import LocalWorkers
 from baton.types import PolicyVersion
 
 
@@ -46,3 +47,27 @@ class Crew(Protocol):
     def close(self) -> None:
         """End them all. May be called twice."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWorkers:
+    """All workers that a run has started itself: this machine's, and those of a crew where there is one."""
+
+    local: LocalWorkers
+    crew: Crew | None
+
+    def look_after(self) -> None:
+        """See `Crew`."""
+        self.local.look_after()
+        if self.crew is not None:
+            self.crew.look_after()
+
+    def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
+        """See `Crew`; False without one."""
+        return self.crew is not None and self.crew.broadcast(tensors, version)
+
+    def close(self) -> None:
+        """End them all."""
+        self.local.close()
+        if self.crew is not None:
+            self.crew.close()
