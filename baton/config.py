@@ -112,8 +112,8 @@ class Recipe(Settings):
         others = {"engine.processes": self.engine.processes, "swarm": self.swarm.is_on, "engine.kind": foreign}
         for name in (name for name, is_set in others.items() if is_set):
             raise ValueError(
-                f'rollout.placement: got "colocated", but with {name} the engines are in processes of their own; '
-                "allowed is the one embedded engine in the trainer's process"
+                f'rollout.placement: got "colocated", but with {name} engine and trainer are not in one process; '
+                "allowed is one trainer with the embedded engine beside it"
             )
 
     def _check_publish_period(self) -> None:
