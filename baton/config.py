@@ -131,8 +131,8 @@ class Recipe(Settings):
         apart["trainer.ranks"] = self.trainer.ranks > 1
         for name in (name for name, is_set in apart.items() if is_set):
             raise ValueError(
-                f'rollout.placement: got "colocated", but with {name} engine and trainer are in processes of their '
-                "own; allowed is the one embedded engine in the process of a trainer of one rank"
+                f'rollout.placement: got "colocated", but with {name} engine and trainer are not in one process; '
+                "allowed is one trainer with the embedded engine beside it"
             )
 
     def _check_publish_period(self) -> None:

@@ -96,7 +96,8 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
         f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}\n"
         f"parameters: {needs.parameters:,}\n"
         f"memory: trainer {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained), "
-        f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations\n"
+        f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations"
+        f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}\n"
         f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"
         + "".join(f"{note}\n" for note in recipe.algorithm.notes())

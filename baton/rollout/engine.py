@@ -41,6 +41,9 @@ class EngineSettings(Settings):
     cuda_graphs: bool = False
     """On CUDA: decode by CUDA graphs, one for each number of scanned positions, where they give the same bits. For the
     kind `embedded` only. Not tried on a GPU yet."""
+    row_attention: bool = False
+    """On CUDA, in bfloat16: a decode step attends to each row's own length; by default all rows scan as far as the
+    longest. For the kind `embedded` only. Not tried on a GPU yet."""
     vllm: VllmSettings = VllmSettings()
     """Of the kind `vllm`."""
     sglang: SglangSettings = SglangSettings()
@@ -53,6 +56,8 @@ class EngineSettings(Settings):
                 f'processes: got {self.processes}, but with kind = "{self.kind}" the engine has processes of its own: '
                 "leave it out; several engines are several workers (baton worker --engine)"
             )
+        if self.row_attention and self.dtype != "bfloat16":
+            raise ValueError(f'row_attention: got true, but it needs dtype = "bfloat16", not "{self.dtype}"')
         if self.kind != "embedded" and self.report_routing:
             raise ValueError(f'report_routing: got true, but only the kind "embedded" does, not "{self.kind}"')
         return self

@@ -26,30 +26,39 @@ class Wordless:
         return ""
 
 
-def make_engine(shape: str, scale: Scale, device: torch.device, *, cuda_graphs: bool) -> EmbeddedEngine:
+WAYS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "graphs": {"cuda_graphs": True},
+    "rows": {"row_attention": True},
+    "rows, graphs": {"row_attention": True, "cuda_graphs": True},
+}
+"""Settings of the engine; on a CPU there is but the first."""
+
+
+def make_engine(shape: str, scale: Scale, device: torch.device, *, way: str) -> EmbeddedEngine:
     """Make an engine of random weights; bfloat16 on CUDA. Nothing ends a response but its length."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     settings = EngineSettings(
         slots=scale.slots,
         max_context_tokens=scale.longest_context,
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        cuda_graphs=cuda_graphs,
+        **WAYS[way],
     )
     return EmbeddedEngine(make_model(shape, dtype, device), Wordless(), settings, PolicyVersion("bench", 0), ())  # type: ignore[arg-type]
 
 
 def measure_decode(
-    shape: str, scale: Scale, device: torch.device, bytes_per_s: float, *, cuda_graphs: bool
+    shape: str, scale: Scale, device: torch.device, bytes_per_s: float, *, way: str
 ) -> list[dict[str, Any]]:
     """Time full-width decode steps: all rows at each context, and rows of all lengths up to the longest one."""
-    engine = make_engine(shape, scale, device, cuda_graphs=cuda_graphs)
+    engine = make_engine(shape, scale, device, way=way)
     longest = max(scale.contexts)
     cases = [(str(context), [context] * scale.slots) for context in scale.contexts]
     cases.append(("mixed", [max(1, longest * (i + 1) // scale.slots) for i in range(scale.slots)]))
     keys = itertools.count()
     found = []
     for name, contexts in cases:
-        found.append({"context": name, "cuda_graphs": cuda_graphs, **_timed(engine, contexts, scale, device, keys)})
+        found.append({"context": name, "way": way, **_timed(engine, contexts, scale, device, keys)})
     spec, width = spec_of(shape), 2 if device.type == "cuda" else 4
     weight_bytes, kv_bytes = spec.params * width, spec.kv_bytes_per_token(width)
     for case in found:
@@ -62,7 +71,7 @@ def measure_decode(
             "tokens_per_s": scale.slots / case["step_s"],
             "roofline_tokens_per_s": scale.slots * bytes_per_s / own,
             "of_roofline": own / bytes_per_s / case["step_s"],
-            "of_roofline_as_scanned": scanned / bytes_per_s / case["step_s"],
+            "of_roofline_as_scanned": (own if "rows" in way else scanned) / bytes_per_s / case["step_s"],
         }
     return found
 

@@ -51,9 +51,9 @@ def steps_needed(cap: int, scale: Scale) -> float:
     return (WARM_UP + STEPS) * (cap + 1.3 * full + (cap + 2 * full) + 1.3 * full)
 
 
-def measure_modes(shape: str, scale: Scale, device: torch.device, *, cap: int, cuda_graphs: bool) -> dict[str, Any]:
+def measure_modes(shape: str, scale: Scale, device: torch.device, *, cap: int, way: str) -> dict[str, Any]:
     """Let sync, partial, async and the control take turns on one engine."""
-    engine = make_engine(shape, scale, device, cuda_graphs=cuda_graphs)
+    engine = make_engine(shape, scale, device, way=way)
     model = engine._network.model
     found = bench_engine(
         engine,
@@ -66,7 +66,7 @@ def measure_modes(shape: str, scale: Scale, device: torch.device, *, cap: int, c
         steps=STEPS,
         warm_up=WARM_UP,
     )
-    return {"shape": shape, "cap": cap, "is_simulated": False, **msgspec.to_builtins(found)}
+    return {"shape": shape, "cap": cap, "way": way, "is_simulated": False, **msgspec.to_builtins(found)}
 
 
 def simulate_modes(

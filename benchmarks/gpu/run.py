@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import measure_decode
+from decode import WAYS, measure_decode
 from modes import measure_modes, simulate_modes, steps_needed
 from shapes import FULL, TINY, Scale, copied_bytes_per_s, known_gpu
 from table import make_table
 from train import measure_train
 
+from baton.errors import UserError
 from baton.policy.load import torch_device
 from baton.policy.threads import set_up_threads
 
@@ -72,8 +73,13 @@ def measure(
     found["device"] = {"copied_bytes_per_s": copied, "bytes_per_s": bytes_per_s, "flops": gpu and gpu.flops}
     found |= {"decode": [], "train": [], "modes": [], "simulated": []}
     for shape in scale.shapes:
-        for cuda_graphs in (False, True) if device.type == "cuda" else (False,):
-            found["decode"] += measure_decode(shape, scale, device, bytes_per_s, cuda_graphs=cuda_graphs)
+        for way in WAYS if device.type == "cuda" else ("plain",):
+            try:
+                found["decode"] += measure_decode(shape, scale, device, bytes_per_s, way=way)
+            except (UserError, RuntimeError, NotImplementedError) as error:
+                if way == "plain":
+                    raise
+                found["skipped"].append(f"decode of {shape} by {way}: {type(error).__name__}: {error}"[:500])
             free(device)
             keep()
         found["train"].append(measure_train(shape, scale, device, gpu.flops if gpu is not None else None))
@@ -90,8 +96,7 @@ def measure(
                 f"the long-tail benchmark of {shape}: {share_s:.0f} s left, steps of {step_s:.3f} s"
             )
         else:
-            graphs = bool(decode[0]["cuda_graphs"])
-            found["modes"].append(measure_modes(shape, scale, device, cap=cap, cuda_graphs=graphs))
+            found["modes"].append(measure_modes(shape, scale, device, cap=cap, way=decode[0]["way"]))
             prefill_s = found["modes"][-1]["prefill_ms_per_token"] / 1000
         found["simulated"] += simulate_modes(shape, scale, decode, prefill_s)
         free(device)
@@ -99,11 +104,8 @@ def measure(
 
 
 def fastest(cases: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
-    """Return a shape's decode cases of equal rows, with or without graphs: whichever are faster."""
-    sides = [
-        [c for c in cases if c["shape"] == shape and c["cuda_graphs"] is graphs and c["context"] != "mixed"]
-        for graphs in (False, True)
-    ]
+    """Return a shape's decode cases of equal rows, in the fastest way."""
+    sides = [[c for c in cases if c["shape"] == shape and c["way"] == way and c["context"] != "mixed"] for way in WAYS]
     return min((side for side in sides if side), key=lambda side: sum(case["step_s"] for case in side))
 
 

@@ -13,11 +13,11 @@ def make_table(found: dict[str, Any]) -> str:
         f"{machine['device']}, {machine['torch']}, commit {machine['commit'][:12]}; memory "
         f"{device['bytes_per_s'] / 1e12:.2f} TB/s (a copy reaches {device['copied_bytes_per_s'] / 1e12:.2f}).{toy}",
         "",
-        "| model | context | CUDA graphs | step, ms | tokens/s | of the roofline | … of what it scans |",
+        "| model | context | decode | step, ms | tokens/s | of the roofline | … of what it scans |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {c['shape']} | {c['context']} | {'yes' if c['cuda_graphs'] else 'no'} | {1000 * c['step_s']:.2f} | "
+        f"| {c['shape']} | {c['context']} | {c['way']} | {1000 * c['step_s']:.2f} | "
         f"{c['tokens_per_s']:,.0f} | {c['of_roofline']:.0%} | {c['of_roofline_as_scanned']:.0%} |"
         for c in found["decode"]
     ]

@@ -48,8 +48,11 @@ class Asked:
 class SglangServer:
     """The server, in a thread of its own. Settings and faults may be changed while it runs."""
 
-    def __init__(self, engine: EmbeddedEngine, *, is_incremental: bool = False, key: str | None = None) -> None:
-        self.engine, self.is_incremental, self.key = engine, is_incremental, key
+    def __init__(
+        self, engine: EmbeddedEngine, *, is_incremental: bool = False, key: str | None = None, is_old: bool = False
+    ) -> None:
+        """is_old: it knows the names that newer servers have given up."""
+        self.engine, self.is_incremental, self.key, self.is_old = engine, is_incremental, key, is_old
         self.is_retracting = False
         """Whether what is aborted had been put back into the queue before, for want of memory."""
         self.arrival_s = 0.0
@@ -93,10 +96,9 @@ class SglangServer:
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/get_server_info", self._server_info),
-                web.get("/get_model_info", self._model_info),
-                web.get("/get_load", self._get_load),
-                web.get("/v1/loads", self._v1_loads),
+                web.get("/get_server_info" if self.is_old else "/server_info", self._server_info),
+                web.get("/get_model_info" if self.is_old else "/model_info", self._model_info),
+                web.get("/get_load", self._get_load) if self.is_old else web.get("/v1/loads", self._v1_loads),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
                 web.post("/update_weights_from_disk", self._update),
@@ -171,8 +173,7 @@ class SglangServer:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = {"context_length": self.context_length, "version": "contract"}
-        if self.is_incremental:
-            info["incremental_streaming_output"] = True
+        info["stream_output" if self.is_old else "incremental_streaming_output"] = self.is_incremental
         return web.json_response(info)
 
     async def _model_info(self, request: web.Request) -> web.Response:

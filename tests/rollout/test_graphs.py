@@ -43,7 +43,7 @@ class Recorder:
 
 def test_a_shape_is_captured_once_proven_on_its_first_inputs_and_replayed_from_then_on() -> None:
     recorder = Recorder()
-    steps = GraphedSteps(recorder.step, recorder.capture)
+    steps = GraphedSteps(recorder.step, lambda: recorder.capture)
     first = steps(IDS, POSITIONS, 16)
     for _ in range(3):
         assert steps(IDS + 1, POSITIONS, 16).tolist() == [[423.0], [625.0]]
@@ -57,7 +57,7 @@ def test_a_shape_is_captured_once_proven_on_its_first_inputs_and_replayed_from_t
 
 def test_a_graph_of_other_bits_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(error=0.5)
-    steps = GraphedSteps(recorder.step, recorder.capture)
+    steps = GraphedSteps(recorder.step, lambda: recorder.capture)
     for _ in range(3):
         assert steps(IDS, POSITIONS, 16).tolist() == [[323.0], [525.0]]
     assert (len(recorder.eager), len(recorder.captured), len(recorder.replayed)) == (3, 1, 1)
@@ -66,7 +66,7 @@ def test_a_graph_of_other_bits_is_not_used(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_step_that_cannot_be_captured_is_done_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(breaks_at=16)
-    steps = GraphedSteps(recorder.step, recorder.capture)
+    steps = GraphedSteps(recorder.step, lambda: recorder.capture)
     for length in (16, 16, 32, 32):
         assert steps(IDS, POSITIONS, length).tolist() == [[307.0 + length], [509.0 + length]]
     assert (recorder.captured, recorder.replayed) == ([(2, 32)], [(2, 32), (2, 32)])
@@ -76,7 +76,7 @@ def test_a_step_that_cannot_be_captured_is_done_as_it_is(caplog: pytest.LogCaptu
 
 def test_graphs_end_with_the_memory_that_they_read() -> None:
     recorder = Recorder()
-    steps = GraphedSteps(recorder.step, recorder.capture)
+    steps = GraphedSteps(recorder.step, lambda: recorder.capture)
     steps(IDS, POSITIONS, 16)
     steps.release()
     steps(IDS, POSITIONS, 16)

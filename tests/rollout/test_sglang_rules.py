@@ -15,11 +15,11 @@ from baton.rollout.engine import Engine
 
 @pytest.fixture
 def any_engine(embedded: Any, sglang: Any) -> Iterator[Callable[..., Engine]]:
-    """Build an engine with a server of its own, whose events have the new tokens only."""
+    """Build an engine with a server of its own: an older one, whose events have the new tokens only."""
     servers: list[SglangServer] = []
 
     def build(**settings: object) -> Engine:
-        servers.append(SglangServer(embedded("llama", report_every_tokens=1), is_incremental=True))
+        servers.append(SglangServer(embedded("llama", report_every_tokens=1), is_incremental=True, is_old=True))
         engine: Engine = sglang(servers[-1], name="llama", shape=settings)
         return engine
 

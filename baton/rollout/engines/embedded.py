@@ -68,6 +68,7 @@ class EmbeddedEngine:
             settings.slots,
             settings.max_context_tokens,
             uses_graphs=settings.cuda_graphs and not settings.report_routing,  # in a graph nobody sees the routers
+            attends_by_row=settings.row_attention and model.device.type == "cuda",
         )
         self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}

@@ -36,8 +36,9 @@ Capture = Callable[[Step, Tensor, Tensor, int], Captured]
 class GraphedSteps:
     """A step, by graphs where they give the same bits."""
 
-    def __init__(self, step: Step, capture: Capture) -> None:
-        self._step, self._capture = step, capture
+    def __init__(self, step: Step, make_capture: Callable[[], Capture]) -> None:
+        self._step, self._make_capture = step, make_capture
+        self._capture = make_capture()
         self._captured: dict[tuple[int, int], Captured | None] = {}
         """By width and scanned positions; None where the step itself has to do."""
 
@@ -54,6 +55,7 @@ class GraphedSteps:
     def release(self) -> None:
         """Forget all graphs, with their memory."""
         self._captured.clear()
+        self._capture = self._make_capture()  # with another pool: the old one ends with its last graph
 
     def _proven(self, ids_W: Tensor, position_W: Tensor, kv_length: int, expected_WV: Tensor) -> Captured | None:
         """Capture a step; None where that fails or gives other bits. Running it again writes the same keys again."""

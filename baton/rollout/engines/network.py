@@ -39,6 +39,7 @@ from baton.rollout.engines.cache import (
 from baton.rollout.engines.fit import check_fit
 from baton.rollout.engines.graphs import CudaCapture, GraphedSteps, Step
 from baton.rollout.engines.packed import PackedLinears
+from baton.rollout.engines.row_attention import Rows, attend_by_row
 
 _PREFILL_TOKENS = 512
 """A prefill computes at most this many tokens, or one row where the ids alone are longer."""
@@ -65,12 +66,22 @@ class Network:
     """The model, its slots and its masks."""
 
     def __init__(
-        self, model: PreTrainedModel, slots: int, max_context_tokens: int, *, uses_graphs: bool = False
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        max_context_tokens: int,
+        *,
+        uses_graphs: bool = False,
+        attends_by_row: bool = False,
     ) -> None:
         """Allocate the slots. Raises UserError for a model that cannot be driven through them.
 
         uses_graphs: whether `step` goes by CUDA graphs, where the device is one for them.
+        attends_by_row: whether decode attends to each row's own length (`row_attention.py`) and spans the whole cache.
         """
+        self._attends_by_row = attends_by_row
+        if attends_by_row:
+            attend_by_row(model)
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.device: torch.device = model.device
@@ -99,7 +110,7 @@ class Network:
         self._prefill_rows: dict[int, tuple[int, ...]] = {}
         """By length: ascending numbers of rows, all of which give a row the same bits."""
         self.cache = self._proven_cache()
-        self._graphed = GraphedSteps(self.decode, CudaCapture()) if uses_graphs and self.device.type == "cuda" else None
+        self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
         self.step: Step = self._graphed or self.decode
         """`decode`, with logits that the next step may overwrite."""
 
@@ -130,7 +141,9 @@ class Network:
         """Feed one id per slot, from the lowest on, at its own position; return the logits [W, V]."""
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
+            rows = {"rows": Rows.of(position_W, kv_length)} if self._attends_by_row else {}
             output = self.model(
+                **rows,
                 input_ids=ids_W[:, None],
                 attention_mask=self._masks.additive(position_W[:, None, None, None], kv_length),
                 position_ids=position_W[:, None],
@@ -284,7 +297,7 @@ class Network:
         full_WV = logits(self._width, last, full)
         narrower = [w for w in _widths(self._width) if self.device.type == "cpu"]
         widths = [w for w in narrower if torch.equal(logits(w, last, full), full_WV[:w])]
-        shorter = [n for n in _kv_lengths(full) if n <= last]
+        shorter = [n for n in _kv_lengths(full) if n <= last and not self._attends_by_row]
         lengths = [n for n in shorter if torch.equal(logits(self._width, n - 1, n), logits(self._width, n - 1, full))]
         return (*widths, self._width), (*lengths, full)
 

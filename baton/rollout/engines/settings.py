@@ -33,7 +33,7 @@ class VllmSettings(Settings):
 class SglangSettings(Settings):
     """[engine.sglang] one running SGLang server that nobody else uses. `engine.slots` and `max_context_tokens` hold."""
 
-    url: str | None = None
+    url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     """Where it is, such as http://127.0.0.1:30000."""
     key_variable: str | None = None
     """Environment variable with the key that it was started with (--api-key), where it was."""

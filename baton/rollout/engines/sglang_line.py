@@ -31,6 +31,9 @@ import aiohttp
 
 from baton.errors import DeadlineExceeded, EngineFault
 from baton.rollout.engines.sglang_wire import (
+    LOADS,
+    MODEL_INFO,
+    SERVER_INFO,
     Event,
     Server,
     abort_body,
@@ -47,6 +50,8 @@ _ASK_AGAIN_S = 0.1
 _CLOSE_S = 5.0
 _LONGEST_ANSWER = 1 << 20
 """Bytes of an answer that is no stream."""
+_LACKS = object()
+"""Said in the stead of a server that does not know a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +176,17 @@ class SglangLine:
                     f"{self.name} was not up within {timeout_s:.0f} s (engine.sglang.start_timeout_s)"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
-        self._server = read_server(await self._ask("GET", "/get_server_info"))
+        self._server = read_server(await self._ask_either(SERVER_INFO))
         self._ender = self._loop.create_task(self._keep_ending())
 
     async def _stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
         if hasattr(self, "_ender"):
             self._ender.cancel()
-            with contextlib.suppress(EngineFault):
-                await self._ask("POST", "/abort_request", {"rid": self._session_name, "abort_all": False})
+            for key in list(self._tasks):
+                with contextlib.suppress(EngineFault):
+                    await self._ask("POST", "/abort_request", abort_body(self._rid(key)))
+        for task in list(self._tasks.values()):
+            task.cancel()
         if hasattr(self, "_http"):
             await self._http.close()
 
@@ -201,7 +207,7 @@ class SglangLine:
         )
         said: Grown | Lost | None = None
         try:
-            async with self._http.post(f"{self._url}/generate", json=body) as answer:
+            async with self._http.post(f"{self._url}/generate", json=body, allow_redirects=False) as answer:
                 if answer.status != 200:
                     text = (await answer.content.read(500)).decode(errors="replace")
                     raise EngineFault(f"HTTP {answer.status}: {text}")
@@ -234,14 +240,9 @@ class SglangLine:
     async def _quiesce(self) -> None:
         while True:
             await self._ask("POST", "/abort_request", abort_body(None))
-            if not self._tasks and load_of(await self._ask_load()) == 0:
+            if not self._tasks and load_of(await self._ask_either(LOADS)) == 0:
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
-
-    async def _ask_load(self) -> Any:
-        """`/v1/loads` in newer servers, `/get_load` in older ones."""
-        path = "/v1/loads?include=core" if self._server.has_new_loads else "/get_load"
-        return await self._ask("GET", path)
 
     async def _load(self, directory: str, label: str) -> None:
         body = {"model_path": directory, "load_format": "safetensors", "weight_version": label}
@@ -249,21 +250,33 @@ class SglangLine:
         if not isinstance(answer, dict) or not answer.get("success"):
             raise EngineFault(f"{self.name} did not take the weights in {directory}: {answer}")
         await self._ask("POST", "/flush_cache", is_json=False)
-        info = await self._ask("GET", "/get_model_info")
+        info = await self._ask_either(MODEL_INFO)
         holds = info.get("weight_version") if isinstance(info, dict) else None
         if holds != label:
             raise EngineFault(f"{self.name} was given weights {label} and says that it holds {holds}")
 
-    async def _ask(self, method: str, path: str, body: Any = None, *, is_json: bool = True) -> Any:
+    async def _ask_either(self, paths: Sequence[str]) -> Any:
+        """Ask at the first of several names that the server knows."""
+        *others, last = paths
+        for path in others:
+            answer = await self._ask("GET", path, may_lack=True)
+            if answer is not _LACKS:
+                return answer
+        return await self._ask("GET", last)
+
+    async def _ask(
+        self, method: str, path: str, body: Any = None, *, is_json: bool = True, may_lack: bool = False
+    ) -> Any:
         """One small call. Raises EngineFault for any answer but 200, for one too long, and for none."""
         what = f"{self.name}: {method} {path}"
         try:
-            async with self._http.request(method, self._url + path, json=body) as answer:
-                text = await read_json(answer.content, _LONGEST_ANSWER) if is_json and answer.status == 200 else None
+            async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:
+                if may_lack and answer.status == 404:
+                    return _LACKS
                 if answer.status != 200:
                     said = (await answer.content.read(500)).decode(errors="replace").strip()
                     raise EngineFault(f"{what}: HTTP {answer.status}: {said}")
-                return text
+                return await read_json(answer.content, _LONGEST_ANSWER) if is_json else None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineFault(f"{what}: {type(error).__name__}: {error}") from error
 

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 from aiohttp import StreamReader
 
+from baton.errors import EngineFault
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -29,8 +31,6 @@ class Server:
     """Whether the events of a stream have new tokens only."""
     context_length: int | None = None
     """Tokens that a request may have."""
-    has_new_loads: bool = False
-    """Whether it says its load at /v1/loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,10 @@ class _Event(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
+SERVER_INFO = ("/server_info", "/get_server_info")
+MODEL_INFO = ("/model_info", "/get_model_info")
+LOADS = ("/v1/loads?include=core", "/get_load")
+"""What newer servers answer to, and older ones."""
 _EVENT = msgspec.json.Decoder(_Event)
 
 
@@ -90,24 +94,23 @@ def abort_body(rid: str | None) -> dict[str, Any]:
 
 
 def read_server(info: Any) -> Server:
-    """Read `/get_server_info`. Raises ValueError for what is no object."""
+    """Read `/server_info`. Raises EngineFault for what is no object."""
     if not isinstance(info, dict):
-        raise ValueError(f"/get_server_info answered {str(info)[:100]!r}")
+        raise EngineFault(f"an SGLang server says of itself {str(info)[:100]!r}")
     length = info.get("context_length")
     return Server(
         is_incremental=bool(info.get("incremental_streaming_output") or info.get("stream_output")),
         context_length=length if isinstance(length, int) else None,
-        has_new_loads="incremental_streaming_output" in info,  # it came after /v1/loads
     )
 
 
 def load_of(answer: Any) -> int:
-    """Return the requests that a server still has, from `/get_load` or `/v1/loads`. Raises ValueError for others."""
+    """Return the requests that a server still has, from `/get_load` or `/v1/loads`. Raises EngineFault for others."""
     if isinstance(answer, dict) and "loads" in answer:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]
     if not parts or not all(isinstance(part, dict) for part in parts):
-        raise ValueError(f"its load is {str(answer)[:100]!r}")
+        raise EngineFault(f"an SGLang server says that its load is {str(answer)[:100]!r}")
     return sum(_requests(part) for part in parts)
 
 
@@ -116,7 +119,7 @@ def _requests(part: dict[str, Any]) -> int:
     counts = [total] if total is not None else [part.get("num_running_reqs"), part.get("num_waiting_reqs")]
     known = [count for count in counts if isinstance(count, int)]
     if len(known) < len(counts):
-        raise ValueError(f"its load is {str(part)[:100]!r}")
+        raise EngineFault(f"an SGLang server says that its load is {str(part)[:100]!r}")
     return sum(known)
 
 
