@@ -16,6 +16,8 @@ from baton.workload import Workload, constant
 ROUNDS = 400
 LEAST, MOST = 1e-6, 1.0
 """Range of shares."""
+BACKWARD = 0.5, 10.0
+"""The same of forward passes that a backward pass is worth."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -31,6 +33,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Of a decode step of the whole batch, of its prefill, of a train step, of a batch to its end."""
     predicted_s: float = 0.0
     """By the cost model after the fit."""
+    trained_share: float = 1.0
+    """Of groups that have an advantage, in a train step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -43,13 +47,26 @@ def predicted_s(model: ModelSpec, work: Workload, place: Place, devices: int, po
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
-        return point.batch * prefill_s(model, place, 1, (model.num_layers,), point.context, point.context**2)
+        each = prefill_s(model, place, 1, (model.num_layers,), point.context, point.context**2)
+        return place.efficiency.prefill_overhead_s + point.batch * each
+    return train_step_s(model, work, place, devices, point.batch, point.context, point.trained_share)
+
+
+def train_step_s(
+    model: ModelSpec, work: Workload, place: Place, devices: int, count: int, tokens: float, trained_share: float
+) -> float:
+    """What the cost model says of a train step of so many trajectories of so many tokens."""
     load = msgspec.structs.replace(
-        work, groups=1, group_size=point.batch, prompt=constant(1e-9), output=constant(point.context), trained_share=1.0
+        work,
+        groups=1,
+        group_size=count,
+        prompt=constant(1e-9),
+        output=constant(tokens),
+        trained_share=trained_share,
     )
     flops = model.num_layers * layer_flops(model, load) + load.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
-    return place.efficiency.train_overhead_s + forward_passes(load) * flops / rate
+    return place.efficiency.train_overhead_s + forward_passes(load, place.efficiency.backward) * flops / rate
 
 
 def rollout_s(model: ModelSpec, work: Workload, place: Place, engines: int, point: Measured) -> float:
@@ -70,6 +87,43 @@ def with_rollout(
     return found, msgspec.structs.replace(point, predicted_s=rollout_s(model, work, tried, engines, point))
 
 
+class Beside(msgspec.Struct, frozen=True):
+    """A batch and a train step at the same time, on cores that they share."""
+
+    threads: int
+    """Of the trainer."""
+    train_s: float
+    rollout_s: float
+
+
+def with_beside(
+    model: ModelSpec, work: Workload, place: Place, engines: int, cores: int, alone: Measured, beside: Beside
+) -> tuple[Efficiency, list[Measured]]:
+    """Return the efficiencies with what trainer and engines cost each other beyond their share of the cores.
+
+    `alone`: the batch by itself, with what was predicted of it.
+    """
+    share = max(1.0, (beside.threads + engines) / cores)
+    tokens = work.prompt.mean + work.output.mean
+    point = Measured("train_beside", alone.batch, round(tokens), beside.train_s)
+    train_s = train_step_s(model, work, place, beside.threads, alone.batch, tokens, 1.0) * share
+    found = msgspec.structs.replace(
+        place.efficiency,
+        train_beside=beside.train_s / train_s,
+        engine_beside=beside.rollout_s / (alone.seconds * share),
+    )
+    return found, [
+        msgspec.structs.replace(point, predicted_s=beside.train_s),
+        Measured(
+            "rollout_beside",
+            alone.batch,
+            alone.context,
+            beside.rollout_s,
+            alone.predicted_s / alone.seconds * beside.rollout_s,
+        ),
+    ]
+
+
 def fit(
     model: ModelSpec, work: Workload, place: Place, devices: int, points: Sequence[Measured]
 ) -> tuple[Efficiency, list[Measured]]:
@@ -84,10 +138,12 @@ def fit(
         )
 
     found = place.efficiency
+    shares = {point.trained_share for point in points if point.phase == "train"}
+    backward = ("backward",) if len(shares) > 1 else ()  # else it cannot be told from the rate
     for phase, keys in (
         ("decode", ("step_overhead_s", "row_overhead_s", "decode", "decode_compute")),
-        ("prefill", ("prefill",)),
-        ("train", ("train", "train_overhead_s")),
+        ("prefill", ("prefill", "prefill_overhead_s")),
+        ("train", ("train", "train_overhead_s", *backward)),
     ):
         if any(point.phase == phase for point in points):
             found = _descend(found, keys, lambda tried, phase=phase: errors(tried, phase))  # type: ignore[misc]
@@ -107,7 +163,8 @@ def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency
         improved = False
         for key in keys:
             for change in (factor, 1 / factor):
-                tried = {**values, key: min(MOST, max(LEAST * 1e-3, values[key] * change))}
+                least, most = BACKWARD if key == "backward" else (LEAST * 1e-3, MOST)
+                tried = {**values, key: min(most, max(least, values[key] * change))}
                 now = error(msgspec.structs.replace(start, **tried))
                 if now < best - 1e-12:
                     values, best, improved = tried, now, True

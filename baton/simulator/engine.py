@@ -72,9 +72,8 @@ class SimEngine:
         """The last: when a whole step was last done, prefill after it included."""
         self._wake = 0
         """Number of the latest wake; earlier ones are out of date."""
-        self._report_s = math.inf
-        self._slowness = 1.0
-        self._is_between = self._is_stopped = False
+        self._report_s, self._slowness = math.inf, 1.0
+        self._is_between = self._is_stopped = self._has_prefilled = False
 
     # ---- asked for ---------------------------------------------------------------------------------------------------
 
@@ -332,7 +331,7 @@ class SimEngine:
 
     def _admit(self) -> None:
         """Fill the slots with what waits, first come first served, as far as the KV cache goes."""
-        waiting = self._waiting
+        waiting, self._has_prefilled = self._waiting, False
         while waiting and self._width < self.slots:
             row = waiting[0]
             context = row.prompt + row.tokens
@@ -356,11 +355,13 @@ class SimEngine:
             heapq.heappush(self._heap, (row.end_step, row.born, row))
 
     def _prefill(self, row: Row, context: int) -> None:
-        seconds = self._speed.trajectory_s * self._slowness
+        seconds = self._speed.trajectory_s
         if row.tokens or not self._shares_prefill or row.group_id not in self._here:
-            seconds += self._speed.prefill_s(context) * self._slowness
+            seconds += self._speed.prefill_s(context) + (not self._has_prefilled) * self._speed.prefill_overhead_s
+            self._has_prefilled = True
             self.busy.prefilled += context
             self.busy.reprefilled += row.tokens
+        seconds *= self._slowness
         if self._tracer is not None and seconds:
             facts = {"group": row.group_id, "sample": row.sample_index, "tokens": context}
             self._tracer.span("prefill", self.name, row.lane, self._since_s, self._since_s + seconds, **facts)

@@ -25,6 +25,11 @@ class Speed(Protocol):
         """Of its time, for each trajectory that it takes, beside prefill and decode."""
         ...
 
+    @property
+    def prefill_overhead_s(self) -> float:
+        """Of one prefill, however many sequences it has."""
+        ...
+
     def step_s(self, rows: int, context: float) -> float:
         """Time in which each of `rows` trajectories of this mean context grows by a token."""
         ...
@@ -48,6 +53,8 @@ class FlatSpeed:
     """Of prefill, for each token."""
     trajectory_s: float = 0.0
     """See `Speed`."""
+    prefill_overhead_s: float = 0.0
+    """See `Speed`."""
 
     def step_s(self, rows: int, context: float) -> float:
         """See `Speed`."""
@@ -70,6 +77,11 @@ class CostSpeed:
     def trajectory_s(self) -> float:
         """See `Speed`."""
         return self._place.efficiency.trajectory_overhead_s
+
+    @property
+    def prefill_overhead_s(self) -> float:
+        """See `Speed`."""
+        return self._place.efficiency.prefill_overhead_s
 
     def step_s(self, rows: int, context: float) -> float:
         """See `Speed`."""
@@ -127,4 +139,5 @@ def device_train_speed(model: ModelSpec, work: Workload, place: Place, devices: 
     """A trainer on `devices` equal GPUs or cores that work together, as `baton profile` measures it."""
     flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
-    return train_speed(model, work, forward_passes(work) * flops / rate, place.efficiency.train_overhead_s)
+    passes = forward_passes(work, place.efficiency.backward)
+    return train_speed(model, work, passes * flops / rate, place.efficiency.train_overhead_s)
