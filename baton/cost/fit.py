@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
 from baton.cost.generate import Place, decode_s, prefill_s, replica_cost
@@ -137,13 +139,10 @@ def fit(
             if point.phase == phase
         )
 
-    found = place.efficiency
-    shares = {point.trained_share for point in points if point.phase == "train"}
-    backward = ("backward",) if len(shares) > 1 else ()  # else it cannot be told from the rate
+    found = _fit_train(model, work, place, devices, [point for point in points if point.phase == "train"])
     for phase, keys in (
         ("decode", ("step_overhead_s", "row_overhead_s", "decode", "decode_compute")),
         ("prefill", ("prefill", "prefill_overhead_s")),
-        ("train", ("train", "train_overhead_s", *backward)),
     ):
         if any(point.phase == phase for point in points):
             found = _descend(found, keys, lambda tried, phase=phase: errors(tried, phase))  # type: ignore[misc]
@@ -152,6 +151,41 @@ def fit(
         msgspec.structs.replace(point, predicted_s=predicted_s(model, work, tried, devices, point)) for point in points
     ]
     return found, shown
+
+
+def _fit_train(model: ModelSpec, work: Workload, place: Place, devices: int, points: Sequence[Measured]) -> Efficiency:
+    """Least squares: a step takes overhead + forward / share + backward passes · forward / share, linear in all three.
+
+    Where all points teach as much, a backward pass cannot be told from the rate, and counts as it did.
+    """
+    if not points:
+        return place.efficiency
+    given = place.efficiency.backward
+    bare = msgspec.structs.replace(place.efficiency, train=1.0, train_overhead_s=0.0)
+
+    def times(backward: float) -> NDArray[np.float64]:
+        tried = msgspec.structs.replace(place, efficiency=msgspec.structs.replace(bare, backward=backward))
+        return np.array([predicted_s(model, work, tried, devices, point) for point in points])
+
+    is_told = len({point.trained_share for point in points}) > 1
+    columns = [times(0.0), times(1.0) - times(0.0)] if is_told else [times(given)]
+    seconds = np.array([point.seconds for point in points])
+    overhead_s, slower, *rest = _least_squares([np.ones(len(points)), *columns], seconds)
+    slower = max(1.0 / MOST, slower)
+    backward = min(BACKWARD[1], max(BACKWARD[0], rest[0] / slower)) if is_told else given
+    return msgspec.structs.replace(
+        place.efficiency, train=1 / slower, backward=backward, train_overhead_s=max(0.0, overhead_s)
+    )
+
+
+def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
+    """Factors of the columns with the least squared relative errors, the first one not below 0."""
+    matrix = np.stack(columns, axis=1) / seconds[:, None]
+    ones = np.ones(len(seconds))
+    found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]
+    if found[0] < 0:
+        found = [0.0, *(float(value) for value in np.linalg.lstsq(matrix[:, 1:], ones, rcond=None)[0])]
+    return found
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float]) -> Efficiency:
@@ -163,8 +197,7 @@ def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency
         improved = False
         for key in keys:
             for change in (factor, 1 / factor):
-                least, most = BACKWARD if key == "backward" else (LEAST * 1e-3, MOST)
-                tried = {**values, key: min(most, max(least, values[key] * change))}
+                tried = {**values, key: min(MOST, max(LEAST * 1e-3, values[key] * change))}
                 now = error(msgspec.structs.replace(start, **tried))
                 if now < best - 1e-12:
                     values, best, improved = tried, now, True

@@ -154,7 +154,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: in
     prompt /= work.group_size if work.shared_prefill else 1
     efficiency = place.efficiency
     prompt += efficiency.prefill_overhead_s * prefills_per_trajectory(work, batch)
-    step = decode_s(model, work, place, tp, layers, batch, work.live_context_tokens)
+    step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(work, batch))
     empty_s = step * math.ceil(efficiency.handover_s / step)
     per_token = step / batch + (empty_s / batch + prompt + efficiency.trajectory_overhead_s) / work.output.mean
     if work.max_staleness == 0:
@@ -170,6 +170,20 @@ def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: in
         context_bytes(model, work, tp, layers, work.longest_tokens),
     )
     return ReplicaCost(tp, pp, layers, batch, 1 / per_token, pause, used)
+
+
+def read_context_tokens(work: Workload, batch: float) -> float:
+    """Positions that a step of a full batch reads for each row: its own at a random time, or, in an engine whose slots
+    are rows of one tensor, those of the longest that runs.
+
+    A row seen at a random time has got beyond x with probability ∫ P(L > y) dy from x on, over E[L].
+    """
+    if not work.engine_context_tokens:
+        return work.live_context_tokens
+    edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
+    alive = np.asarray(work.output.survival(list((edges[1:] + edges[:-1]) / 2)))
+    beyond = np.cumsum(alive[::-1])[::-1] / max(1e-12, alive.sum())
+    return work.prompt.mean + float(np.sum(1 - (1 - beyond) ** batch) * (edges[1] - edges[0]))
 
 
 def prefills_per_trajectory(work: Workload, batch: float) -> float:

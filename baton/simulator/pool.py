@@ -41,6 +41,7 @@ class Pool:
                 self,
                 kv_tokens=spec.kv_tokens,
                 shares_prefill=setting.shares_prefill,
+                pads=spec.pads,
                 tracer=self._tracer,
             )
             for spec in setting.engines

@@ -24,6 +24,8 @@ class EngineSpec:
     weight: float = 1.0
     """Its share of the work by the plan, against others of as many slots."""
     num_gpus: int = 1
+    pads: bool = False
+    """Whether a step reads as far for every row as for the longest that runs."""
 
 
 @dataclass(frozen=True, slots=True)

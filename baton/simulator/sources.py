@@ -248,7 +248,7 @@ class RecipeSource:
             )
         return Setting(
             rules=rules,
-            engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed) for i in range(count)),
+            engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, pads=True) for i in range(count)),
             work=_script_work(work, wishes),
             train=device_train_speed(model, work, place, devices),
             judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),

@@ -17,6 +17,15 @@ KNOTS = 64
 """Contexts at which a decode step is computed; between them it is linear."""
 
 
+def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
+    """Steps of step_s, step_s + slope_s, … that take so long."""
+    half = slope_s / 2
+    first = step_s - half
+    if abs(half) < 1e-15:
+        return elapsed_s / first
+    return (math.sqrt(max(0.0, first * first + 4 * half * elapsed_s)) - first) / (2 * half)
+
+
 class Speed(Protocol):
     """How fast an engine is."""
 
