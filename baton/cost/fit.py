@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import Place, decode_s, prefill_s, replica_cost
+from baton.cost.generate import Place, decode_s, prefill_s, read_context_tokens, replica_cost
 from baton.cost.train import forward_passes, layer_flops
 from baton.model import ModelSpec
 from baton.workload import Workload, constant
@@ -90,40 +90,39 @@ def with_rollout(
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """A batch and a train step at the same time, on cores that they share."""
+    """Engines that are always full and a train step at the same time, on cores that they share."""
 
     threads: int
     """Of the trainer."""
     train_s: float
-    rollout_s: float
+    tokens_per_s: float
+    """Of all engines."""
 
 
 def with_beside(
-    model: ModelSpec, work: Workload, place: Place, engines: int, cores: int, alone: Measured, beside: Beside
+    model: ModelSpec, work: Workload, place: Place, engines: int, cores: int, beside: Beside
 ) -> tuple[Efficiency, list[Measured]]:
-    """Return the efficiencies with what trainer and engines cost each other beyond their share of the cores.
-
-    `alone`: the batch by itself, with what was predicted of it.
-    """
+    """Return the efficiencies with what trainer and engines cost each other beyond their share of the cores, and both
+    as measurements that they explain: a train step, and a token of each slot."""
     share = max(1.0, (beside.threads + engines) / cores)
     tokens = work.prompt.mean + work.output.mean
-    point = Measured("train_beside", alone.batch, round(tokens), beside.train_s)
-    train_s = train_step_s(model, work, place, beside.threads, alone.batch, tokens, 1.0) * share
+    train_s = train_step_s(model, work, place, beside.threads, work.num_trajectories, tokens, 1.0) * share
+    tokens_per_s = engines * replica_cost(model, work, place, 1, 1, work.max_batch).tokens_per_s / share
     found = msgspec.structs.replace(
-        place.efficiency,
-        train_beside=beside.train_s / train_s,
-        engine_beside=beside.rollout_s / (alone.seconds * share),
+        place.efficiency, train_beside=beside.train_s / train_s, engine_beside=tokens_per_s / beside.tokens_per_s
     )
-    return found, [
-        msgspec.structs.replace(point, predicted_s=beside.train_s),
+    token_s = engines * work.max_batch / beside.tokens_per_s
+    points = [
+        Measured("train_beside", work.num_trajectories, round(tokens), beside.train_s, beside.train_s),
         Measured(
-            "rollout_beside",
-            alone.batch,
-            alone.context,
-            beside.rollout_s,
-            alone.predicted_s / alone.seconds * beside.rollout_s,
+            "decode_beside",
+            engines * work.max_batch,
+            round(read_context_tokens(work, work.max_batch)),
+            token_s,
+            token_s,
         ),
     ]
+    return found, points
 
 
 def fit(

@@ -81,7 +81,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     shown.append(whole)
     if turns.beside is not None:
         fitted = msgspec.structs.replace(place, efficiency=found)
-        found, beside = with_beside(spec, turns.lengths, fitted, engines, os.cpu_count() or 1, whole, turns.beside)
+        found, beside = with_beside(spec, turns.lengths, fitted, engines, os.cpu_count() or 1, turns.beside)
         shown += beside
     return Profile(name, devices, found, shown, turns.publish_s)
 

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ from baton.types import (
 )
 from baton.workload import Workload, measured
 
+NEVER_STALE = 1_000
+"""A bound of staleness that no batch here comes near to."""
 LONGEST_ROLLOUT = 256
 """Tokens at which the responses of a batch are cut, so that measuring takes no longer."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
@@ -97,7 +99,7 @@ class _Rollouts:
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, tokenizer, version, LeaseTrace(self))
         self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
-        parts = Parts(
+        self._parts = Parts(
             self.port,
             PromptStream(TaskMixture(recipe.task, recipe.answer), seed),
             _Praise(),
@@ -109,8 +111,8 @@ class _Rollouts:
             max_context_tokens=recipe.engine.max_context_tokens,
             stall_timeout_s=rollout.stall_timeout_s,
         )
-        rules = RolloutSettings(mode="sync", batch_groups=rollout.batch_groups, group_size=rollout.group_size).rules()
-        self._runner = Runner(parts, rules)
+        self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
+        self._runner = Runner(self._parts, RolloutSettings.model_validate({"mode": "sync", **self._shape}).rules())
         self._runner.begin(0, StreamPlace(0, {}))
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
@@ -127,6 +129,26 @@ class _Rollouts:
         self._version += 1
         self._journal.consumed(self._version, [group.group_id for group in groups])
         return seconds, [member.trajectory for group in groups for member in group.members]
+
+    def beside(self, trainer: LocalTrainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
+        """Train in a thread of its own while engines that are always full go on, as `async` does; return the seconds of
+        a train step and the tokens that come in a second."""
+        keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE, **self._shape}
+        runner = Runner(self._parts, RolloutSettings.model_validate(keys).rules())
+        runner.begin(self._version, self._runner.place)
+        seconds: list[float] = []
+        rates: list[float] = []
+        for _ in range(REPEATS + 1):  # the first one warms up
+            runner.publish(self._weights.tensors, PolicyVersion("profile", self._version))
+            self._version += 1
+            runner.next_batch()
+            before, started = self.port.stats().decoded_tokens, time.perf_counter()
+            with ThreadPoolExecutor(1, "trainer") as pool:
+                future = pool.submit(_step_s, trainer, _batch(trainer, trajectories, *TRAIN_KINDS[0], longest))
+                runner.run_until(lambda timeout_s, future=future: bool(wait([future], timeout_s).done))  # type: ignore[misc]
+            seconds.append(future.result())
+            rates.append((self.port.stats().decoded_tokens - before) / (time.perf_counter() - started))
+        return statistics.median(seconds[1:]), statistics.median(rates[1:])
 
     def handover_s(self) -> float:
         """From the end of a lease to the next one in its slot, in the last batch; 0 where each slot had but one."""
@@ -183,8 +205,11 @@ def _take_turns(recipe: Recipe, trainer: LocalTrainer, rollouts: _Rollouts, thre
     if recipe.engine.processes:
         handover_s = rollouts.handover_s()
     if recipe.engine.processes and torch_device(recipe.model.device).type == "cpu":
-        beside = _beside(rollouts, trainer, max(1, threads - recipe.engine.processes), longest)
-        say(f"at the same time: {beside.rollout_s:.3f} s, and {beside.train_s:.3f} s with {beside.threads} threads")
+        fewer = max(1, threads - recipe.engine.processes)
+        torch.set_num_threads(fewer)
+        beside = Beside(fewer, *rollouts.beside(trainer, trajectories, longest))
+        torch.set_num_threads(threads)
+        say(f"at the same time: {beside.tokens_per_s:,.0f} tokens/s, a train step of {beside.train_s:.3f} s")
     return Turns(rollout, points, beside, lengths, handover_s, _publish_s(recipe, trainer))
 
 
@@ -195,21 +220,6 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
         output=measured([max(1, t.num_tokens) for t in trajectories]),
         max_staleness=0,
     )
-
-
-def _beside(rollouts: _Rollouts, trainer: LocalTrainer, threads: int, longest: int) -> Beside:
-    """Train in a thread of its own while batches are generated, as `async` does."""
-    _, trajectories = rollouts.batch()
-    steps: list[float] = []
-    times: list[float] = []
-    torch.set_num_threads(threads)
-    with ThreadPoolExecutor(1, "trainer") as pool:
-        while len(steps) <= REPEATS:
-            future = pool.submit(_step_s, trainer, _batch(trainer, trajectories, *TRAIN_KINDS[0], longest))
-            while not future.done():
-                times.append(rollouts.batch()[0])
-            steps.append(future.result())
-    return Beside(threads, statistics.median(steps[1:]), statistics.median(times[1:-1] or times))
 
 
 def _trainer(recipe: Recipe) -> LocalTrainer:

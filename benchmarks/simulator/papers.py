@@ -147,14 +147,14 @@ def llamarl() -> list[dict[str, Any]]:
     train, rollout = 3700.0, 1000.0
     rates = RatesSettings.model_validate({"rates": {"H800-paper": {"train": train, "rollout": rollout}}})
     model, found = read_model(HEX / "models" / "r1-distill-qwen-1.5b"), []
-    for number in (8, 16, 32, 64, 128, 256, 512, 1024):
+    for number in (8, 16, 32, 64, 128, 256):
         load = WorkloadSettings.model_validate(
             {
-                "groups": 16 * number,
+                "groups": 4 * number,
                 "group_size": 8,
                 "max_staleness": 4,
                 "prompt_tokens": {"mean": 1e-6},
-                "output_tokens": {"mean": 1000},
+                "output_tokens": {"mean": 200},
             }
         ).build()
         asked = Inputs(cluster(number, 0), model, load, rates=rates)
@@ -167,7 +167,7 @@ def llamarl() -> list[dict[str, Any]]:
             "closed_form_s": best_s,
             "planned": plan.breakdown.step_s / best_s,
         }
-        for name, lengths in (("simulated", load.output), ("simulated_with_tail", lognormal(1000, 1.0, 8192))):
+        for name, lengths in (("simulated", load.output), ("simulated_with_tail", lognormal(200, 1.0, 2000))):
             work: Workload = msgspec.structs.replace(load, output=lengths)
             setting = PlanSource(plan, model, work, cluster=asked.cluster).setting(Wishes(steps=20))
             row[name] = run(setting).step_s / best_s
