@@ -1,4 +1,4 @@
-# make demo: install, then train the shipped model in minutes.  make test, make check, make test-vllm: for developers.
+# make demo: install, then train the shipped model in minutes.  make test, make check, make test-vllm, make chaos: for developers.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
 
-.PHONY: install demo test test-vllm check clean
+.PHONY: install demo test test-vllm check chaos clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,11 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# ten thousand bad days of a simulated run, every law checked at every event; CI's tests draw a fixed sample
+DAYS ?= 10000
+chaos: $(VENV)/.installed
+	$(BIN)/python -m baton.simulator.chaos $(DAYS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) *.egg-info .pytest_cache .mypy_cache .ruff_cache

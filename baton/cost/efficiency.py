@@ -15,8 +15,16 @@ class Efficiency(msgspec.Struct, frozen=True):
 
     train: float = 0.4
     """Of FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
+    backward: float = 2.0
+    """Forward passes that a backward pass is worth; two are its arithmetic."""
+    train_beside: float = 1.0
+    """Times as long as its share of the cores explains that a train step takes while engines work on them."""
+    engine_beside: float = 1.0
+    """The same of engines while the trainer works."""
     prefill: float = 0.5
     """Of FLOP/s in prefill."""
+    prefill_overhead_s: float = 0.0
+    """Of one prefill, however many sequences it has."""
     decode_compute: float = 0.5
     """Of FLOP/s in decode, where compute binds."""
     decode: float = 0.7
@@ -27,6 +35,9 @@ class Efficiency(msgspec.Struct, frozen=True):
     """Of one decode step, for each trajectory in it."""
     trajectory_overhead_s: float = 0.0
     """Of an engine's time, for each trajectory: its place filled, its reports, the messages about it."""
+    handover_s: float = 0.0
+    """From an engine's report until the next trajectory is with it. It has begun a step meanwhile, without it; 0 is an
+    engine that has its queue with it."""
     link: float = 0.7
     """Of link bandwidth in collectives."""
     publish: float = 0.25
@@ -50,8 +61,16 @@ class EfficiencySettings(Settings):
 
     train: float | None = Field(default=None, gt=0, le=1)
     """Share of peak FLOP/s in training."""
+    backward: float | None = Field(default=None, gt=0)
+    """Forward passes that a backward pass is worth."""
+    train_beside: float | None = Field(default=None, gt=0)
+    """Factor on a train step while engines work on the same cores."""
+    engine_beside: float | None = Field(default=None, gt=0)
+    """Factor on engines while the trainer works on the same cores."""
     prefill: float | None = Field(default=None, gt=0, le=1)
     """Share of peak FLOP/s in prefill."""
+    prefill_overhead_s: float | None = Field(default=None, ge=0)
+    """Fixed time of a prefill."""
     decode_compute: float | None = Field(default=None, gt=0, le=1)
     """Share of peak FLOP/s in decode."""
     decode: float | None = Field(default=None, gt=0, le=1)
@@ -62,6 +81,8 @@ class EfficiencySettings(Settings):
     """Time of a decode step for each trajectory in it."""
     trajectory_overhead_s: float | None = Field(default=None, ge=0)
     """Time of an engine for each trajectory, beside prefill and decode."""
+    handover_s: float | None = Field(default=None, ge=0)
+    """From an engine's report until the next trajectory is with it."""
     link: float | None = Field(default=None, gt=0, le=1)
     """Share of link bandwidth in collectives."""
     publish: float | None = Field(default=None, gt=0, le=1)

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import Place, decode_s, prefill_s, replica_cost
+from baton.cost.generate import Place, decode_s, prefill_s, read_context_tokens, replica_cost
 from baton.cost.train import forward_passes, layer_flops
 from baton.model import ModelSpec
 from baton.workload import Workload, constant
@@ -16,6 +18,8 @@ from baton.workload import Workload, constant
 ROUNDS = 400
 LEAST, MOST = 1e-6, 1.0
 """Range of shares."""
+BACKWARD = 0.5, 10.0
+"""The same of forward passes that a backward pass is worth."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -31,6 +35,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Of a decode step of the whole batch, of its prefill, of a train step, of a batch to its end."""
     predicted_s: float = 0.0
     """By the cost model after the fit."""
+    trained_share: float = 1.0
+    """Of groups that have an advantage, in a train step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -43,13 +49,26 @@ def predicted_s(model: ModelSpec, work: Workload, place: Place, devices: int, po
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
-        return point.batch * prefill_s(model, place, 1, (model.num_layers,), point.context, point.context**2)
+        each = prefill_s(model, place, 1, (model.num_layers,), point.context, point.context**2)
+        return place.efficiency.prefill_overhead_s + point.batch * each
+    return train_step_s(model, work, place, devices, point.batch, point.context, point.trained_share)
+
+
+def train_step_s(
+    model: ModelSpec, work: Workload, place: Place, devices: int, count: int, tokens: float, trained_share: float
+) -> float:
+    """What the cost model says of a train step of so many trajectories of so many tokens."""
     load = msgspec.structs.replace(
-        work, groups=1, group_size=point.batch, prompt=constant(1e-9), output=constant(point.context), trained_share=1.0
+        work,
+        groups=1,
+        group_size=count,
+        prompt=constant(1e-9),
+        output=constant(tokens),
+        trained_share=trained_share,
     )
     flops = model.num_layers * layer_flops(model, load) + load.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
-    return place.efficiency.train_overhead_s + forward_passes(load) * flops / rate
+    return place.efficiency.train_overhead_s + forward_passes(load, place.efficiency.backward) * flops / rate
 
 
 def rollout_s(model: ModelSpec, work: Workload, place: Place, engines: int, point: Measured) -> float:
@@ -70,6 +89,42 @@ def with_rollout(
     return found, msgspec.structs.replace(point, predicted_s=rollout_s(model, work, tried, engines, point))
 
 
+class Beside(msgspec.Struct, frozen=True):
+    """Engines that are always full and a train step at the same time, on cores that they share."""
+
+    threads: int
+    """Of the trainer."""
+    train_s: float
+    tokens_per_s: float
+    """Of all engines."""
+
+
+def with_beside(
+    model: ModelSpec, work: Workload, place: Place, engines: int, cores: int, beside: Beside
+) -> tuple[Efficiency, list[Measured]]:
+    """Return the efficiencies with what trainer and engines cost each other beyond their share of the cores, and both
+    as measurements that they explain: a train step, and a token of each slot."""
+    share = max(1.0, (beside.threads + engines) / cores)
+    tokens = work.prompt.mean + work.output.mean
+    train_s = train_step_s(model, work, place, beside.threads, work.num_trajectories, tokens, 1.0) * share
+    tokens_per_s = engines * replica_cost(model, work, place, 1, 1, work.max_batch).tokens_per_s / share
+    found = msgspec.structs.replace(
+        place.efficiency, train_beside=beside.train_s / train_s, engine_beside=tokens_per_s / beside.tokens_per_s
+    )
+    token_s = engines * work.max_batch / beside.tokens_per_s
+    points = [
+        Measured("train_beside", work.num_trajectories, round(tokens), beside.train_s, beside.train_s),
+        Measured(
+            "decode_beside",
+            engines * work.max_batch,
+            round(read_context_tokens(work, work.max_batch)),
+            token_s,
+            token_s,
+        ),
+    ]
+    return found, points
+
+
 def fit(
     model: ModelSpec, work: Workload, place: Place, devices: int, points: Sequence[Measured]
 ) -> tuple[Efficiency, list[Measured]]:
@@ -83,11 +138,10 @@ def fit(
             if point.phase == phase
         )
 
-    found = place.efficiency
+    found = _fit_train(model, work, place, devices, [point for point in points if point.phase == "train"])
     for phase, keys in (
         ("decode", ("step_overhead_s", "row_overhead_s", "decode", "decode_compute")),
-        ("prefill", ("prefill",)),
-        ("train", ("train", "train_overhead_s")),
+        ("prefill", ("prefill", "prefill_overhead_s")),
     ):
         if any(point.phase == phase for point in points):
             found = _descend(found, keys, lambda tried, phase=phase: errors(tried, phase))  # type: ignore[misc]
@@ -96,6 +150,41 @@ def fit(
         msgspec.structs.replace(point, predicted_s=predicted_s(model, work, tried, devices, point)) for point in points
     ]
     return found, shown
+
+
+def _fit_train(model: ModelSpec, work: Workload, place: Place, devices: int, points: Sequence[Measured]) -> Efficiency:
+    """Least squares: a step takes overhead + forward / share + backward passes · forward / share, linear in all three.
+
+    Where all points teach as much, a backward pass cannot be told from the rate, and counts as it did.
+    """
+    if not points:
+        return place.efficiency
+    given = place.efficiency.backward
+    bare = msgspec.structs.replace(place.efficiency, train=1.0, train_overhead_s=0.0)
+
+    def times(backward: float) -> NDArray[np.float64]:
+        tried = msgspec.structs.replace(place, efficiency=msgspec.structs.replace(bare, backward=backward))
+        return np.array([predicted_s(model, work, tried, devices, point) for point in points])
+
+    is_told = len({point.trained_share for point in points}) > 1
+    columns = [times(0.0), times(1.0) - times(0.0)] if is_told else [times(given)]
+    seconds = np.array([point.seconds for point in points])
+    overhead_s, slower, *rest = _least_squares([np.ones(len(points)), *columns], seconds)
+    slower = max(1.0 / MOST, slower)
+    backward = min(BACKWARD[1], max(BACKWARD[0], rest[0] / slower)) if is_told else given
+    return msgspec.structs.replace(
+        place.efficiency, train=1 / slower, backward=backward, train_overhead_s=max(0.0, overhead_s)
+    )
+
+
+def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
+    """Factors of the columns with the least squared relative errors, the first one not below 0."""
+    matrix = np.stack(columns, axis=1) / seconds[:, None]
+    ones = np.ones(len(seconds))
+    found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]
+    if found[0] < 0:
+        found = [0.0, *(float(value) for value in np.linalg.lstsq(matrix[:, 1:], ones, rcond=None)[0])]
+    return found
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float]) -> Efficiency:

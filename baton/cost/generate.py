@@ -10,6 +10,7 @@ head's cache (GQA), and of a layer's experts only those that the batch touches a
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import msgspec
@@ -151,13 +152,16 @@ def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: in
     weights = weight_bytes(model, work, tp, layers)
     prompt = prefill_s(model, place, tp, layers, work.prompt.mean, work.prompt.moment(2))
     prompt /= work.group_size if work.shared_prefill else 1
-    step = decode_s(model, work, place, tp, layers, batch, work.live_context_tokens)
-    per_token = step / batch + (prompt + place.efficiency.trajectory_overhead_s) / work.output.mean
+    efficiency = place.efficiency
+    prompt += efficiency.prefill_overhead_s * prefills_per_trajectory(work, batch)
+    step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(work, batch))
+    empty_s = step * math.ceil(efficiency.handover_s / step)
+    per_token = step / batch + (empty_s / batch + prompt + efficiency.trajectory_overhead_s) / work.output.mean
     if work.max_staleness == 0:
         pause = max(0.0, drain_s(model, work, place, tp, layers, batch) - batch * work.output.mean * step / batch)
     elif work.reprefills:
         live = prefill_s(model, place, tp, layers, work.live_context_tokens, work.live_context_squared)
-        pause = batch * live
+        pause = efficiency.prefill_overhead_s + batch * live
     else:
         pause = 0.0
     per_slot = work.engine_context_tokens or work.live_context_tokens
@@ -166,6 +170,30 @@ def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: in
         context_bytes(model, work, tp, layers, work.longest_tokens),
     )
     return ReplicaCost(tp, pp, layers, batch, 1 / per_token, pause, used)
+
+
+def read_context_tokens(work: Workload, batch: float) -> float:
+    """Positions that a step of a full batch reads for each row: its own at a random time, or, in an engine whose slots
+    are rows of one tensor, those of the longest that runs.
+
+    A row seen at a random time has got beyond x with probability ∫ P(L > y) dy from x on, over E[L].
+    """
+    if not work.engine_context_tokens:
+        return work.live_context_tokens
+    edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
+    alive = np.asarray(work.output.survival(list((edges[1:] + edges[:-1]) / 2)))
+    beyond = np.cumsum(alive[::-1])[::-1] / max(1e-12, alive.sum())
+    return work.prompt.mean + float(np.sum(1 - (1 - beyond) ** batch) * (edges[1] - edges[0]))
+
+
+def prefills_per_trajectory(work: Workload, batch: float) -> float:
+    """Prefills that an engine of a full batch makes, over the trajectories that it takes.
+
+    Those that come between two decode steps share one, and so do those that share a prompt. With batch / E[L] of them a
+    step, (1 - exp(-batch / E[L])) steps have any, where they come independently.
+    """
+    arrivals = batch / work.output.mean
+    return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)
 
 
 def drain_s(model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...], batch: int) -> float:

@@ -59,9 +59,9 @@ class StageTerms(msgspec.Struct, frozen=True):
     logits_bytes: Array
 
 
-def forward_passes(work: Workload) -> float:
-    """Forward passes that a train step is worth: a backward pass counts as two, recomputation as one."""
-    update = work.epochs * (1 + work.trained_share * (2 + work.recompute))
+def forward_passes(work: Workload, backward: float = 2.0) -> float:
+    """Forward passes that a train step is worth; a backward pass counts as `backward`, recomputation as one."""
+    update = work.epochs * (1 + work.trained_share * (backward + work.recompute))
     return update * (1 + work.has_critic) + work.has_proximal_forward + work.has_reference + work.has_critic
 
 
@@ -89,7 +89,7 @@ def stage_terms(
     eff, gpu = place.efficiency, place.gpu
     uneven = np.ceil(work.num_trajectories / dp) * dp / work.num_trajectories
     rate = dp * tp * gpu.flops * eff.train / uneven
-    passes = forward_passes(work)
+    passes = forward_passes(work, eff.backward)
     sums = work.epochs * (1 + work.has_critic) * (4 + 2 * work.recompute)
     sums += 2 * (work.has_proximal_forward + work.has_reference + work.has_critic)
     rank_bytes = work.trained_tokens * uneven / dp * model.hidden * 2

@@ -60,10 +60,12 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> Problem:
         refuse_without_columns(model, work, pools)
     if not len(table):
         refuse_without_shapes(model, work, pools)
-    once = forward_passes(work) * (
-        model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
-    )
-    rates = [pool.place.gpu.flops * pool.place.efficiency.train / once for pool in pools.pools]
+    once = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
+    rates = []
+    for pool in pools.pools:
+        efficiency = pool.place.efficiency
+        passes = forward_passes(work, efficiency.backward)
+        rates.append(pool.place.gpu.flops * efficiency.train / (passes * once))
     fastest = min(pool.place.efficiency.publish_latency_s for pool in pools.pools)
     size = model.params * work.weight_bytes
     return Problem(

@@ -25,7 +25,7 @@ from baton.simulator.printed import print_result, print_sweep
 from baton.simulator.result import Result, summarise
 from baton.simulator.run import Options, simulate
 from baton.simulator.setting import Setting
-from baton.simulator.sources import PlanSource, RecipeSource, Source, Wishes
+from baton.simulator.sources import PlanSource, RecipeSource, Source, Wishes, recorded_groups
 from baton.simulator.sweep import read_axes, sweep
 from baton.simulator.tracing import Spans
 from baton.simulator.world import Hang
@@ -146,6 +146,7 @@ def _wishes(question: Question) -> Wishes:
         question.correlation,
         question.drift,
         question.judge_cv,
+        recorded=recorded_groups(question.workload) if question.workload and question.workload.is_dir() else (),
         is_detailed=question.faults is not None or question.laws,
     )
 

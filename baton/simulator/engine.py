@@ -18,8 +18,8 @@ from collections import Counter, deque
 from typing import Protocol
 
 from baton.simulator.clock import Clock
-from baton.simulator.rows import Busy, Grown, Row
-from baton.simulator.timing import Speed
+from baton.simulator.rows import Busy, Grown, Longest, Row
+from baton.simulator.timing import Speed, steps_within
 from baton.simulator.tracing import trace_row
 from baton.trace import Tracer
 
@@ -50,13 +50,15 @@ class SimEngine:
         kv_tokens: float = math.inf,
         report_every_s: float = math.inf,
         shares_prefill: bool = True,
+        pads: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
         self.name, self.slots, self.busy = name, slots, Busy()
         self.version: int | None = None
         self._clock, self._speed, self._owner, self._tracer = clock, speed, owner, tracer
         self._kv_tokens, self._report_every_s = kv_tokens, report_every_s
-        self._shares_prefill = shares_prefill
+        self._shares_prefill, self._longest = shares_prefill, Longest() if pads else None
+        """The latter where a step reads as far for every row as for the longest."""
         self._heap: list[tuple[int, int, Row]] = []
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
@@ -72,9 +74,8 @@ class SimEngine:
         """The last: when a whole step was last done, prefill after it included."""
         self._wake = 0
         """Number of the latest wake; earlier ones are out of date."""
-        self._report_s = math.inf
-        self._slowness = 1.0
-        self._is_between = self._is_stopped = False
+        self._report_s, self._slowness = math.inf, 1.0
+        self._is_between = self._is_stopped = self._has_prefilled = False
 
     # ---- asked for ---------------------------------------------------------------------------------------------------
 
@@ -165,13 +166,7 @@ class SimEngine:
         elapsed = self._clock.now_s - self._since_s
         if elapsed <= 0 or not self._width:
             return 0
-        half = self._slope_s / 2
-        first = self._step_s - half
-        if abs(half) < 1e-15:
-            found = elapsed / first
-        else:
-            found = (math.sqrt(max(0.0, first * first + 4 * half * elapsed)) - first) / (2 * half)
-        return min(self._planned, int(found + _CLOSE))
+        return min(self._planned, int(steps_within(elapsed, self._step_s, self._slope_s) + _CLOSE))
 
     def _poke(self) -> None:
         """Look after what was asked for at the end of the current step."""
@@ -332,7 +327,7 @@ class SimEngine:
 
     def _admit(self) -> None:
         """Fill the slots with what waits, first come first served, as far as the KV cache goes."""
-        waiting = self._waiting
+        waiting, self._has_prefilled = self._waiting, False
         while waiting and self._width < self.slots:
             row = waiting[0]
             context = row.prompt + row.tokens
@@ -352,15 +347,19 @@ class SimEngine:
             self._born += 1
             row.born = self._born
             row.end_step = self._step + row.length - row.tokens
+            if self._longest is not None:
+                self._longest.add(row, context, self._step)
             self._here[row.group_id] += 1
             heapq.heappush(self._heap, (row.end_step, row.born, row))
 
     def _prefill(self, row: Row, context: int) -> None:
-        seconds = self._speed.trajectory_s * self._slowness
+        seconds = self._speed.trajectory_s
         if row.tokens or not self._shares_prefill or row.group_id not in self._here:
-            seconds += self._speed.prefill_s(context) * self._slowness
+            seconds += self._speed.prefill_s(context) + (not self._has_prefilled) * self._speed.prefill_overhead_s
+            self._has_prefilled = True
             self.busy.prefilled += context
             self.busy.reprefilled += row.tokens
+        seconds *= self._slowness
         if self._tracer is not None and seconds:
             facts = {"group": row.group_id, "sample": row.sample_index, "tokens": context}
             self._tracer.span("prefill", self.name, row.lane, self._since_s, self._since_s + seconds, **facts)
@@ -380,7 +379,7 @@ class SimEngine:
         steps = self._heap[0][0] - self._step
         if self._context + width * (steps + 1) > self._kv_tokens and width > 1:
             steps = max(1, min(steps, int((self._kv_tokens - self._context) // width)))
-        context = self._context / width
+        context = self._context / width if self._longest is None else self._longest.context(self._step)
         first = self._speed.step_s(width, context)
         last = self._speed.step_s(width, context + steps)
         self._step_s = first * self._slowness

@@ -71,7 +71,8 @@ _PAGE = """<!doctype html>
 
 def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
     """Write the page of one run."""
-    charts = [_time(result), _staleness(result), _tokens(result)]
+    untrained = _untrained(result)
+    charts = [_time(result), _staleness(result), *([_tokens(untrained)] if untrained else [])]
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
     _write(
         path,
@@ -82,7 +83,7 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
         pictures=slot_pictures(spans) if spans else (),
         heading=("engines", "slots taken", "tokens/s"),
         rows=rows,
-        notes=result.notes,
+        notes=[*result.notes, *([] if untrained else ["every generated token was trained"])],
     )
 
 
@@ -145,13 +146,14 @@ def _write(
 
 
 def _tiles(result: Result) -> list[tuple[str, str, str]]:
+    price, unit = money(result.price, result.currency).split(" ", 1)
     return [
         ("Throughput", f"{result.trained_tokens_per_s:,.0f}", "trained tokens per second"),
         ("Train step", seconds(result.step_s), f"± {seconds(result.step_s_spread)}"),
         ("Trainer", f"{result.trainer_busy:.0%}", "of the time at work"),
         ("Slots", f"{result.rollout_occupancy:.0%}", "taken while anything runs"),
         ("Staleness", f"{result.mean_staleness:.2f}", f"versions; {result.masked_share:.1%} masked"),
-        ("Price", money(result.price, result.currency), "for the run"),
+        ("Price", price, f"{unit} for the run"),
     ]
 
 
@@ -159,6 +161,7 @@ def _bars(names: Sequence[str], values: Sequence[float], colours: Sequence[str],
     def paint(axes: Axes) -> None:
         axes.bar(range(len(names)), values, color=list(colours), width=0.7)
         axes.set_xticks(range(len(names)), names)
+        axes.set_ylim(bottom=0)
 
     return draw(paint, x=x, y=y)
 
@@ -176,10 +179,16 @@ def _staleness(result: Result) -> Chart:
     return Chart("Staleness of the tokens in the batches", svg)
 
 
-def _tokens(result: Result) -> Chart:
-    found = {name: count for name, count in result.tokens.items() if count and name not in ("generated", "trained")}
+def _untrained(result: Result) -> dict[str, float]:
+    """Per cent of the generated tokens, by account."""
     total = max(1, result.tokens["generated"])
-    svg = _bars([*found], [100 * n / total for n in found.values()], SERIES[: len(found)], x="", y="% of generated")
+    accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
+    return {name: 100 * count / total for name, count in accounts.items() if count}
+
+
+def _tokens(untrained: dict[str, float]) -> Chart:
+    colours = [SERIES[place % len(SERIES)] for place in range(len(untrained))]
+    svg = _bars([*untrained], [*untrained.values()], colours, x="", y="% of generated")
     return Chart("Tokens that were not trained", svg, "What is carried at the end would be in the next batches.")
 
 

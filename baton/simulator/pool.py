@@ -6,6 +6,9 @@ before it matters: at the end of a lease, and when a version is exchanged.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
 from baton.simulator.port import Controller, Wish
@@ -23,6 +26,8 @@ class Pool:
         self._gone: list[SimEngine] = []
         self._queue: dict[int, Row] = {}
         self._held: dict[int, SimEngine] = {}
+        self._given: Counter[int] = Counter()
+        """Engine → leases that are with it or on their way."""
 
     def begin(self) -> None:
         """See `Port`."""
@@ -36,6 +41,7 @@ class Pool:
                 self,
                 kv_tokens=spec.kv_tokens,
                 shares_prefill=setting.shares_prefill,
+                pads=spec.pads,
                 tracer=self._tracer,
             )
             for spec in setting.engines
@@ -47,7 +53,7 @@ class Pool:
         for engine in self.engines:
             engine.stop()
         self._gone += self.engines
-        self._queue, self._held = {}, {}
+        self._queue, self._held, self._given = {}, {}, Counter()
 
     def want(self, wish: Wish) -> None:
         """See `Port`."""
@@ -70,13 +76,13 @@ class Pool:
             self._hand_over(self.engines[0], row)
         engine = self._held.get(lease)
         if engine is not None:
-            engine.abort(lease)
+            self._tell(engine.abort, lease)
 
     def load(self, version: int) -> None:
         """See `Port`."""
         begin_s, load_s = self._clock.now_s, self._setting.publish_s
         for engine in self.engines:
-            engine.switch(version, resumes=False, load_s=load_s)
+            self._tell(lambda engine=engine: engine.switch(version, resumes=False, load_s=load_s))
         if self._tracer is not None:
             self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version)
         self._clock.after(load_s, self._controller.serving, version)
@@ -103,7 +109,7 @@ class Pool:
             for version, num_tokens in report.segments:
                 controller.grew(lease, version, num_tokens)
             if report.end:
-                del self._held[lease]
+                self._given[id(self._held.pop(lease))] -= 1
                 if report.end == "finished":
                     controller.finished(lease)
                 else:
@@ -113,11 +119,11 @@ class Pool:
     def _fill(self) -> None:
         """Hand waiting leases to the engines with the most free slots; siblings go together while there is room."""
         while self._queue:
-            engine = min(self.engines, key=_load) if len(self.engines) > 1 else self.engines[0]
-            if engine.num_leases >= engine.slots:
+            engine = min(self.engines, key=self._load) if len(self.engines) > 1 else self.engines[0]
+            if self._load(engine) >= engine.slots:
                 return
             group_id = next(iter(self._queue.values())).group_id
-            while self._queue and engine.num_leases < engine.slots:
+            while self._queue and self._load(engine) < engine.slots:
                 lease = next(iter(self._queue))
                 if self._queue[lease].group_id != group_id:
                     break
@@ -125,8 +131,15 @@ class Pool:
 
     def _hand_over(self, engine: SimEngine, row: Row) -> None:
         self._held[row.lease] = engine
-        engine.submit(row)
+        self._given[id(engine)] += 1
+        self._tell(engine.submit, row)
 
+    def _tell(self, what: Callable[..., None], *about: object) -> None:
+        """Engine processes hear after a while, and have begun a step by then; an engine that was stopped is deaf."""
+        if self._setting.handover_s:
+            self._clock.after(self._setting.handover_s, what, *about)
+        else:
+            what(*about)
 
-def _load(engine: SimEngine) -> int:
-    return engine.num_leases
+    def _load(self, engine: SimEngine) -> int:
+        return self._given[id(engine)]

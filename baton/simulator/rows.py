@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 
@@ -30,6 +31,24 @@ class Row:
     """When it was admitted."""
     traced: dict[int, int] = field(default_factory=dict)
     """Version → tokens since then, for the trace."""
+
+
+class Longest:
+    """The longest context of those that run: all grow by a token a step, so their order stays."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Row]] = []
+
+    def add(self, row: Row, context: int, step: int) -> None:
+        """A row begins to run."""
+        heapq.heappush(self._heap, (step - context, row.born, row))
+
+    def context(self, step: int) -> int:
+        """Of the longest; some row runs."""
+        heap = self._heap
+        while heap[0][2].end_step < 0 or heap[0][2].born != heap[0][1]:
+            heapq.heappop(heap)
+        return step - heap[0][0]
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,8 @@
 else, so that no decision changes the work.
 
 Lengths follow a `Lengths` distribution. Members of a group share a part of their normal score (`correlation`): hard
-prompts are long for all. `drift` lets lengths grow or shrink as training goes on.
+prompts are long for all. `drift` lets lengths grow or shrink as training goes on. Or they are those of a run's own
+groups in their order, which has both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group of a run."""
+
+    prompt: int
+    lengths: tuple[int, ...]
+    teaches: bool
+    """Whether its rewards differ."""
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What trajectories are like."""
 
@@ -36,6 +47,8 @@ class Work:
     """Share by which lengths grow with each train step; they stay within the longest."""
     trained_share: float = 1.0
     """Of groups whose rewards differ."""
+    recorded: tuple[RecordedGroup, ...] = ()
+    """In their order; after the last the first comes again. Where there are any, nothing is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +63,33 @@ class Script:
 
     def __init__(self, work: Work, seed: int, batch_groups: int, group_size: int) -> None:
         self.work, self._seed = work, seed
-        self._batch_groups, self._group_size = batch_groups, group_size
+        self._batch_groups, self._group_size, self._recorded = batch_groups, group_size, work.recorded
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._last: tuple[int, _Block] = (-1, _Block([], [], []))
 
     def prompt(self, group_id: int) -> int:
         """Tokens of a group's prompt."""
+        if self._recorded:
+            return self._recorded[group_id % len(self._recorded)].prompt
         return self._block(group_id).prompts[group_id % BLOCK]
 
     def length(self, group_id: int, sample_index: int) -> int:
         """Tokens that a trajectory ends with, after its prompt."""
+        if self._recorded:
+            lengths = self._recorded[group_id % len(self._recorded)].lengths
+            return lengths[sample_index % len(lengths)]
         return self._block(group_id).lengths[group_id % BLOCK][sample_index]
 
     def reward(self, group_id: int, sample_index: int) -> float:
         """1 or 0. All members of a group that teaches nothing have the same."""
-        if not self._block(group_id).teaches[group_id % BLOCK]:
+        if not self._teaches(group_id):
             return float(group_id % 2)
         return float(sample_index % 2)
+
+    def _teaches(self, group_id: int) -> bool:
+        if self._recorded:
+            return self._recorded[group_id % len(self._recorded)].teaches
+        return self._block(group_id).teaches[group_id % BLOCK]
 
     def _block(self, group_id: int) -> _Block:
         number = group_id // BLOCK

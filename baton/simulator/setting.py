@@ -24,6 +24,8 @@ class EngineSpec:
     weight: float = 1.0
     """Its share of the work by the plan, against others of as many slots."""
     num_gpus: int = 1
+    pads: bool = False
+    """Whether a step reads as far for every row as for the longest that runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ class Setting:
     swarm: SwarmSpec | None = None
     """None: engines behind one queue, that exchange weights together."""
     train_slowdown: float = 1.0
-    """Factor on trainer and engines while both work: cores that they share."""
+    """Factor on the trainer while engines work: cores that they share."""
+    engine_slowdown: float = 1.0
+    """Factor on engines while the trainer works."""
+    handover_s: float = 0.0
+    """From an engine's report until the next trajectory is with it, where a queue feeds engines."""
     shares_prefill: bool = True
     trainer_gpus: int = 0
     price_per_h: float = 0.0

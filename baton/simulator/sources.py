@@ -23,7 +23,8 @@ from baton.model import ModelSpec, read_model
 from baton.plan import Plan, Replica
 from baton.planning import recipe_workload
 from baton.rollout.settings import RolloutSettings
-from baton.simulator.script import Work
+from baton.runs import RunDirectory
+from baton.simulator.script import RecordedGroup, Work
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
 from baton.workload import LengthSettings, Workload
@@ -46,6 +47,8 @@ class Wishes:
     judge_cv: float = 0.0
     swarm: SwarmSpec = field(default_factory=SwarmSpec)
     """Links, reports and patience of a swarm."""
+    recorded: tuple[RecordedGroup, ...] = ()
+    """A run's own groups, in place of draws from their lengths."""
     is_detailed: bool = False
     """Whether a plan's workers report, beat and are watched as often as live ones: what faults are about."""
 
@@ -102,7 +105,7 @@ class PlanSource:
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
-            work=Work(work.prompt, work.output, wishes.correlation, wishes.drift, work.trained_share),
+            work=_script_work(work, wishes),
             train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
             judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),
             publish_s=0.0,
@@ -126,7 +129,7 @@ class PlanSource:
 
     def _notes(self, wishes: Wishes) -> tuple[str, ...]:
         found = ["engines exchange weights each by itself, in the plan's sync time, and the trainer does not wait"]
-        if not wishes.correlation:
+        if not wishes.correlation and not wishes.recorded:
             found.append("lengths within a group are independent (--correlation)")
         return tuple(found)
 
@@ -229,6 +232,7 @@ class RecipeSource:
         threads = recipe.run.threads or self.cores
         overlaps = rules.mode == "async"
         devices = max(1, threads - count) if overlaps else threads
+        shared = max(1.0, (devices + count) / self.cores)
         if self.efficiencies is None:
             notes.append("efficiencies are not measured here: run `baton profile` and give --calibration")
         spec = None
@@ -244,8 +248,8 @@ class RecipeSource:
             )
         return Setting(
             rules=rules,
-            engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed) for i in range(count)),
-            work=Work(work.prompt, work.output, wishes.correlation, wishes.drift, work.trained_share),
+            engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, pads=True) for i in range(count)),
+            work=_script_work(work, wishes),
             train=device_train_speed(model, work, place, devices),
             judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),
             publish_s=0.0 if swarm.is_on else efficiency.publish_latency_s,
@@ -253,7 +257,9 @@ class RecipeSource:
             publish_every=swarm.publish_every,
             checkpoint_every=recipe.checkpoint.every,
             swarm=spec,
-            train_slowdown=max(1.0, (devices + count) / self.cores) if overlaps else 1.0,
+            train_slowdown=max(1.0, shared * efficiency.train_beside) if overlaps else 1.0,
+            engine_slowdown=max(1.0, shared * efficiency.engine_beside) if overlaps else 1.0,
+            handover_s=0.0 if swarm.is_on else efficiency.handover_s,
             shares_prefill=work.shared_prefill,
             price_per_h=self.cores * gpu.price_per_h,
             currency=gpu.currency,
@@ -281,6 +287,25 @@ class RecipeSource:
                 "with a run's directory to measure them"
             )
         return msgspec.structs.replace(own, **changes), notes
+
+
+def _script_work(work: Workload, wishes: Wishes) -> Work:
+    drawn = Work(work.prompt, work.output, wishes.correlation, wishes.drift, work.trained_share)
+    return replace(drawn, recorded=() if wishes.correlation or wishes.drift else wishes.recorded)
+
+
+def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
+    """Read the groups of a run, in the order in which they were opened. Raises UserError where there is no run."""
+    run = RunDirectory.open(path)
+    groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
+    return tuple(
+        RecordedGroup(
+            len(group.members[0].trajectory.prompt_ids),
+            tuple(max(1, member.trajectory.num_tokens) for member in group.members),
+            len({member.judgement.reward for member in group.members}) > 1,
+        )
+        for group in groups
+    )
 
 
 def _with_section(overrides: Sequence[str]) -> list[str]:

@@ -17,12 +17,26 @@ KNOTS = 64
 """Contexts at which a decode step is computed; between them it is linear."""
 
 
+def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
+    """Steps of step_s, step_s + slope_s, … that take so long."""
+    half = slope_s / 2
+    first = step_s - half
+    if abs(half) < 1e-15:
+        return elapsed_s / first
+    return (math.sqrt(max(0.0, first * first + 4 * half * elapsed_s)) - first) / (2 * half)
+
+
 class Speed(Protocol):
     """How fast an engine is."""
 
     @property
     def trajectory_s(self) -> float:
         """Of its time, for each trajectory that it takes, beside prefill and decode."""
+        ...
+
+    @property
+    def prefill_overhead_s(self) -> float:
+        """Of one prefill, however many sequences it has."""
         ...
 
     def step_s(self, rows: int, context: float) -> float:
@@ -48,6 +62,8 @@ class FlatSpeed:
     """Of prefill, for each token."""
     trajectory_s: float = 0.0
     """See `Speed`."""
+    prefill_overhead_s: float = 0.0
+    """See `Speed`."""
 
     def step_s(self, rows: int, context: float) -> float:
         """See `Speed`."""
@@ -70,6 +86,11 @@ class CostSpeed:
     def trajectory_s(self) -> float:
         """See `Speed`."""
         return self._place.efficiency.trajectory_overhead_s
+
+    @property
+    def prefill_overhead_s(self) -> float:
+        """See `Speed`."""
+        return self._place.efficiency.prefill_overhead_s
 
     def step_s(self, rows: int, context: float) -> float:
         """See `Speed`."""
@@ -127,4 +148,5 @@ def device_train_speed(model: ModelSpec, work: Workload, place: Place, devices: 
     """A trainer on `devices` equal GPUs or cores that work together, as `baton profile` measures it."""
     flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
-    return train_speed(model, work, forward_passes(work) * flops / rate, place.efficiency.train_overhead_s)
+    passes = forward_passes(work, place.efficiency.backward)
+    return train_speed(model, work, passes * flops / rate, place.efficiency.train_overhead_s)

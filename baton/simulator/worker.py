@@ -77,6 +77,7 @@ class SimWorker:
             kv_tokens=spec.kv_tokens,
             report_every_s=swarm.report_every_s,
             shares_prefill=shares_prefill,
+            pads=spec.pads,
             tracer=tracer,
         )
         self.slowness = 1.0

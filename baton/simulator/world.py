@@ -300,8 +300,8 @@ class World:
                 made[version] = made.get(version, 0) + num_tokens
         seconds = self.setting.train.step_s(lengths)
         slowdown = self.setting.train_slowdown if self.rules.mode == "async" else 1.0
-        if slowdown > 1:
-            self.port.slow(slowdown)
+        if self.rules.mode == "async" and self.setting.engine_slowdown > 1:
+            self.port.slow(self.setting.engine_slowdown)
         counts = self.scheduler.take_step_counts()
         self.record.batch(self.clock.now_s, self._wanted_s, sum(lengths), made, self.version, counts)
         self._is_training = True
@@ -313,7 +313,7 @@ class World:
             return
         now_s = self.clock.now_s
         self._is_training, self._moved_s = False, now_s
-        if self.setting.train_slowdown > 1:
+        if self.setting.engine_slowdown > 1:
             self.port.slow(1.0)
         self.version += 1
         self.num_trained += 1

@@ -4,16 +4,20 @@
     baton train recipes/quickstart.toml run.steps=20 eval.every=0 run.name=live …      # several times
     python benchmarks/simulator/agreement.py calibration.toml RUN [RUN …]
 
-Runs of one recipe count as repetitions: their span is the noise. Lengths are those of the first.
+Runs of one recipe count as repetitions: their span is the noise. Each run is simulated with its own lengths. Live and
+simulated figures are made in the same way: medians over the same steps, staleness over all tokens of their batches.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -22,17 +26,17 @@ from baton.cost.efficiency import CalibrationSettings
 from baton.metrics import read_metrics
 from baton.planning import workload_of_run
 from baton.runs import RunDirectory
-from baton.simulator.result import summarise
 from baton.simulator.run import simulate
-from baton.simulator.sources import RecipeSource, Wishes
+from baton.simulator.sources import RecipeSource, Wishes, recorded_groups
 
 RAW = Path(__file__).parent / "results" / "agreement.json"
 WARM = 4
-"""First steps of a live run that do not count."""
+"""First steps that do not count."""
+Figures = dict[str, Any]
 
 
-def live(path: Path) -> dict[str, float]:
-    """Medians over a run's steps."""
+def live(path: Path) -> Figures:
+    """Of a run."""
     rows = [row for row in read_metrics(path) if "perf/step_time" in row][WARM:]
 
     def middle(name: str) -> float:
@@ -40,15 +44,26 @@ def live(path: Path) -> dict[str, float]:
 
     return {
         "step_s": middle("perf/step_time"),
-        "generate_s": middle("time/generate") + middle("time/judge"),
+        "wait_s": middle("time/wait_for_batch"),
         "train_s": middle("time/train"),
         "occupancy": middle("perf/slot_occupancy"),
         "carried_groups": middle("rollout/carried_groups"),
-        "staleness": middle("staleness/mean"),
+        "resumed": middle("rollout/resumed"),
+        **_staleness([made_by(path, int(row["step"])) for row in rows]),
     }
 
 
-def simulated(path: Path, calibration: Path) -> dict[str, float]:
+def made_by(path: Path, step: int) -> Counter[int]:
+    """Versions behind the trainer → tokens of a batch."""
+    found: Counter[int] = Counter()
+    for group in RunDirectory.open(path).groups(step):
+        for member in group.members:
+            for segment in member.trajectory.segments:
+                found[step - 1 - segment.policy_version] += len(segment.token_ids)
+    return found
+
+
+def simulated(path: Path, calibration: Path) -> Figures:
     """The same of the run in virtual time."""
     efficiencies = load_recipe(CalibrationSettings, calibration).build()
     recipe = Recipe.model_validate(RunDirectory.open(path).recipe())
@@ -56,29 +71,45 @@ def simulated(path: Path, calibration: Path) -> dict[str, float]:
         copy = Path(directory) / "recipe.toml"
         copy.write_text(tomli_w.dumps(json.loads(recipe.model_dump_json(exclude_none=True))))
         source = RecipeSource(copy, efficiencies, workload_of_run(path))
-        setting = source.setting(Wishes())
-    result = summarise(setting, simulate(setting))
+        setting = source.setting(Wishes(recorded=recorded_groups(path)))
+    steps = simulate(setting).steps
+    ends = [step.end_s for step in steps]
+    each = [after - before for before, after in itertools.pairwise(ends)][WARM - 1 :]
+    steps = steps[WARM:]
     return {
-        "step_s": result.step_s,
-        "generate_s": result.wait_s,
-        "train_s": result.train_s,
-        "occupancy": result.rollout_occupancy,
-        "carried_groups": result.carried_groups,
-        "staleness": result.mean_staleness,
+        "step_s": statistics.median(each),
+        "wait_s": statistics.median(step.begin_s - step.wanted_s for step in steps),
+        "train_s": statistics.median(step.train_s for step in steps),
+        "occupancy": statistics.median(step.busy_slot_s / step.slot_s for step in steps if step.slot_s),
+        "carried_groups": statistics.median(step.carried_groups for step in steps),
+        "resumed": statistics.median(step.resumed for step in steps),
+        **_staleness([Counter(step.staleness) for step in steps]),
     }
+
+
+def _staleness(batches: list[Counter[int]]) -> Figures:
+    total: Counter[int] = Counter()
+    for batch in batches:
+        total.update(batch)
+    shares = {behind: total[behind] / total.total() for behind in sorted(total)}
+    return {"staleness": sum(behind * share for behind, share in shares.items()), "histogram": shares}
 
 
 def main() -> None:
     """Print both, the difference, and the noise, and add them to results/agreement.json."""
     calibration, runs = Path(sys.argv[1]), [Path(text) for text in sys.argv[2:]]
-    measured, predicted = [live(run) for run in runs], simulated(runs[0], calibration)
+    measured, predicted = [live(run) for run in runs], [simulated(run, calibration) for run in runs]
     print(f"{'':16}{'simulated':>12}{'live':>12}{'difference':>12}{'noise':>8}")
-    for key, value in predicted.items():
-        seen = [one[key] for one in measured]
+    for key in predicted[0]:
+        if key == "histogram":
+            continue
+        value, seen = statistics.fmean(one[key] for one in predicted), [one[key] for one in measured]
         mean = statistics.fmean(seen)
         noise = (max(seen) - min(seen)) / mean if mean else 0.0
         difference = f"{value / mean - 1:+.0%}" if mean else f"{value - mean:+.3g}"
         print(f"{key:16}{value:12.4g}{mean:12.4g}{difference:>12}{noise:8.0%}")
+    for name, found in (("simulated", predicted), ("live", measured)):
+        print(f"staleness, {name}: " + "; ".join(_histogram(one["histogram"]) for one in found))
     opened = RunDirectory.open(runs[0])
     known = json.loads(RAW.read_text()) if RAW.exists() else {}
     known[opened.recipe()["rollout"]["mode"]] = {
@@ -88,6 +119,10 @@ def main() -> None:
         "live": measured,
     }
     RAW.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def _histogram(shares: dict[int, float]) -> str:
+    return ", ".join(f"{behind}: {share:.0%}" for behind, share in shares.items())
 
 
 if __name__ == "__main__":

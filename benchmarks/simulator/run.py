@@ -1,6 +1,6 @@
 """How fast the simulator is: trajectories a minute on one core, and a run on 10,000 GPUs.
 
-    python benchmarks/simulator/run.py [plain] [large] [laws]
+    python -m benchmarks.simulator.run [plain] [large] [laws]
 
 `plain`: engines behind a queue, as `baton simulate --recipe` has them; the best of three. `large`: 1,000 workers of
 eight H100 each and 2,000 GPUs that train, 50 asynchronous steps of 32,768 trajectories, leases and weights as a swarm
@@ -11,10 +11,7 @@ has them.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -35,6 +32,7 @@ from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
 from baton.swarm.lease_rules import LeaseRules
 from baton.workload import WorkloadSettings, constant, lognormal
+from benchmarks.machine import machine
 
 HERE = Path(__file__).parent
 SEVENTY_B = {
@@ -153,15 +151,7 @@ def main() -> None:
     asked = sys.argv[1:] or ["plain", "laws", "large"]
     path = HERE / "results" / "raw.json"
     raw = json.loads(path.read_text()) if path.exists() else {}
-    raw["machine"] = {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
-    }
+    raw["machine"] = machine()
     if "plain" in asked:
         raw["plain"] = {mode: plain(mode) for mode in ("sync", "partial", "async")}
     if "laws" in asked:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.cost.fit import Measured, fit, predicted_s, rollout_s, with_rollout
+from baton.cost.fit import Beside, Measured, fit, predicted_s, rollout_s, train_step_s, with_beside, with_rollout
+from baton.cost.generate import replica_cost
 from baton.cost.train import forward_passes
 from tests.cost.round_numbers import IDEAL, MODEL, PLACE, WORK
 
@@ -23,6 +24,39 @@ def test_efficiencies_are_recovered_from_what_they_predict() -> None:
     found, shown = fit(MODEL, WORK, start, 2, points)
     assert (found.train, found.prefill) == (pytest.approx(0.3, rel=0.02), pytest.approx(0.4, rel=0.01))
     assert all(point.predicted_s == pytest.approx(point.seconds, rel=0.03) for point in shown)
+
+
+def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
+    """A backward pass takes as long as 3 forward ones. Without half-taught batches it counts as the 2 it is given."""
+    work = msgspec.structs.replace(WORK, has_proximal_forward=False, recompute=False)
+    true = msgspec.structs.replace(IDEAL, train=0.3, backward=3.0, train_overhead_s=0.01)
+    hidden = msgspec.structs.replace(PLACE, efficiency=true)
+    asked = [Measured("train", 64, c, 1.0, trained_share=share) for c in (100, 400, 900) for share in (1.0, 0.5)]
+    points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, work, hidden, 2, p)) for p in asked]
+    start = msgspec.structs.replace(PLACE, efficiency=msgspec.structs.replace(IDEAL, train=0.5))
+    found, _ = fit(MODEL, work, start, 2, points)
+    assert (found.backward, found.train) == (pytest.approx(3.0, rel=0.05), pytest.approx(0.3, rel=0.05))
+    assert fit(MODEL, work, start, 2, points[::2])[0].backward == 2.0
+
+
+def test_one_sequence_alone_tells_the_fixed_time_of_a_prefill() -> None:
+    true = msgspec.structs.replace(IDEAL, prefill=0.4, prefill_overhead_s=0.003)
+    hidden = msgspec.structs.replace(PLACE, efficiency=true)
+    asked = [Measured("prefill", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
+    points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]
+    found, _ = fit(MODEL, WORK, PLACE, 2, points)
+    assert (found.prefill, found.prefill_overhead_s) == (pytest.approx(0.4, rel=0.02), pytest.approx(0.003, rel=0.02))
+
+
+def test_what_trainer_and_engines_cost_each_other_beyond_their_share_of_the_cores() -> None:
+    """One trainer thread and two engines on two cores: 3 / 2 is their share, the rest is measured."""
+    work = msgspec.structs.replace(WORK, max_batch=8)
+    by_itself_s = train_step_s(MODEL, work, PLACE, 1, 100, 300.0, 1.0)
+    tokens_per_s = 2 * replica_cost(MODEL, work, PLACE, 1, 1, 8).tokens_per_s
+    found, shown = with_beside(MODEL, work, PLACE, 2, 2, Beside(1, 1.8 * by_itself_s, tokens_per_s / 1.65))
+    assert found.train_beside == pytest.approx(1.8 / 1.5)
+    assert found.engine_beside == pytest.approx(1.65 / 1.5)
+    assert [point.phase for point in shown] == ["train_beside", "decode_beside"]
 
 
 def test_what_a_whole_batch_takes_beyond_prefill_and_decode_is_an_overhead_of_its_trajectories() -> None:
@@ -46,3 +80,4 @@ def test_tokens_per_second_of_a_measurement() -> None:
 def test_rows_without_an_advantage_go_forward_only() -> None:
     half = msgspec.structs.replace(WORK, recompute=False, has_proximal_forward=False, trained_share=0.5)
     assert forward_passes(half) == 1 + 0.5 * 2
+    assert forward_passes(half, 3.0) == 1 + 0.5 * 3

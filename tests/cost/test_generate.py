@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from baton.cost.generate import (
     drain_s,
     largest_batch,
     prefill_s,
+    prefills_per_trajectory,
     replica_cost,
     split_layers,
     weight_bytes,
@@ -102,6 +105,25 @@ def test_a_replica_decodes_prefills_and_pauses() -> None:
     kept = replica_cost(MODEL, msgspec.structs.replace(WORK, reprefills=False), PLACE, 1, 1, 8)
     assert kept.pause_s == 0
     assert cost.memory_bytes == 2 * 10.2e6 + 8 * 200 * 800
+
+
+def test_prefills_are_shared_by_those_that_come_between_two_steps_and_by_groups() -> None:
+    """8 trajectories of 200 tokens: one arrives in 25 steps, so nearly each has a step of its own. Where 400 arrive in
+    a step they share one prefill; and members of a group of 10 share one whatever happens."""
+    alone = msgspec.structs.replace(WORK, shared_prefill=False)
+    assert prefills_per_trajectory(alone, 8) == pytest.approx((1 - math.exp(-0.04)) / 0.04)
+    assert prefills_per_trajectory(alone, 80_000) == pytest.approx(1 / 400)
+    assert prefills_per_trajectory(WORK, 8) == 1 / 10
+
+
+def test_fixed_times_of_prefills_and_of_handing_over_slow_a_replica() -> None:
+    """A prefill of 10 for 20 ms, and a slot that stays empty for one step of its 200."""
+    plain = replica_cost(MODEL, WORK, PLACE, 1, 1, 8)
+    step = decode_s(MODEL, WORK, PLACE, 1, (10,), 8, 200)
+    changed = msgspec.structs.replace(IDEAL, prefill_overhead_s=0.02, handover_s=step / 10)
+    slower = replica_cost(MODEL, WORK, msgspec.structs.replace(PLACE, efficiency=changed), 1, 1, 8)
+    assert 1 / slower.tokens_per_s == pytest.approx(1 / plain.tokens_per_s + (step / 8 + 0.002) / 200)
+    assert slower.pause_s == pytest.approx(plain.pause_s + 0.02)
 
 
 def test_without_overlap_a_batch_empties_to_its_longest() -> None:

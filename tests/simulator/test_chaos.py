@@ -1,6 +1,6 @@
 """Bad days, drawn from seeds: whatever goes wrong, every law holds at every event, and the run comes to its end.
 
-CI draws a few hundred; `BATON_SCHEDULES=10000` draws as many of each mode.
+CI draws a few hundred; `make chaos` ten thousand, `BATON_SCHEDULES=10000` as many of each of these tests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import MODES, bad_day, rules, swarm
 
+from baton.rollout import events as ro
+from baton.rollout.scheduler import RolloutScheduler
+from baton.simulator import chaos
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.find import broken_law
 from baton.simulator.run import Options, simulate
 from baton.simulator.seeds import choices
+from baton.simulator.setting import Setting
 from baton.simulator.world import Hang
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))
@@ -79,6 +83,39 @@ def test_every_law_holds_under_every_setting(
     of = replace(of, judges=replace(of.judges, latency_s=judging))
     day = draw_faults(choices(seed, "faults"), RandomSettings(faults=faults, until_s=30.0))
     survive(of, Options(seed, [*day, FaultSettings(kind="join", at_s=100.0)]))
+
+
+def test_a_fixed_sample_of_what_make_chaos_draws() -> None:
+    found = chaos.survey(90)
+    assert not found.violations
+    assert found.days == {"sync": 30, "partial": 30, "async": 30}
+    said = list(chaos.sentences(found, 1.0))
+    assert said[0].startswith("90 bad days (30 sync, 30 partial, 30 async)")
+    assert said[-1] == "days on which a law did not hold: 0"
+
+
+class _LosesCount(RolloutScheduler):
+    def handle(self, event: ro.Event) -> list[ro.Command]:
+        if isinstance(event, ro.Grew):
+            self.ledger.generated -= 1
+        return super().handle(event)
+
+
+def test_make_chaos_ends_with_the_day_that_breaks_a_law(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = chaos.bad_day
+
+    def planted(number: int) -> tuple[Setting, Options]:
+        of, options = days(number)
+        return of, replace(options, make_scheduler=_LosesCount) if number == 4 else options
+
+    monkeypatch.setattr(chaos, "bad_day", planted)
+    monkeypatch.setattr(chaos.os, "cpu_count", lambda: 1)
+    assert chaos.main(["3", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "day 4: the law of conservation does not hold" in said
+    assert said.endswith("days on which a law did not hold: 1\n")
 
 
 def test_no_honest_worker_is_taken_for_a_liar() -> None:

@@ -77,6 +77,18 @@ def test_a_group_shares_the_prefill_of_its_prompt_and_a_resumed_member_does_not(
     assert made.busy.reprefilled == 4
 
 
+def test_what_is_admitted_together_shares_the_fixed_time_of_a_prefill() -> None:
+    """Two at once: 0.5 s, and 0.1 s for each prompt. One that comes later: 0.5 s more, for which the others wait."""
+    clock, made, heard = engine(FlatSpeed(base_s=0.1, token_s=0.01, prefill_overhead_s=0.5))
+    made.submit(row(1, 20))
+    made.submit(row(2, 20))
+    run(clock)
+    assert heard.said[0][0] == pytest.approx(0.5 + 2 * 0.1 + 20 * 0.1)
+    made.submit(row(3, 5))
+    run(clock)
+    assert made.busy.prefill_s == pytest.approx(2 * 0.5 + 3 * 0.1)
+
+
 def test_an_abort_is_answered_after_the_current_step_with_all_that_there_is() -> None:
     clock, made, heard = engine(FlatSpeed(base_s=1.0))
     made.submit(row(1, 10))

@@ -1,0 +1,5 @@
+"""Measuring this device for the cost model: `baton profile`."""
+
+from baton.profile.engine import keep_busy as keep_busy
+from baton.profile.measure import profile as profile
+from baton.profile.measure import write_calibration as write_calibration

@@ -1,0 +1,118 @@
+"""Decode and prefill of the recipe's engine, over batch and context."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from baton.build import set_up_torch
+from baton.config import Recipe
+from baton.cost.fit import Measured
+from baton.errors import EngineFault
+from baton.policy.load import load_model, torch_device, torch_dtype
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
+
+DECODE_STEPS = 24
+REPEATS = 5
+CONTEXT_SHARES = (0.125, 0.35, 0.7)
+"""Of the engine's context: where decode and prefill are measured."""
+Say = Callable[[str], None]
+
+
+@contextmanager
+def companions(command: Sequence[str], count: int) -> Iterator[None]:
+    """Keep as many engines busy, each in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
+        for _ in range(max(0, count) if command else 0)
+    ]
+    try:
+        for child in started:
+            assert child.stdout is not None, "it was asked for"
+            if not child.stdout.readline():
+                raise EngineFault("an engine beside the measured one did not start")
+        yield
+    finally:
+        for child in started:
+            child.kill()
+            child.wait()
+
+
+def keep_busy(recipe: Recipe) -> None:
+    """Generate until killed, as an engine process would; says so on stdout first."""
+    set_up_torch(1)
+    engine = _engine(recipe)
+    context, first = int(recipe.engine.max_context_tokens * CONTEXT_SHARES[0]), 0
+    while True:
+        _timed(engine, recipe.engine.slots, context, first, DECODE_STEPS)
+        first += recipe.engine.slots
+        if first == recipe.engine.slots:
+            sys.stdout.write("busy\n")
+            sys.stdout.flush()
+
+
+def _engine(recipe: Recipe) -> EmbeddedEngine:
+    """The recipe's engine, but nothing ends a trajectory except its length."""
+    model = load_model(
+        recipe.model.path,
+        dtype=torch_dtype(recipe.engine.dtype),
+        device=torch_device(recipe.model.device),
+        attention=recipe.model.attention,
+    )
+    tokenizer = load_tokenizer(recipe.model.path)
+    return EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
+
+
+def engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
+    engine = _engine(recipe)
+    slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
+    batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})
+    leases = 0
+    for share in CONTEXT_SHARES:
+        context = max(2, int(longest * share))
+        alone = [_timed(engine, 1, context, leases + index, 8)[0] for index in range(REPEATS)]
+        leases += REPEATS
+        yield Measured("prefill", 1, context, max(statistics.median(alone), 1e-6))
+        for batch in batches:
+            runs = []
+            for _ in range(REPEATS):
+                runs.append(_timed(engine, batch, context, leases, min(DECODE_STEPS, longest - context - 1)))
+                leases += batch
+            decode, prefill = statistics.median(run[1] for run in runs), statistics.median(run[0] for run in runs)
+            middle = context + DECODE_STEPS // 2
+            yield Measured("decode", batch, middle, decode)
+            yield Measured("prefill", batch, context, max(prefill, 1e-6))
+            say(
+                f"batch {batch}, context {context}: decode {batch / decode:,.0f} tokens/s, "
+                f"prefill {batch * context / max(prefill, 1e-6):,.0f} tokens/s"
+            )
+
+
+def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
+    """Return the seconds of prefill and of a decode step, for distinct prompts."""
+    generator = torch.Generator().manual_seed(first)
+    sampling = SamplingParams(steps + 2)
+    for index in range(batch):
+        ids = torch.randint(3, 60, (context,), generator=generator).tolist()
+        trajectory = Trajectory(first + index, 0, tuple(ids))
+        engine.submit(Lease(first + index, trajectory, sampling, 0, engine.version.number))
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    for index in range(batch):
+        engine.abort(first + index)
+    engine.step()
+    decode = statistics.median(times[len(times) // 4 :])
+    return times[0] - decode, decode

@@ -1,0 +1,112 @@
+"""`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
+
+Every figure is the median of several: what a run on this machine will meet, its usual disturbances included. Decode and
+prefill over batch and context (`engine.py`); batches of the recipe's own prompts and train steps in turns, as a run has
+them; on a CPU both once more at the same time, because they share cores (`turns.py`); publication of weights. Then the
+shares of peak with which the cost model comes nearest to all of them. On a CPU an engine process has one thread, the
+trainer has all: there one core counts as one GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+import torch
+
+from baton.build import set_up_torch
+from baton.cluster import find_gpu, gpu_types
+from baton.config import Recipe
+from baton.cost.efficiency import Efficiency
+from baton.cost.fit import Measured, fit, with_beside, with_rollout
+from baton.cost.generate import Place
+from baton.errors import UserError
+from baton.files import write_whole
+from baton.model import read_model
+from baton.planning import recipe_workload
+from baton.policy.load import torch_device
+from baton.profile.engine import Say, companions, engine_points
+from baton.profile.turns import take_turns
+from baton.trainer import alarms
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What was measured, and what fits it."""
+
+    gpu: str
+    devices: int
+    """Cores (or GPUs) that the trainer has."""
+    efficiency: Efficiency
+    points: list[Measured]
+    publish_s: float
+
+
+def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = ()) -> Profile:
+    """Measure the recipe's model, engine and trainer on its device. Raises UserError for a GPU without a name.
+
+    `companion` is a command that keeps an engine busy: where a run has several engine processes, they are measured
+    while the others work, because they share memory and cores.
+    """
+    device = torch_device(recipe.model.device)
+    on_cpu = device.type == "cpu"
+    name = gpu or _gpu_name(device)
+    find_gpu(name, gpu_types(), "--gpu")
+    threads = set_up_torch(recipe.run.threads)
+    devices = threads if on_cpu else 1
+    torch.set_num_threads(1 if on_cpu and recipe.engine.processes else threads)
+    with companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
+        points = list(engine_points(recipe, say))
+    torch.set_num_threads(threads)
+    alarms.logger.disabled = True  # made-up rewards are as far from the policy as can be
+    try:
+        turns = take_turns(recipe, threads, say)
+    finally:
+        alarms.logger.disabled = False
+    say(f"publication: {turns.publish_s * 1e3:.1f} ms")
+    spec = read_model(Path(recipe.model.path))
+    hardware = gpu_types()[name]
+    start = Efficiency(
+        train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5
+    )
+    place = Place(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
+    found, shown = fit(spec, recipe_workload(recipe), place, devices, [*points, *turns.train])
+    found = msgspec.structs.replace(found, publish=1.0, publish_latency_s=turns.publish_s, handover_s=turns.handover_s)
+    fitted = msgspec.structs.replace(place, efficiency=found)
+    engines = max(1, recipe.engine.processes)
+    found, whole = with_rollout(spec, turns.lengths, fitted, engines, turns.rollout)
+    shown.append(whole)
+    if turns.beside is not None:
+        fitted = msgspec.structs.replace(place, efficiency=found)
+        found, beside = with_beside(spec, turns.lengths, fitted, engines, os.cpu_count() or 1, turns.beside)
+        shown += beside
+    return Profile(name, devices, found, shown, turns.publish_s)
+
+
+def write_calibration(found: Profile, path: Path) -> None:
+    """Write the calibration file that `baton plan --calibration` reads."""
+    tree: dict[str, Any] = {
+        "notes": {
+            "written_by": "baton profile",
+            "device": f"{found.devices} × {found.gpu}",
+            "cores": os.cpu_count() or 0,
+            "torch": torch.__version__,
+        },
+        "efficiency": {found.gpu: msgspec.to_builtins(found.efficiency)},
+        "measured": [msgspec.to_builtins(point) for point in found.points],
+    }
+    write_whole(path, tomli_w.dumps(tree).encode("utf-8"))
+
+
+def _gpu_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    shown = torch.cuda.get_device_name(device)
+    plain = shown.replace(" ", "").replace("GeForce", "")
+    for name in sorted(gpu_types(), key=len, reverse=True):
+        if name.replace("-", "") in plain.replace("-", ""):
+            return name
+    raise UserError(f"--gpu: {shown} is no GPU of the catalogue; name the one it is like: {', '.join(gpu_types())}")

@@ -1,0 +1,275 @@
+"""Batches and train steps in turns, as a run has them, and at the same time, as `async` has them.
+
+Train steps get the lengths that came out of the batches, and multiples of them, with an advantage for all groups or for
+half: what is without one goes forward only, which tells a backward pass from a forward one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.build import build_engine, build_port, build_trainer
+from baton.config import Recipe
+from baton.cost.fit import Beside, Measured
+from baton.journal import Journal, StreamPlace
+from baton.planning import recipe_workload
+from baton.policy.load import torch_device
+from baton.policy.tokenizer import load_tokenizer
+from baton.profile.engine import REPEATS, Say
+from baton.rollout.parts import Parts
+from baton.rollout.runner import Runner
+from baton.rollout.settings import RolloutSettings
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trace import LeaseTrace, Span
+from baton.trainer.trainer import Trainer
+from baton.trainer.trainer import Weights
+from baton.types import (
+    Batch,
+    FinishReason,
+    Group,
+    Judged,
+    Judgement,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+)
+from baton.workload import Workload, measured
+
+NEVER_STALE = 1_000
+"""A bound of staleness that no batch here comes near to."""
+LONGEST_ROLLOUT = 256
+"""Tokens at which the responses of a batch are cut, so that measuring takes no longer."""
+TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
+"""Train steps that are measured: factor on the lengths that came out, share of groups that have an advantage."""
+
+
+class Turns(msgspec.Struct):
+    """What batches and train steps took."""
+
+    rollout: Measured
+    train: list[Measured]
+    beside: Beside | None
+    """The same at the same time, where they share cores."""
+    lengths: Workload
+    handover_s: float
+    publish_s: float
+
+
+class _Praise:
+    """`Judges` that take no time."""
+
+    def __init__(self) -> None:
+        self._judged: list[Judged] = []
+
+    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
+        """See `Judges`."""
+        self._judged.append(Judged(trajectory, Judgement(1.0, {}, True)))
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        """See `Judges`."""
+        judged, self._judged = self._judged, []
+        return judged
+
+
+class _Rollouts:
+    """Batches of the recipe's own prompts as a run makes them: by its runner, with a journal, weights before each."""
+
+    def __init__(self, recipe: Recipe, weights: Weights, directory: Path) -> None:
+        rollout, seed = recipe.rollout, recipe.run.seed
+        tokenizer = load_tokenizer(recipe.model.path)
+        sampling = rollout.sampling()
+        longest = min(sampling.max_new_tokens, LONGEST_ROLLOUT)
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
+        self.spans: list[Span] = []
+        """Of leases."""
+        self._weights, self._version = weights, 0
+        version = PolicyVersion("profile", 0)
+        self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
+        self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
+        self._parts = Parts(
+            self.port,
+            PromptStream(TaskMixture(recipe.task, recipe.answer), seed),
+            _Praise(),
+            prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
+            text=tokenizer.text,
+            sampling=lambda group_id, sample_index: sampling,
+            noise_seed=seed,
+            journal=self._journal,
+            max_context_tokens=recipe.engine.max_context_tokens,
+            stall_timeout_s=rollout.stall_timeout_s,
+        )
+        self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
+        self._runner = Runner(self._parts, RolloutSettings.model_validate({"mode": "sync", **self._shape}).rules())
+        self._runner.begin(0, StreamPlace(0, {}))
+
+    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
+        """See `Tracer`."""
+        self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
+
+    def batch(self) -> tuple[float, list[Trajectory]]:
+        """Generate one; return its seconds and its trajectories."""
+        self._runner.publish(self._weights.tensors, PolicyVersion("profile", self._version))
+        self.spans = []
+        started = time.perf_counter()
+        groups = self._runner.next_batch()
+        seconds = time.perf_counter() - started
+        self._version += 1
+        self._journal.consumed(self._version, [group.group_id for group in groups])
+        return seconds, [member.trajectory for group in groups for member in group.members]
+
+    def beside(self, trainer: Trainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
+        """Train in a thread of its own while engines that are always full go on, as `async` does; return the seconds of
+        a train step and the tokens that come in a second."""
+        keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE, **self._shape}
+        runner = Runner(self._parts, RolloutSettings.model_validate(keys).rules())
+        runner.begin(self._version, self._runner.place)
+        seconds: list[float] = []
+        rates: list[float] = []
+        for _ in range(REPEATS + 1):  # the first one warms up
+            runner.publish(self._weights.tensors, PolicyVersion("profile", self._version))
+            self._version += 1
+            runner.next_batch()
+            before, started = self.port.stats().decoded_tokens, time.perf_counter()
+            with ThreadPoolExecutor(1, "trainer") as pool:
+                future = pool.submit(_step_s, trainer, _batch(trainer, trajectories, *TRAIN_KINDS[0], longest))
+                runner.run_until(lambda timeout_s, future=future: bool(wait([future], timeout_s).done))  # type: ignore[misc]
+            seconds.append(future.result())
+            rates.append((self.port.stats().decoded_tokens - before) / (time.perf_counter() - started))
+        return statistics.median(seconds[1:]), statistics.median(rates[1:])
+
+    def handover_s(self) -> float:
+        """From the end of a lease to the next one in its slot, in the last batch; 0 where each slot had but one."""
+        gaps: list[float] = []
+        ends: dict[tuple[str, int], float] = {}
+        for span in sorted(self.spans, key=lambda span: span.begin_s):
+            place = (span.actor, span.lane)
+            if place in ends:
+                gaps.append(span.begin_s - ends[place])
+            ends[place] = span.end_s
+        return statistics.median(gaps) if gaps else 0.0
+
+    def close(self) -> None:
+        """End the engines."""
+        self.port.close()
+        self._journal.close()
+
+
+def take_turns(recipe: Recipe, threads: int, say: Say) -> Turns:
+    """Generate and train in turns, as often as there are kinds of train steps; then at the same time."""
+    trainer = _trainer(recipe)
+    with tempfile.TemporaryDirectory() as directory:
+        rollouts = _Rollouts(recipe, trainer.publish(), Path(directory))
+        try:
+            return _take_turns(recipe, trainer, rollouts, threads, say)
+        finally:
+            rollouts.close()
+
+
+def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> Turns:
+    times: list[float] = []
+    seen: list[Trajectory] = []
+    train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]
+    longest = recipe.engine.max_context_tokens
+    for index in range((REPEATS + 1) * len(TRAIN_KINDS)):
+        seconds, trajectories = rollouts.batch()
+        times.append(seconds)
+        seen += trajectories
+        kind = index % len(TRAIN_KINDS)
+        batch = _batch(trainer, trajectories, *TRAIN_KINDS[kind], longest)
+        train[kind].append((_step_s(trainer, batch), _num_tokens(batch) / len(trajectories)))
+    count, lengths = len(trajectories), _lengths(recipe, seen)
+    mean = round(lengths.output.mean)
+    rollout = Measured("rollout", count, mean, statistics.median(times[len(TRAIN_KINDS) :]))
+    say(f"a batch of {count} responses, {mean} tokens on average: {rollout.seconds:.3f} s")
+    points = []
+    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first one warms up
+        tokens = round(statistics.fmean(each for _, each in found[1:]))
+        seconds = statistics.median(each for each, _ in found[1:])
+        points.append(Measured("train", count, tokens, seconds, trained_share=share))
+        taught = f"{tokens} tokens, {share:.0%} with an advantage"
+        say(f"train, {count} trajectories of {taught}: {points[-1].tokens_per_s:,.0f} tokens/s")
+    handover_s, beside = 0.0, None
+    if recipe.engine.processes:
+        handover_s = rollouts.handover_s()
+    if recipe.engine.processes and torch_device(recipe.model.device).type == "cpu":
+        fewer = max(1, threads - recipe.engine.processes)
+        torch.set_num_threads(fewer)
+        beside = Beside(fewer, *rollouts.beside(trainer, trajectories, longest))
+        torch.set_num_threads(threads)
+        say(f"at the same time: {beside.tokens_per_s:,.0f} tokens/s, a train step of {beside.train_s:.3f} s")
+    return Turns(rollout, points, beside, lengths, handover_s, _publish_s(recipe, trainer))
+
+
+def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
+    return msgspec.structs.replace(
+        recipe_workload(recipe),
+        prompt=measured([len(t.prompt_ids) for t in trajectories]),
+        output=measured([max(1, t.num_tokens) for t in trajectories]),
+        max_staleness=0,
+    )
+
+
+def _trainer(recipe: Recipe) -> Trainer:
+    """The recipe's own trainer, alone on this device, at a learning rate that leaves the weights as they are."""
+    alone: dict[str, object] = {"ranks": 1, "tensor_parallel": 1}
+    still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
+    return build_trainer(recipe.model_copy(update={"trainer": still}), load_tokenizer(recipe.model.path))
+
+
+def _step_s(trainer: Trainer, batch: Batch) -> float:
+    started = time.perf_counter()
+    trainer.step(batch)
+    return time.perf_counter() - started
+
+
+def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
+    """Trajectories as they came out, so many times as long; rewards differ in a share of the groups."""
+    version = trainer.version.number
+    generator = torch.Generator().manual_seed(version)
+    groups: dict[int, list[Judged]] = {}
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 60, (count,), generator=generator).tolist())
+
+    for t in trajectories:
+        prompt = min(longest - 1, max(1, round(len(t.prompt_ids) * factor)))
+        own = min(longest - prompt, max(1, round(t.num_tokens * factor)))
+        segment = Segment(ids(own), (-1.0,) * own, version)
+        teaches = math.floor((t.group_id + 1) * share) > math.floor(t.group_id * share)
+        reward = float(teaches and t.sample_index % 2 == 0)
+        made = Trajectory(t.group_id, t.sample_index, ids(prompt), (segment,), FinishReason.LENGTH)
+        groups.setdefault(t.group_id, []).append(Judged(made, Judgement(reward, {}, reward > 0)))
+    prompts = Prompt("0", "profile", (Message("user", ""),))
+    return Batch(version + 1, tuple(Group(group_id, prompts, tuple(found)) for group_id, found in groups.items()))
+
+
+def _num_tokens(batch: Batch) -> int:
+    return sum(len(m.trajectory.prompt_ids) + m.trajectory.num_tokens for g in batch.groups for m in g.members)
+
+
+def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
+    """Publish, write to a file, read it and load it into an engine: the way weights go to an engine process."""
+    engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
+    times = []
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "weights.safetensors"
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            weights = trainer.publish()
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
+            engine.load_weights(load_file(path), weights.version)
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)

@@ -1,0 +1,160 @@
+"""Bad days by the thousand: `make chaos`. Each is drawn from its number: mode, settings, and what goes wrong when.
+
+    python -m baton.simulator.chaos [DAYS] [FIRST]
+
+Every law is checked at every event. A day on which one does not hold is shown with its number and the shortest log that
+was found to show it; then the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from baton.rollout.settings import RolloutSettings
+from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
+from baton.simulator.find import broken_law
+from baton.simulator.run import Options, simulate
+from baton.simulator.script import Work
+from baton.simulator.seeds import choices
+from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
+from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.simulator.world import Hang
+from baton.swarm.leases import LeaseRules
+from baton.workload import constant, lognormal
+
+MODES = ("sync", "partial", "async")
+DAYS = 10_000
+UNTIL_S = 40.0
+"""Faults begin before."""
+HELP_S = 200.0
+"""When somebody joins whatever happened, so that a run can go on."""
+LOT = 50
+"""Days that a process takes at once."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """What happened on many days."""
+
+    days: Counter[str] = field(default_factory=Counter)
+    """By mode."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Faults, and what was done about them."""
+    tokens: int = 0
+    violations: dict[int, str] = field(default_factory=dict)
+    """Day → what does not hold, and the log that shows it."""
+
+    def add(self, other: Survey) -> None:
+        """Count the days of another one too."""
+        self.days += other.days
+        self.outcomes += other.outcomes
+        self.tokens += other.tokens
+        self.violations |= other.violations
+
+
+def bad_day(number: int) -> tuple[Setting, Options]:
+    """Return a day: three workers of impatient people, for whom everything that takes minutes takes seconds."""
+    draw = choices(number, "day")
+    mode = MODES[number % len(MODES)]
+    keys: dict[str, object] = {
+        "mode": mode,
+        "batch_groups": 4,
+        "group_size": 2,
+        "dynamic_sampling": draw.random() < 0.3,
+    }
+    bound, every = 0, 1
+    if mode != "sync":
+        bound = draw.randint(1, 4)
+        keys |= {"stale": draw.choice(("mask", "drop", "wait")), "max_staleness": bound, "max_requeues": 1}
+        if keys["stale"] == "wait":
+            keys["consume"] = "stalest"
+    if mode == "partial":
+        keys["overprovision"] = min(bound + 1.0, draw.choice((1.0, 1.5, 2.0, 3.0)))
+    if mode == "async":
+        keys["on_new_version"] = draw.choice(("resume", "keep"))
+        every = min(bound, draw.randint(1, 3))
+    rules = RolloutSettings.model_validate(keys).rules()
+    if mode == "async":
+        rules = replace(rules, is_swarm=True, max_lag=bound - every + 1 if bound >= 2 * every - 1 else 0)
+    leases = LeaseRules(restarts=mode == "sync", silence_s=6, wedge_s=10, starve_s=30, relief_after_s=2)
+    setting = Setting(
+        rules,
+        tuple(EngineSpec(f"w{index}", 4, FlatSpeed(0.02, 1e-4, 1e-8, 1e-5)) for index in range(3)),
+        Work(constant(16), lognormal(60, 1.0, 400), 0.5, trained_share=draw.choice((0.8, 1.0))),
+        TrainSpeed(0.5, 1e-6, 0.0),
+        JudgeSpec(draw.choice((0.0, 0.05, 0.3)), 1.0, 4),
+        publish_s=0.1,
+        num_steps=draw.randint(4, 8),
+        publish_every=every,
+        checkpoint_every=3,
+        swarm=SwarmSpec(leases, report_every_s=1.0, heartbeat_s=1.0, fetch_s=0.3),
+    )
+    faults = draw_faults(choices(number, "faults"), RandomSettings(faults=draw.randint(0, 12), until_s=UNTIL_S))
+    return setting, Options(number, [*faults, FaultSettings(kind="join", at_s=HELP_S)], laws=True)
+
+
+def live_through(numbers: Iterable[int]) -> Survey:
+    """Let these days happen."""
+    found = Survey()
+    for number in numbers:
+        setting, options = bad_day(number)
+        found.days[setting.rules.mode] += 1
+        try:
+            record = simulate(setting, options)
+        except (AssertionError, Hang) as error:
+            violation = broken_law(setting, options)
+            found.violations[number] = violation.sentence() if violation is not None else f"once only: {error}"
+            continue
+        found.outcomes += record.outcomes
+        found.tokens += record.generated
+        if record.outcomes["an honest worker was convicted"]:
+            found.violations[number] = "an honest worker was convicted"
+    return found
+
+
+def survey(days: int, first: int = 0, processes: int = 1) -> Survey:
+    """Let so many days happen, on several cores."""
+    lots = [range(start, min(start + LOT, first + days)) for start in range(first, first + days, LOT)]
+    found = Survey()
+    if processes == 1:
+        for lot in lots:
+            found.add(live_through(lot))
+        return found
+    with ProcessPoolExecutor(processes) as pool:
+        for part in pool.map(live_through, lots):
+            found.add(part)
+    return found
+
+
+def sentences(found: Survey, seconds: float) -> Iterator[str]:
+    """Say what happened."""
+    modes = ", ".join(f"{count:,} {mode}" for mode, count in found.days.items())
+    yield f"{found.days.total():,} bad days ({modes}), {found.tokens:,} tokens, {seconds:.0f} s"
+    faults = {kind: found.outcomes[f"fault: {kind}"] for kind in KINDS}
+    yield f"{sum(faults.values()):,} faults: " + ", ".join(f"{count:,} {kind}" for kind, count in faults.items())
+    done = {name: count for name, count in sorted(found.outcomes.items()) if not name.startswith("fault: ")}
+    yield "what came of them: " + ", ".join(f"{count:,} × {name}" for name, count in done.items())
+    for number, sentence in found.violations.items():
+        yield f"\nday {number}: {sentence}"
+    yield f"days on which a law did not hold: {len(found.violations)}"
+
+
+def main(arguments: list[str]) -> int:
+    """Let days happen and say how it went; 1 where a law did not hold."""
+    numbers = [int(text) for text in arguments]
+    begin_s = time.monotonic()
+    days, first = [*numbers, *(DAYS, 0)[len(numbers) :]][:2]
+    found = survey(days, first, os.cpu_count() or 1)
+    for sentence in sentences(found, time.monotonic() - begin_s):
+        sys.stdout.write(sentence + "\n")
+    return int(bool(found.violations))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
