@@ -32,8 +32,7 @@ from baton.rollout.runner import Runner
 from baton.rollout.settings import RolloutSettings
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import LeaseTrace, Span
-from baton.trainer.trainer import Trainer
-from baton.trainer.trainer import Weights
+from baton.trainer.trainer import Trainer, Weights
 from baton.types import (
     Batch,
     FinishReason,

@@ -25,7 +25,7 @@ from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.simulator.world import Hang
-from baton.swarm.leases import LeaseRules
+from baton.swarm.lease_rules import LeaseRules
 from baton.workload import constant, lognormal
 
 MODES = ("sync", "partial", "async")
