@@ -102,7 +102,7 @@ def batch(step: int) -> Batch:
     for group_id in range(16):
         members = []
         for index, length in enumerate(lengths_of(8, 100 * step + group_id, 64, 0.8)):
-            ids = tuple(rng.randrange(3, 290) for _ in range(min(400, length)))
+            ids = tuple(rng.randrange(3, 250) for _ in range(min(400, length)))
             segment = Segment(ids, (-5.0,) * len(ids), step - 1)
             trajectory = Trajectory(group_id, index, (5, 6, 7, 8) * 4, (segment,), FinishReason.STOP)
             members.append(Judged(trajectory, Judgement(float(index % 2), {}, bool(index % 2))))
