@@ -255,7 +255,6 @@ CHANGES_BITS = (
     "rollout.max_concurrency",
     "trainer.max_tokens_per_microbatch",
     "trainer.packing",
-    "trainer.ranks",
     "trainer.activation_checkpointing",
     "trainer.ranks",
     "trainer.tensor_parallel",

@@ -117,6 +117,11 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
     return found
 
 
+def machines_of(plan: Plan) -> frozenset[str]:
+    """Return the names of the machines that a plan gives work to."""
+    return frozenset(_wanted(plan))
+
+
 def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     """Of each machine of a plan: its GPU type and how many GPUs it has at least."""
     wanted: dict[str, tuple[str, int]] = {}
@@ -221,13 +226,17 @@ def _shape(post: Post) -> tuple[object, ...]:
     return frozenset(post.gpu_ids), post.tp, post.pp, post.slots
 
 
-def without(plan: Plan, machines: frozenset[str]) -> Plan:
-    """Return a plan less the replicas on some machines, the others' shares made whole again."""
+def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
+    """Return a plan less the replicas on some machines, the others' shares made whole again; None where that is none:
+    the trainer was there, or no replica is left.
+    """
 
     def is_left(replica: Replica) -> bool:
         return not machines & {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
 
     left = [replica for replica in plan.replicas if is_left(replica)]
+    if not left or machines & {gpu_id.rpartition(":")[0] for gpu_id in plan.training.gpu_ids}:
+        return None
     total = sum(replica.share for replica in left) or 1.0
     return msgspec.structs.replace(
         plan, replicas=tuple(msgspec.structs.replace(replica, share=replica.share / total) for replica in left)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from baton.errors import UserError
@@ -59,6 +60,19 @@ class RayCluster:
         found: list[dict[str, Any]] = self.ray.nodes()
         return found
 
+    def alive(self) -> frozenset[str]:
+        """Ids of the nodes that Ray takes for alive. One that has lost its power it takes for dead after a while."""
+        return frozenset(row["NodeID"] for row in self.rows() if row["Alive"])
+
+    def await_signs(self, nodes: Iterable[str], deadline_s: float) -> None:
+        """Return when each node has answered or is known to be gone, at the latest after `deadline_s`."""
+        asked = {node: self.ray.remote(_sign).options(**self.on_node(node, is_actor=False)).remote() for node in nodes}
+        until_s = time.monotonic() + deadline_s
+        while time.monotonic() < until_s:
+            _, waiting = self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=0.5)
+            if not {node for node, future in asked.items() if future in waiting} & self.alive():
+                return
+
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
         """Ask for a placement group of (node id, resources), all or nothing; it is granted later or never."""
         from ray.util import placement_group
@@ -99,19 +113,20 @@ class RayCluster:
             },
         }
 
-    def on_node(self, node: str) -> dict[str, Any]:
-        """Return the options of an actor that takes nothing, on one machine."""
+    def on_node(self, node: str, *, is_actor: bool = True) -> dict[str, Any]:
+        """Return the options of an actor, or a task, that takes nothing, on one machine."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        return {
-            "num_cpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-            "max_restarts": 0,
-        }
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": strategy, "max_restarts" if is_actor else "max_retries": 0}
 
     def leave(self) -> None:
         """Leave the cluster: what this driver started ends with it."""
         self.ray.shutdown()
+
+
+def _sign() -> bool:
+    return True
 
 
 def import_ray() -> Any:

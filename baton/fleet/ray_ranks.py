@@ -43,7 +43,7 @@ class RayRanks:
         self._group = cluster.reserve([(machines[post.machine].id, post.resources) for post in posts], "baton-trainer")
         seat = cluster.ray.remote(RankSeat)
         try:
-            self._await_group()
+            self._await_group(machines)
             for rank, post in enumerate(posts):
                 place = Place(rank=rank, size=len(posts), threads=post.threads)
                 actor = seat.options(**cluster.options(self._group, rank, post.resources, post.threads))
@@ -90,15 +90,19 @@ class RayRanks:
         with suppress(Exception):  # as above: of a cluster that is gone nothing need be given back
             self._cluster.release(self._group)
 
-    def _await_group(self) -> None:
-        try:
-            self._cluster.ray.get(self._group.ready(), timeout=START_DEADLINE_S)
-        except self._cluster.ray.exceptions.GetTimeoutError as error:
-            asked = "; ".join(f"{post.name} on {post.machine}: {_amounts(post.resources)}" for post in self._posts)
-            raise RankLost(
-                f"Ray did not grant the trainer its places in {START_DEADLINE_S:.0f} s ({asked}): "
-                "somebody else has them"
-            ) from error
+    def _await_group(self, machines: Mapping[str, Machine]) -> None:
+        ready, until_s = self._group.ready(), time.monotonic() + START_DEADLINE_S
+        while not self._cluster.ray.wait([ready], timeout=1.0)[0]:
+            alive = self._cluster.alive()
+            for post in self._posts:
+                if machines[post.machine].id not in alive:
+                    raise RankLost(f"trainer {post.name} cannot begin: its machine {post.machine} is gone")
+            if time.monotonic() > until_s:
+                asked = "; ".join(f"{post.name} on {post.machine}: {_amounts(post.resources)}" for post in self._posts)
+                raise RankLost(
+                    f"Ray did not grant the trainer its places in {START_DEADLINE_S:.0f} s ({asked}): "
+                    "somebody else has them"
+                )
 
     def _gather(self, futures: list[Any], what: str, timeout_s: float) -> list[Any]:
         """Return what all say. When one is lost, silent or at fault, see `Ranks.ask`."""

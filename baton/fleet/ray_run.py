@@ -6,7 +6,6 @@ plan, machines ─▶ placement ─▶ recipe with its ranks ─▶ loop.train �
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from baton.config import Recipe
 from baton.errors import RankLost, UserError
 from baton.fleet.inventory import CPU, Machine, machines
-from baton.fleet.placement import Placement, Post, match, place
+from baton.fleet.placement import Placement, Post, machines_of, place, without
 from baton.fleet.ray_cluster import RayCluster
 from baton.fleet.ray_crew import CrewParts, RayCrew
 from baton.fleet.ray_ranks import RayRanks
@@ -28,8 +27,8 @@ from baton.plan import Plan, read_plan
 if TYPE_CHECKING:
     from baton.loop import Loop, Observer
 
-NOTICE_S = 2.0
-"""What Ray may take to notice that a machine is gone, once a rank on it is."""
+NOTICE_S = 60.0
+"""What Ray may take to notice that a machine is gone, once a rank on it is: then it is planned without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +87,23 @@ class _Fleet:
                 restarts += 1
                 self.observer.said(f"{lost}")
                 self.observer.said(f"restart {restarts} of {self.max_restarts} from the last checkpoint")
-                time.sleep(NOTICE_S)
+                self.cluster.await_signs(self.cluster.alive(), NOTICE_S)
                 self._plan_what_is_left(lost)
 
     def _plan_what_is_left(self, lost: RankLost) -> None:
         """Where a machine of the plan's is gone, plan for those there are. Raises RankLost where there is no plan."""
         there = self._machines(self.names)
-        gone = set(self.names.values()) - {machine.name for machine in there}
+        gone = machines_of(self.planner.plan) - {machine.name for machine in there}
+        if not gone:
+            return
         try:
-            match(self.planner.plan, there)
-        except UserError:
-            gone = gone or {"a machine"}
-        if gone:
-            try:
-                self.observer.said(self.planner.anew(there))
-            except UserError as error:
+            self.observer.said(self.planner.anew(there))
+        except UserError as error:
+            left = without(self.planner.plan, gone)
+            if left is None:
                 raise RankLost(f"{lost}; and the machines that are left cannot take over: {error}") from error
+            self.observer.said(f"there is no new plan, the workers there are go on: {error}")
+            self.planner.plan = left
 
     def _attempt(self) -> Loop:
         from baton.build import build_loop

@@ -140,5 +140,7 @@ def test_a_change_of_plan_keeps_what_is_the_same_and_ends_or_begins_the_rest(one
 
 def test_without_a_machine_the_other_replicas_share_the_work() -> None:
     left = without(PLAN, frozenset({"b"}))
+    assert left is not None
     assert [(r.gpu_ids, r.share) for r in left.replicas] == [(("c:0", "c:1"), 1.0)]
-    assert not without(PLAN, frozenset({"b", "c"})).replicas
+    assert without(PLAN, frozenset({"b", "c"})) is None
+    assert without(PLAN, frozenset({"a"})) is None
