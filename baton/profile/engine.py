@@ -74,6 +74,7 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
+    """Measure decode steps and prefills over batch and context; a prefill of one sequence alone too."""
     engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})

@@ -147,10 +147,10 @@ def llamarl() -> list[dict[str, Any]]:
     train, rollout = 3700.0, 1000.0
     rates = RatesSettings.model_validate({"rates": {"H800-paper": {"train": train, "rollout": rollout}}})
     model, found = read_model(HEX / "models" / "r1-distill-qwen-1.5b"), []
-    for number in (8, 16, 32, 64, 128, 256):
+    for number in (8, 16, 32, 64):
         load = WorkloadSettings.model_validate(
             {
-                "groups": 4 * number,
+                "groups": 8 * number,
                 "group_size": 8,
                 "max_staleness": 4,
                 "prompt_tokens": {"mean": 1e-6},
@@ -169,7 +169,7 @@ def llamarl() -> list[dict[str, Any]]:
         }
         for name, lengths in (("simulated", load.output), ("simulated_with_tail", lognormal(200, 1.0, 2000))):
             work: Workload = msgspec.structs.replace(load, output=lengths)
-            setting = PlanSource(plan, model, work, cluster=asked.cluster).setting(Wishes(steps=20))
+            setting = PlanSource(plan, model, work, cluster=asked.cluster).setting(Wishes(steps=16))
             row[name] = run(setting).step_s / best_s
         found.append(row)
     return found

@@ -65,12 +65,12 @@ def test_many_equal_gpus_come_to_the_closed_form() -> None:
     rates = RatesSettings.model_validate({"rates": {"H800-paper": {"train": train, "rollout": rollout}}})
     links = {"inter_node_gb_per_s": 5, "cross_type_gb_per_s": 5}
     planned, simulated = [], []
-    for number in (8, 64):
+    for number in (8, 32):
         nodes = [{"gpu": "H800-paper", "gpus": 8, "count": number // 8}]
         load = WorkloadSettings.model_validate(
             {
-                "groups": 4 * number,
-                "group_size": 4,
+                "groups": 8 * number,
+                "group_size": 8,
                 "max_staleness": 4,
                 "prompt_tokens": {"mean": 1e-6},
                 "output_tokens": {"mean": 100},
@@ -81,7 +81,7 @@ def test_many_equal_gpus_come_to_the_closed_form() -> None:
         best_s = load.output_tokens * (1 / train + 1 / rollout) / number
         planned.append(plan.breakdown.step_s / best_s)
         load = msgspec.structs.replace(load, prompt=constant(1e-6))
-        setting = PlanSource(plan, model, load, cluster=of).setting(Wishes(steps=12))
+        setting = PlanSource(plan, model, load, cluster=of).setting(Wishes(steps=14))
         result = summarise(setting, simulate(setting))
         simulated.append(result.step_s / best_s)
         assert result.seconds >= result.steps * best_s * (1 - 1e-9)
