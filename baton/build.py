@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
-from baton.config import Recipe, WarmStart, compare_for_resume, load_tasks
+from baton.config import Recipe, compare_for_resume, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.files import atomic_directory
@@ -30,7 +28,6 @@ from baton.launch.ranks import LocalRanks
 from baton.loop import Clock, Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
-from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import Engine
@@ -43,8 +40,6 @@ from baton.rollout.sweep import Sweep
 from baton.rollout.traced import TracedJudges
 from baton.runs import RunDirectory, without_none
 from baton.swarm.crew import Crew
-from baton.tasks.dataset import read_demonstrations
-from baton.tasks.demonstrations import demonstrations
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import BEGIN, LeaseTrace, TraceWriter
@@ -53,10 +48,9 @@ from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
 from baton.trainer.ranked import RankedTrainer
 from baton.trainer.ranks import Ranks, TrainerSetup
-from baton.trainer.sft import Demonstration
 from baton.trainer.trainer import Trainer
 from baton.turns import Turns
-from baton.types import Message, PolicyVersion, SamplingParams
+from baton.types import PolicyVersion, SamplingParams
 
 StartRanks = Callable[[int, int], Ranks]
 """(how many, torch threads of each) → the ranks of a trainer."""
@@ -128,21 +122,15 @@ def build_loop(
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     for note in recipe.algorithm.notes():
         observer.said(note)
-    if recipe.swarm.is_on:
-        check_swarm(recipe, crew)
+    _check_machine(recipe, crew)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
-    if recipe.rollout.is_colocated:
-        check_room(recipe)
     place = _place(recipe, observer) if resume else _Place(LoopState(), None)
-    trainer = build_trainer(recipe, tokenizer, start_ranks)
-    if recipe.rollout.is_colocated:
-        assert isinstance(trainer, LocalTrainer)
-        trainer.rest()  # the engine's turn is first
+    trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
     run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace, crew)
@@ -173,6 +161,22 @@ def build_loop(
         turns=_turns(recipe, port, trainer),
         clock=Clock(trace),
     )
+
+
+def _check_machine(recipe: Recipe, crew: Crew | None) -> None:
+    """Raise UserError where this machine cannot do what the recipe asks of it."""
+    if recipe.swarm.is_on:
+        check_swarm(recipe, crew)
+    if recipe.rollout.is_colocated:
+        check_room(recipe)
+
+
+def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
+    """Let the trainer leave a device that it shares, before an engine is made on it: the engine's turn is first."""
+    if recipe.rollout.is_colocated:
+        assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
+        trainer.rest()
+    return trainer
 
 
 def _turns(recipe: Recipe, port: WorkerPort, trainer: Trainer) -> Turns | None:
@@ -359,42 +363,3 @@ def evaluate_model(
             version=version.number,
         )
     return results
-
-
-def build_warm_start(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
-    """Make or load the model of a warm start, and the endless stream of its tokenised demonstrations."""
-    if recipe.model is not None:
-        tokenizer = load_tokenizer(recipe.model.path)
-        device = torch_device(recipe.model.device)
-        model = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
-    else:
-        assert recipe.scratch is not None
-        tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
-        model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
-    end = end_ids(model, tokenizer)[0]
-    examples = (
-        Demonstration(tokenizer.prompt_ids(messages), (*tokenizer.ids(response), end))
-        for messages, response in _conversations(recipe)
-    )
-    return model, tokenizer, examples
-
-
-def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Prompt messages and response of every demonstration, endlessly."""
-    if recipe.data is not None:
-        yield from read_demonstrations(recipe.data, recipe.run.seed)
-    else:
-        assert recipe.demonstrations is not None
-        stream = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed)
-        for prompt, response in demonstrations(stream, recipe.demonstrations, recipe.run.seed):
-            yield prompt.messages, response
-
-
-def _corpus(recipe: WarmStart) -> list[str]:
-    """Text that a tokenizer made from scratch learns its merges from: demonstrations, and the tasks in full wording."""
-    shown = [
-        "\n".join((*(m.content for m in messages), response))
-        for messages, response in islice(_conversations(recipe), 2000)
-    ]
-    originals = (s.model_copy(update={"form": "original"}).build() for s in recipe.task if s.path is None)
-    return [*shown, *(task.draw(recipe.run.seed, i).question for task in originals for i in range(300))]

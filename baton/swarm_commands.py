@@ -42,26 +42,27 @@ Insecure = Annotated[
 Authority = Annotated[
     Path | None, typer.Option("--ca", help="PEM file with the authority behind the hub's certificate.")
 ]
+Slots = Annotated[
+    int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
+]
+Place = Annotated[str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")]
+Kind = Annotated[
+    str | None, typer.Option("--engine", help="What generates: embedded, vllm or sglang; the recipe's by default.")
+]
 
 
 def worker(
     url: Url,
     token_file: TokenPath,
-    slots: Annotated[
-        int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option("--engine", help="What generates: embedded, vllm or sglang; the recipe's by default.")
-    ] = None,
+    slots: Slots = None,
+    engine: Kind = None,
     engine_option: Annotated[
         list[str] | None,
         typer.Option("--engine-option", metavar="KEY=VALUE", help="For this engine, such as tensor_parallel=2."),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    store: Annotated[
-        str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")
-    ] = None,
+    store: Place = None,
     patience: Annotated[
         str | None, typer.Option("--patience", help="End when there is no hub for so long: 90s, 30m, 12h; else never.")
     ] = None,
@@ -79,13 +80,15 @@ def worker(
     """
     from baton.policy.threads import set_up_threads
     from baton.rollout.engine import EngineSettings
-    from baton.rollout.engines.kinds import chosen, engine_from_skeleton
+    from baton.rollout.engines.kinds import check_server, chosen, engine_from_skeleton
     from baton.swarm.auth import parse_duration, read_token_file
     from baton.swarm.listen import check_url, client_ssl
     from baton.swarm.worker import SwarmWorker, WorkerOptions
 
     def choose(settings: EngineSettings) -> EngineSettings:
-        return chosen(settings, kind=engine, slots=slots, options=engine_option or ())
+        found = chosen(settings, kind=engine, slots=slots, options=engine_option or ())
+        check_server(found, is_own=any(option.startswith("url=") for option in engine_option or ()))
+        return found
 
     choose(EngineSettings())  # a mistake is said before the hub is asked
     base = check_url(url, insecure)

@@ -14,6 +14,13 @@ import typer
 from baton.errors import UserError
 from baton.terminal import Json, Overrides, RecipePath, err, out, print_json
 
+Placed = Annotated[
+    Path | None, typer.Option("--plan", help="With --ray: the plan to carry out, as baton plan --out wrote it.")
+]
+Cluster = Annotated[
+    str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to place it on: HOST:PORT, or auto.")
+]
+
 
 def train(
     recipe: RecipePath,
@@ -32,12 +39,8 @@ def train(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve beyond this machine without TLS: all can be read on the way.")
     ] = False,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="With --ray: the plan to carry out, as baton plan --out wrote it.")
-    ] = None,
-    ray: Annotated[
-        str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to place it on: HOST:PORT, or auto.")
-    ] = None,
+    plan: Placed = None,
+    ray: Cluster = None,
     as_json: Json = False,
 ) -> None:
     """Train a model with reinforcement learning, as a recipe says.

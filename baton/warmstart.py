@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
 
-from baton.build import build_warm_start, evaluate_model, set_up_torch
+from baton.build import evaluate_model, set_up_torch
 from baton.config import WarmStart
 from baton.evaluation import Evaluation
 from baton.files import atomic_directory
 from baton.metrics import MetricsWriter
+from baton.policy.load import end_ids, load_model, torch_device
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.report import print_evaluations
 from baton.runs import RunDirectory
-from baton.tasks.stream import TaskMixture
-from baton.trainer.sft import fine_tune
+from baton.tasks.dataset import read_demonstrations
+from baton.tasks.demonstrations import demonstrations
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.sft import Demonstration, fine_tune
+from baton.types import Message
 
 LOG_EVERY = 50
 """Updates averaged into one row of metrics."""
@@ -42,7 +52,7 @@ def warm_start(recipe: WarmStart, console: Console) -> WarmStartReport:
     run = RunDirectory.create(recipe.run.path)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
-    model, tokenizer, examples = build_warm_start(recipe)
+    model, tokenizer, examples = _parts(recipe)
     metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log)
     begin = time.perf_counter()
     losses: list[float] = []
@@ -95,3 +105,42 @@ def warm_start(recipe: WarmStart, console: Console) -> WarmStartReport:
     )
     run.write_report(msgspec.to_builtins(report))
     return report
+
+
+def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
+    """Make or load the model of a warm start, and the endless stream of its tokenised demonstrations."""
+    if recipe.model is not None:
+        tokenizer = load_tokenizer(recipe.model.path)
+        device = torch_device(recipe.model.device)
+        model = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
+    else:
+        assert recipe.scratch is not None
+        tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
+        model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
+    end = end_ids(model, tokenizer)[0]
+    examples = (
+        Demonstration(tokenizer.prompt_ids(messages), (*tokenizer.ids(response), end))
+        for messages, response in _conversations(recipe)
+    )
+    return model, tokenizer, examples
+
+
+def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str]]:
+    """Prompt messages and response of every demonstration, endlessly."""
+    if recipe.data is not None:
+        yield from read_demonstrations(recipe.data, recipe.run.seed)
+    else:
+        assert recipe.demonstrations is not None
+        stream = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed)
+        for prompt, response in demonstrations(stream, recipe.demonstrations, recipe.run.seed):
+            yield prompt.messages, response
+
+
+def _corpus(recipe: WarmStart) -> list[str]:
+    """Text that a tokenizer made from scratch learns its merges from: demonstrations, and the tasks in full wording."""
+    shown = [
+        "\n".join((*(m.content for m in messages), response))
+        for messages, response in islice(_conversations(recipe), 2000)
+    ]
+    originals = (s.model_copy(update={"form": "original"}).build() for s in recipe.task if s.path is None)
+    return [*shown, *(task.draw(recipe.run.seed, i).question for task in originals for i in range(300))]

@@ -9,6 +9,8 @@ import pytest
 
 from baton.config import Recipe, load_recipe
 from baton.errors import UserError
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.kinds import check_server, chosen
 from baton.rollout.overprovision import Measured, next_overprovision
 from baton.rollout.settings import RolloutSettings
 
@@ -80,3 +82,15 @@ def test_defaults_follow_the_mode():
 )
 def test_over_provision_follows_what_is_measured(now, measured, then):
     assert next_overprovision(now, measured, 4.0) == then
+
+
+def test_a_hub_may_send_its_worker_to_a_server_of_the_workers_own_machine_alone() -> None:
+    def named(url: str) -> EngineSettings:
+        return chosen(EngineSettings(), kind="sglang", options=[f"url={url}"])
+
+    for url in ("http://127.0.0.1:30000", "http://localhost:30000", "http://[::1]:30000"):
+        check_server(named(url), is_own=False)
+    for url in ("http://10.0.0.5:30000", "http://127.0.0.1.example.org", "http://localhost@example.org"):
+        check_server(named(url), is_own=True)
+        with pytest.raises(UserError, match="another machine"):
+            check_server(named(url), is_own=False)

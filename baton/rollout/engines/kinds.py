@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -97,3 +98,19 @@ def chosen(
         first = error.errors()[0]
         where = ".".join(("engine", *map(str, first["loc"])))
         raise UserError(f"{where}: got {first['input']!r}: {first['msg']}") from error
+
+
+def check_server(settings: EngineSettings, *, is_own: bool) -> None:
+    """Raise UserError where a hub would have its worker talk to a server on some third machine.
+
+    is_own: whether the server was named on this machine, and not by the hub.
+    """
+    url = settings.sglang.url
+    if settings.kind != "sglang" or url is None or is_own:
+        return
+    host = urlsplit(url).hostname
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        raise UserError(
+            f"engine.sglang.url: the hub names {url}, which is another machine; allowed is a server of this machine, "
+            f"or --engine-option url={url} if that is what you want"
+        )
