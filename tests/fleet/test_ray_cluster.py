@@ -200,7 +200,7 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
         os.kill(nodes.own_processes("ray::RankSeat")[-1], signal.SIGKILL)
 
     witness = Witness({1: kill_a_worker, 2: take_a_machine, 4: give_a_machine, 7: kill_a_rank})
-    load = loader(tmp_path)
+    load = loader(tmp_path, "weights.path=object_store")
     loop = train_on_ray(Order(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, lambda: False)
     assert loop.state.step == 10
     assert witness.steps == [1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10], "from the checkpoint after step 6"
@@ -218,7 +218,7 @@ def test_a_trainers_machine_that_is_lost_is_replaced_by_another_with_a_new_plan(
 
     a, b, spare = nodes.add(gpu_type_H100=1), nodes.add(gpu_type_L20=1), nodes.add(gpu_type_H100=1)
     plan = plan_of([stage("H100", f"{a}:0")], [replica("L20", f"{b}:0", share=1.0)])
-    witness, load = Witness({3: lambda: nodes.remove(a)}), loader(tmp_path, "run.steps=4", "weights.path=chunks")
+    witness, load = Witness({3: lambda: nodes.remove(a)}), loader(tmp_path, "run.steps=4")
     order = Order(load, written(plan, tmp_path), nodes.address, rules=QUICK)
     loop = train_on_ray(order, witness, lambda: False)
     assert loop.state.step == 4
