@@ -48,6 +48,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self.before = in_memory()
         self.cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **_size(num_cpus=1)})
         self.by_name: dict[str, Any] = {}
 
@@ -157,6 +158,11 @@ def written(plan: Plan, directory: Path) -> Path:
     return directory / "plan.json"
 
 
+def in_memory() -> set[Path]:
+    """What couriers and ranks have in this machine's memory, also those of other runs."""
+    return {*Path("/dev/shm").glob("baton-courier-*"), *Path("/dev/shm").glob("baton-rank-*")}
+
+
 def assert_nothing_is_left(nodes: Nodes) -> None:
     """No actor, no worker, no reservation, no file in memory."""
     wait_until(lambda: not nodes.own_processes("baton worker"), "workers to end")
@@ -167,7 +173,7 @@ def assert_nothing_is_left(nodes: Nodes) -> None:
         wait_until(lambda: ray.available_resources() == total, "resources to be given back")
     finally:
         ray.shutdown()
-    assert not [*Path("/dev/shm").glob("baton-courier-*"), *Path("/dev/shm").glob("baton-rank-*")]
+    assert not [path for path in in_memory() - nodes.before if not Path(f"/proc/{path.name.split('-')[-2]}").exists()]
 
 
 def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: Nodes, tmp_path: Path) -> None:
