@@ -102,7 +102,7 @@ def batch(step: int) -> Batch:
     for group_id in range(16):
         members = []
         for index, length in enumerate(lengths_of(8, 100 * step + group_id, 64, 0.8)):
-            ids = tuple(rng.randrange(3, 290) for _ in range(min(400, length)))
+            ids = tuple(rng.randrange(3, 250) for _ in range(min(400, length)))
             segment = Segment(ids, (-5.0,) * len(ids), step - 1)
             trajectory = Trajectory(group_id, index, (5, 6, 7, 8) * 4, (segment,), FinishReason.STOP)
             members.append(Judged(trajectory, Judgement(float(index % 2), {}, bool(index % 2))))
@@ -114,7 +114,7 @@ def times(steps: int) -> tuple[list[dict[str, Any]], int]:
     """Seconds of a train step, the trainers taking turns; and the parameters of the model."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = scratch_tokenizer(["a corpus"], 300)
-        shape = ScratchSettings(vocab_size=300, hidden_size=256, num_layers=6, num_heads=4, intermediate_size=768)
+        shape = ScratchSettings(vocab_size=300, hidden_size=192, num_layers=4, num_heads=4, intermediate_size=512)
         model = scratch_model(shape, tokenizer, seed=0)
         model.save_pretrained(directory)
         tokenizer.hf.save_pretrained(directory)
