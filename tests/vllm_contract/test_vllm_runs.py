@@ -103,7 +103,7 @@ def test_a_trusted_vllm_worker_joins_a_run_of_the_embedded_kind_and_all_it_hands
     worker = None
     seen = None
     try:
-        url = await_said(hub_log, r"the hub listens at (http://[0-9.:]+)")
+        url = await_said(hub_log, r"the hub listens at (http://[0-9.]+:\d+)")
         options = ["--engine", "vllm", "--engine-option", "enforce_eager=true", "--device", "cpu"]
         worker = baton(worker_log, "worker", url, "--token-file", str(tmp_path / "token"), *options)
         while hub.poll() is None:
