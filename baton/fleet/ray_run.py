@@ -190,7 +190,7 @@ class _Fleet:
             self.planner.beside,
             lambda post: _engine_options(recipe, post),
             recipe.model.device,
-            Broadcast(self.cluster, say) if recipe.weights.path != "chunks" else None,
+            Broadcast(self.cluster, say) if recipe.weights.path == "object_store" else None,
             say,
             self.order.rules,
         )

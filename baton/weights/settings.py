@@ -25,9 +25,9 @@ class WeightsSettings(Settings):
     store: str | None = None
     """Where chunks and manifests lie: a directory, or a bucket by its URL (fsspec: "s3://…"). One run each; without it
     the run's own directory."""
-    path: Literal["auto", "chunks", "object_store"] = "auto"
-    """How a version reaches the workers that Ray placed: as chunks from the hub or store, or whole through Ray's object
-    store, once to each machine; "auto" is the latter. All other workers fetch chunks."""
+    path: Literal["chunks", "object_store"] = "chunks"
+    """How a version reaches the workers that Ray placed: as chunks, mostly of the difference to the version before, or
+    whole through Ray's object store, once to each machine. All other workers fetch chunks."""
     keep: int = Field(default=20, ge=1)
     """Latest versions that can be had whatever the workers hold; an older one goes once nobody has or wants it."""
 

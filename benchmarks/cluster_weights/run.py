@@ -4,7 +4,7 @@
     python benchmarks/cluster_weights/run.py --sizes 4 --repeats 2
 
 A real hub, real workers (their engine only takes the weights) and a local Ray cluster of one node per worker, all on
-this machine. Each version changes 1 % of the elements by a unit in the last place. Time is from the trainer's handing a
+this machine. Each version changes some elements (1 %) by a unit in the last place. Time is from the trainer's handing a
 version over to the last worker's serving it. Raw results: results/raw.json; the table goes to standard output.
 """
 
@@ -42,8 +42,6 @@ from baton.fleet.ray_weights import Broadcast  # noqa: E402
 from baton.policy.tensors import weights_digest  # noqa: E402
 from baton.types import PolicyVersion  # noqa: E402
 
-DENSITY = 0.01
-
 
 class Taker:
     """An actor with a swarm worker whose engine only takes weights."""
@@ -72,13 +70,15 @@ def main() -> None:
     """Measure both ways at each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 40, 400], help="MB")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the elements that change")
+    parser.add_argument("--raw", default="raw.json", help="name of the file in results/")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="versions beside the first")
     arguments = parser.parse_args()
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
     raw: dict[str, Any] = {
         "commit": git.stdout.strip(), "processor": platform.processor(), "cores": len(os.sched_getaffinity(0)),
-        "workers": arguments.workers, "density": DENSITY, "rows": [],
+        "workers": arguments.workers, "density": arguments.density, "rows": [],
     }  # fmt: skip
     head = {"include_dashboard": False, "num_cpus": 1, "object_store_memory": 3 * 2**30}
     nodes = Cluster(initialize_head=True, head_node_args=head)
@@ -88,17 +88,17 @@ def main() -> None:
     try:
         for size in arguments.sizes:
             for way in ("chunks", "object_store"):
-                raw["rows"].append(measure(cluster, way, size, arguments.repeats))
+                raw["rows"].append(measure(cluster, way, size, arguments.repeats, arguments.density))
                 print(json.dumps(raw["rows"][-1]), flush=True)
     finally:
         cluster.leave()
         nodes.shutdown()
     (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / "raw.json").write_text(json.dumps(raw, indent=1) + "\n")
+    (HERE / "results" / arguments.raw).write_text(json.dumps(raw, indent=1) + "\n")
     print_table(raw["rows"])
 
 
-def measure(cluster: RayCluster, way: str, size_mb: int, repeats: int) -> dict[str, Any]:
+def measure(cluster: RayCluster, way: str, size_mb: int, repeats: int, density: float) -> dict[str, Any]:
     """Publish versions one after another; return seconds and bytes of each."""
     torch.manual_seed(size_mb)
     tensors = {f"layer.{i}": torch.randn(size_mb * 10**6 // 4 // 8) for i in range(8)}
@@ -119,7 +119,7 @@ def measure(cluster: RayCluster, way: str, size_mb: int, repeats: int) -> dict[s
         seconds, sent, published = [], [], []
         for number in range(repeats + 1):
             if number:
-                tensors = changed(tensors)
+                tensors = changed(tensors, density)
             version = PolicyVersion("bench", number, weights_digest(tensors))
             before, begin = bench.hub.counters.bytes_out, time.perf_counter()
             bench.port.load_weights(tensors, version)
@@ -148,12 +148,12 @@ def served(bench: SwarmBench, number: int) -> bool:
     return all(peer.served == number for peer in list(bench.hub.peers.values()))
 
 
-def changed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def changed(tensors: Mapping[str, torch.Tensor], density: float) -> dict[str, torch.Tensor]:
     """Return tensors of which some elements differ in their last place."""
     found = {}
     for name, tensor in tensors.items():
         words = tensor.clone().view(torch.int32)
-        words[torch.rand(words.shape) < DENSITY] += 1
+        words[torch.rand(words.shape) < density] += 1
         found[name] = words.view(torch.float32)
     return found
 

@@ -114,7 +114,7 @@ def times(steps: int) -> tuple[list[dict[str, Any]], int]:
     """Seconds of a train step, the trainers taking turns; and the parameters of the model."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = scratch_tokenizer(["a corpus"], 300)
-        shape = ScratchSettings(vocab_size=300, hidden_size=256, num_layers=6, num_heads=4, intermediate_size=768)
+        shape = ScratchSettings(vocab_size=300, hidden_size=192, num_layers=4, num_heads=4, intermediate_size=512)
         model = scratch_model(shape, tokenizer, seed=0)
         model.save_pretrained(directory)
         tokenizer.hf.save_pretrained(directory)
