@@ -110,7 +110,7 @@ def joined(python: str, directory: Path) -> Iterator[tuple[str, Path]]:
     make = [sys.executable, "-m", "baton", "token", "create", "--role", "worker", "--trusted", "--expires", "1d"]
     subprocess.run([*make, "--name", "vllm", "--file", tokens, "--out", token], check=True, env=environment, cwd=ROOT)
     worker = [python, "-m", "baton", "worker", f"http://{address}", "--token-file", str(token), "--engine", "vllm"]
-    with (HERE / "results" / "vllm-worker.log").open("wb") as log:
+    with (directory / "vllm.log").open("wb") as log:
         process = subprocess.Popen(worker, stdout=log, stderr=log, env=environment, cwd=directory)
         try:
             yield address, tokens

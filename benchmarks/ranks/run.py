@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads of several processes share the cores
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch, as the command does: waiting threads sleep soon
 
 import argparse
 import json
