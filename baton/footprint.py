@@ -26,7 +26,8 @@ class Footprint:
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """float32 master weights, gradients and two AdamW moments of what is trained; a frozen model's weights."""
+    """float32 master weights, gradients and two AdamW moments of what is trained; a frozen model's weights. Of
+    each rank, where there are several."""
     gradient_bytes: int
     """Of these, what a trainer at rest does not keep."""
     engine_bytes: int
@@ -54,7 +55,7 @@ def footprint(recipe: Recipe) -> Footprint:
         example_prompt=tokenizer.text(prompt_ids, keep_special=True),
         example_prompt_tokens=len(prompt_ids),
         parameters=parameters,
-        trainer_bytes=trainer_bytes,
+        trainer_bytes=_rank_bytes(recipe, trainer_bytes, gradient_bytes),
         gradient_bytes=gradient_bytes,
         engine_bytes=engine_bytes,
         trajectories_per_step=trajectories,
@@ -91,6 +92,13 @@ def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
         trained += adapter - whole
         needed += 4 * whole + 16 * adapter - 16 * whole
     return needed, 4 * trained
+
+
+def _rank_bytes(recipe: Recipe, trainer_bytes: int, gradient_bytes: int) -> int:
+    """What one rank has of it: a shard of everything; until an update's end whole gradients, unless they are cut."""
+    ranks = recipe.trainer.ranks
+    whole = 0 if recipe.trainer.shard_gradients or ranks == 1 else gradient_bytes - gradient_bytes // ranks
+    return -(-trainer_bytes // ranks) + whole
 
 
 def check_room(recipe: Recipe) -> None:

@@ -73,6 +73,13 @@ def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(small.model).parameters())
     assert needs["parameters"] == parameters
     assert needs["trainer_bytes"] == 16 * parameters
+    for cut, expected in (
+        ("false", 16 // 4 + 3),
+        ("true", 16 // 4),
+    ):  # a shard of all, and the rest of a whole gradient
+        more = ("trainer.ranks=4", f"trainer.shard_gradients={cut}")
+        by_rank = json.loads(invoke(*arguments, *more, "--json")[0])["needs"]["trainer_bytes"]
+        assert abs(by_rank - expected * parameters) <= 4
     kv_bytes = 16 * 64 * 2 * 2 * 2 * 16 * 4  # slots, context, keys and values, layers, heads, head size, float32
     assert needs["engine_bytes"] == 4 * parameters + kv_bytes
     assert needs["trajectories_per_step"] == 16

@@ -91,11 +91,13 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
     """Print what a recipe resolves to and needs."""
+    ranks = recipe.trainer.ranks
+    trainer = "trainer" if ranks == 1 else f"each of the trainer's {ranks} ranks"
     console.print(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), highlight=False, markup=False)
     console.print(
         f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}\n"
         f"parameters: {needs.parameters:,}\n"
-        f"memory: trainer {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained), "
+        f"memory: {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained), "
         f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations"
         f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}\n"
         f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
