@@ -182,7 +182,7 @@ def children() -> set[int]:
     return found
 
 
-def wait_until(is_so: Callable[[], bool], within_s: float = 5.0) -> bool:
+def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> bool:
     end = time.monotonic() + within_s
     while not is_so():
         if time.monotonic() > end:
