@@ -29,7 +29,12 @@ class Take:
 
 
 class Buffer:
-    """Groups between their opening and their batch."""
+    """Groups between their opening and their batch.
+
+    With `stale = "wait"` no group gets too old whose versions are known while it grows. A swarm may know late: the
+    branch of a relieved trajectory that is through first can be the older one. Such a group is taken all the same, the
+    first of all, and what is too old in it is masked by the trainer as in `mask`.
+    """
 
     def __init__(self, batch_groups: int, max_staleness: int, *, consume: Consume, stale: Stale) -> None:
         self._batch_groups, self._max_staleness = batch_groups, max_staleness
@@ -87,17 +92,21 @@ class Buffer:
             if not self._come_in_time(sorted((*left, *oldest_unfinished)), version + 1):
                 return Take((), expired)
         for group_id in chosen:
-            assert self._stale == "mask" or self._complete[group_id] >= floor, f"group {group_id} is too old to train"
+            assert self._stale != "drop" or self._complete[group_id] >= floor, f"group {group_id} is too old to train"
             self.closed(group_id)
         return Take(tuple(chosen), expired)
 
     def _come_in_time(self, oldest: Sequence[int], version: int) -> bool:
         """Whether groups with these oldest versions, batch after batch from `version` on, all stay within the bound.
 
-        In the order of submission they do so by the rule that admitted them, and there is nothing to wait for.
+        In the order of submission they do so by the rule that admitted them, and there is nothing to wait for. For what
+        is outside it already there is nothing to wait for either.
         """
         size, bound = self._batch_groups, self._max_staleness
-        return all(version + place // size - first <= bound for place, first in enumerate(oldest))
+        return all(
+            version + place // size - first <= bound or version - 1 - first > bound
+            for place, first in enumerate(oldest)
+        )
 
     def _choice(self) -> dict[int, None]:
         """At most `batch_groups` groups, in the order in which they are consumed."""

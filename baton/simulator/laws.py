@@ -191,11 +191,13 @@ class Laws:
         self.must(deliver.step == now + 1, "conservation", f"batch {deliver.step} after version {now}")
         self._trained |= set(ids)
         floor = now - rules.max_staleness
+        # with `wait` only a swarm, which may learn late of what a branch is made of
+        masks = rules.mode != "sync" and (rules.stale == "mask" or (rules.stale == "wait" and rules.is_swarm))
         for group_id in ids:
             for own in self._taken(group_id, "in a batch"):
                 for version, count in own.versions:
                     is_old = version < floor
-                    allowed = not is_old or (rules.stale == "mask" and rules.mode != "sync")
+                    allowed = not is_old or masks
                     self.must(allowed, "staleness", f"group {group_id} has tokens of {version} at {now}")
                     self._counts["masked" if is_old else "trained"] += count
 

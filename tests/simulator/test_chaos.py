@@ -94,6 +94,13 @@ def test_a_fixed_sample_of_what_make_chaos_draws() -> None:
     assert said[-1] == "days on which a law did not hold: 0"
 
 
+@pytest.mark.parametrize("number", [2711, 3368])
+def test_a_branch_that_turns_out_too_old_for_a_run_that_waits_is_masked(number: int) -> None:
+    """Days that broke a law: with `stale = "wait"` a relieved trajectory's winning branch was of an older version."""
+    assert chaos.bad_day(number)[0].rules.stale == "wait"
+    assert not chaos.survey(1, number).violations
+
+
 class _LosesCount(RolloutScheduler):
     def handle(self, event: ro.Event) -> list[ro.Command]:
         if isinstance(event, ro.Grew):
