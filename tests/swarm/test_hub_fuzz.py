@@ -389,7 +389,8 @@ def test_a_flood_from_one_worker_does_not_starve_another(bench):
         await reader
 
     run(work)
-    bench.step()
+    for _ in range(5):  # some batches may have been generated before the flood
+        bench.step()
     assert bench.workers[0].engine.stats.decoded_tokens > before
     assert bench.desk.refused >= 30_000
 

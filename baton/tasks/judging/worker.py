@@ -46,6 +46,7 @@ def main() -> None:
     inbox, outbox = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a reward function prints must not meet our messages
+    sys.stdout = os.fdopen(1, "w", buffering=1)  # line by line: this process may be ended before it has filled a block
     setup = _receive(inbox, Setup)
     if setup is None:
         return
