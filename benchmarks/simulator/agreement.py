@@ -2,10 +2,11 @@
 
     baton profile recipes/quickstart.toml --out calibration.toml
     baton train recipes/quickstart.toml run.steps=20 eval.every=0 run.name=live …      # several times
-    python benchmarks/simulator/agreement.py calibration.toml RUN [RUN …]
+    python benchmarks/simulator/agreement.py calibration.toml RUN [RUN …] [engine_beside=1.45 …]
 
 Runs of one recipe count as repetitions: their span is the noise. Each run is simulated with its own lengths. Live and
 simulated figures are made in the same way: medians over the same steps, staleness over all tokens of their batches.
+Each `engine_beside=` adds what the same simulation gives with that figure in place of the calibration's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,15 @@ from baton.simulator.sources import RecipeSource, Wishes, recorded_groups
 RAW = Path(__file__).parent / "results" / "agreement.json"
 WARM = 4
 """First steps that do not count."""
+SERIES = ("histogram", "carried_by_step")
+"""What has no one difference."""
 Figures = dict[str, Any]
 
 
 def live(path: Path) -> Figures:
     """Of a run."""
-    rows = [row for row in read_metrics(path) if "perf/step_time" in row][WARM:]
+    everything = [row for row in read_metrics(path) if "perf/step_time" in row]
+    rows = everything[WARM:]
 
     def middle(name: str) -> float:
         return statistics.median([row.get(name, 0.0) for row in rows])
@@ -50,6 +55,7 @@ def live(path: Path) -> Figures:
         "carried_groups": middle("rollout/carried_groups"),
         "resumed": middle("rollout/resumed"),
         **_staleness([made_by(path, int(row["step"])) for row in rows]),
+        "carried_by_step": [int(row.get("rollout/carried_groups", 0)) for row in everything],
     }
 
 
@@ -63,9 +69,9 @@ def made_by(path: Path, step: int) -> Counter[int]:
     return found
 
 
-def simulated(path: Path, calibration: Path) -> Figures:
-    """The same of the run in virtual time."""
-    efficiencies = load_recipe(CalibrationSettings, calibration).build()
+def simulated(path: Path, calibration: Path, changes: Sequence[str] = ()) -> Figures:
+    """The same of the run in virtual time; changes: overrides of the calibration."""
+    efficiencies = load_recipe(CalibrationSettings, calibration, changes).build()
     recipe = Recipe.model_validate(RunDirectory.open(path).recipe())
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "recipe.toml"
@@ -75,6 +81,7 @@ def simulated(path: Path, calibration: Path) -> Figures:
     steps = simulate(setting).steps
     ends = [step.end_s for step in steps]
     each = [after - before for before, after in itertools.pairwise(ends)][WARM - 1 :]
+    carried = [step.carried_groups for step in steps]
     steps = steps[WARM:]
     return {
         "step_s": statistics.median(each),
@@ -84,6 +91,7 @@ def simulated(path: Path, calibration: Path) -> Figures:
         "carried_groups": statistics.median(step.carried_groups for step in steps),
         "resumed": statistics.median(step.resumed for step in steps),
         **_staleness([Counter(step.staleness) for step in steps]),
+        "carried_by_step": carried,
     }
 
 
@@ -97,11 +105,13 @@ def _staleness(batches: list[Counter[int]]) -> Figures:
 
 def main() -> None:
     """Print both, the difference, and the noise, and add them to results/agreement.json."""
-    calibration, runs = Path(sys.argv[1]), [Path(text) for text in sys.argv[2:]]
+    first, *others = sys.argv[1:]
+    given = [text for text in others if "=" in text]
+    calibration, runs = Path(first), [Path(text) for text in others if "=" not in text]
     measured, predicted = [live(run) for run in runs], [simulated(run, calibration) for run in runs]
     print(f"{'':16}{'simulated':>12}{'live':>12}{'difference':>12}{'noise':>8}")
     for key in predicted[0]:
-        if key == "histogram":
+        if key in SERIES:
             continue
         value, seen = statistics.fmean(one[key] for one in predicted), [one[key] for one in measured]
         mean = statistics.fmean(seen)
@@ -110,6 +120,10 @@ def main() -> None:
         print(f"{key:16}{value:12.4g}{mean:12.4g}{difference:>12}{noise:8.0%}")
     for name, found in (("simulated", predicted), ("live", measured)):
         print(f"staleness, {name}: " + "; ".join(_histogram(one["histogram"]) for one in found))
+    changed = {text: [simulated(run, calibration, [f"efficiency.CPU.{text}"]) for run in runs] for text in given}
+    for text, found in changed.items():
+        means = {key: statistics.fmean(one[key] for one in found) for key in found[0] if key not in SERIES}
+        print(f"{text}: " + ", ".join(f"{key} {value:.4g}" for key, value in means.items()))
     opened = RunDirectory.open(runs[0])
     known = json.loads(RAW.read_text()) if RAW.exists() else {}
     known[opened.recipe()["rollout"]["mode"]] = {
@@ -117,6 +131,7 @@ def main() -> None:
         "calibration": calibration.read_text(),
         "simulated": predicted,
         "live": measured,
+        "changed": changed,
     }
     RAW.write_text(json.dumps(known, indent=1) + "\n")
 
