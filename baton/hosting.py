@@ -367,7 +367,6 @@ class _TracedPublisher(Publisher):
         self._tracer = tracer
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> Published:
-        """See `Publisher`."""
         begin_s = time.monotonic()
         made = super().publish(tensors, version)
         self._tracer.span("publish", "hub", 0, begin_s, time.monotonic(), version=version.number, bytes=made.bytes)
@@ -381,13 +380,10 @@ class _TrainingChecks:
         self._examiner, self._noise_seed = examiner, noise_seed
 
     def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
-        """See `Checks`."""
         self._examiner.published(version, tensors)
 
     def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
-        """See `Checks`."""
         self._examiner.consumed(step, trajectories, self._noise_seed)
 
     def close(self) -> None:
-        """See `Checks`."""
         self._examiner.close()

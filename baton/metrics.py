@@ -89,12 +89,11 @@ class JsonLines:
         write_whole(self._file, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Sink`."""
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode({"step": step, **values}) + b"\n")
 
     def close(self) -> None:
-        """See `Sink`."""
+        pass
 
 
 class TensorBoard:
@@ -111,12 +110,10 @@ class TensorBoard:
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Sink`."""
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """See `Sink`."""
         self._board.close()
 
 
@@ -151,7 +148,6 @@ class WeightsAndBiases:
         self._is_broken = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Sink`."""
         if self._is_broken:
             return
         try:
@@ -160,7 +156,6 @@ class WeightsAndBiases:
             self._break(error, f"from step {step} on")
 
     def close(self) -> None:
-        """See `Sink`."""
         if self._is_broken:
             return
         try:

@@ -39,7 +39,6 @@ class TerminalObserver:
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """See `Observer`."""
         task = self._bar.add_task(f"  {name}", total=total or None)
         try:
             yield lambda count: self._bar.advance(task, count)
@@ -47,7 +46,6 @@ class TerminalObserver:
             self._bar.remove_task(task)
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """See `Observer`."""
         self._bar.update(self._steps, completed=step)
         self._console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
@@ -58,7 +56,6 @@ class TerminalObserver:
         )
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
-        """See `Observer`."""
         self._bar.update(self._steps, completed=step)
         for result in results:
             if result.task != results[-1].task:
@@ -71,5 +68,4 @@ class TerminalObserver:
             )
 
     def said(self, text: str) -> None:
-        """See `Observer`."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -94,7 +94,6 @@ class TimedPort(LocalPort):
         """(decode width, prefilled tokens, seconds) of each step."""
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """See `WorkerPort`."""
         before, begin_s = self.stats(), self.clock()
         messages = super().receive(timeout_s)
         after = self.stats()
@@ -110,7 +109,7 @@ class FlatPort(TimedPort):
         super().__init__(engine, lambda: float(engine.stats.decode_steps))
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """See `WorkerPort`; takes no time."""
+        """Takes no time."""
         self._engine.load_weights(tensors, version)
 
 

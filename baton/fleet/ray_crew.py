@@ -46,7 +46,6 @@ class CrewParts:
     machines: Callable[[Mapping[str, str]], tuple[Machine, ...]]
     """Asks the cluster. Given: names by id that hold."""
     replan: Callable[[tuple[Machine, ...], Mapping[str, str]], Answer]
-    """See `Replanner.beside`."""
     options: Callable[[Post], tuple[str, ...]]
     """What a worker is told of its engine beside the recipe."""
     device: str
@@ -71,8 +70,6 @@ class _Seat:
 
 
 class RayCrew:
-    """See `Crew`."""
-
     def __init__(self, parts: CrewParts) -> None:
         self._parts = parts
         self._supervision = sv.Supervision(parts.placement, parts.rules)
@@ -96,25 +93,21 @@ class RayCrew:
     # ---- from other threads ------------------------------------------------------------------------------------------
 
     def begin(self, hub: HubAccess) -> None:
-        """See `Crew`."""
         self._hub = hub
         self._thread.start()
 
     def weight(self, name: str) -> float:
-        """See `Crew`."""
         return self._weights.get(name, 1.0)
 
     def look_after(self) -> None:
-        """See `Crew`. Raises RankLost when a machine that trains is gone, EngineFault when no worker is left."""
+        """Raises RankLost when a machine that trains is gone, EngineFault when no worker is left."""
         if self._fault is not None:
             raise self._fault
 
     def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
-        """See `Crew`."""
         return self._parts.broadcast is not None and self._parts.broadcast.send(tensors, version)
 
     def close(self) -> None:
-        """See `Crew`."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(2 * GRACE_S)

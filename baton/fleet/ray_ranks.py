@@ -57,18 +57,16 @@ class RayRanks:
 
     @property
     def size(self) -> int:
-        """See `Ranks`."""
         return len(self._posts)
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
-        """See `Ranks`."""
         data = self._cluster.ray.put(encode(message))  # once to each machine
         futures = [actor.handle.remote(data) for actor in self._actors]
         answers = self._gather(futures, type(message).__name__, timeout_s)
         return [decode_from_rank(answer) for answer in answers]
 
     def bring(self, path: str) -> Path:
-        """See `Ranks`: through the object store, unless rank 0 is on this machine."""
+        """Through the object store, unless rank 0 is on this machine."""
         if self._is_here:
             return Path(path)
         data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]
@@ -79,7 +77,6 @@ class RayRanks:
         return Path(name)
 
     def close(self) -> None:
-        """See `Ranks`."""
         actors, self._actors = self._actors, []
         ray = self._cluster.ray
         with suppress(Exception):  # they may be gone, or hang in a collective: then they are killed below

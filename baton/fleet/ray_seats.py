@@ -41,7 +41,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     threads: int
     device: str
     options: tuple[str, ...] = ()
-    """See `baton worker --engine-option`."""
+    """Passed as `baton worker --engine-option`."""
     shared: str = ""
 
 

@@ -137,16 +137,14 @@ class EnginePool(WorkerPort):
 
     @property
     def name(self) -> str:
-        """See `WorkerPort`."""
         return f"the {self._count} engine processes"
 
     @property
     def slots(self) -> int:
-        """See `WorkerPort`: over all processes."""
+        """Over all processes."""
         return self._count * self._slots
 
     def send(self, message: FromHub) -> None:
-        """See `WorkerPort`."""
         match message:
             case Lease():
                 self._queue.append(message)
@@ -160,7 +158,6 @@ class EnginePool(WorkerPort):
                         process.tell(message)
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
-        """See `WorkerPort`."""
         self._fill()
         for process in self._ready(0.0 if self._inbox else timeout_s):
             heard = process.hear()
@@ -171,7 +168,7 @@ class EnginePool(WorkerPort):
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """See `WorkerPort`. The tensors go through one file in memory, read by all processes."""
+        """The tensors go through one file in memory, read by all processes."""
         path = self._directory / f"{version.lineage}-{version.number}.safetensors"
         self._save_tensors(tensors, path)
         try:
@@ -182,7 +179,7 @@ class EnginePool(WorkerPort):
             path.unlink(missing_ok=True)
 
     def stats(self) -> EngineStats:
-        """See `WorkerPort`: sums over the processes, as of their last reports."""
+        """Sums over the processes, as of their last reports."""
         fields = EngineStats.__struct_fields__
         return EngineStats(*(sum(getattr(p.stats, field) for p in self._processes) for field in fields))
 

@@ -59,11 +59,9 @@ class LocalRanks:
 
     @property
     def size(self) -> int:
-        """See `Ranks`."""
         return self._size
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
-        """See `Ranks`."""
         deadline_s = time.monotonic() + timeout_s
         answers: dict[int, FromRank] = {}
         data = encode(message)
@@ -89,7 +87,7 @@ class LocalRanks:
         return [answers[rank] for rank in range(self._size)]
 
     def bring(self, path: str) -> Path:
-        """See `Ranks`: this machine's files are here already."""
+        """This machine's files are here already."""
         return Path(path)
 
     def close(self, grace_s: float = 2.0) -> None:

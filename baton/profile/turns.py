@@ -74,11 +74,9 @@ class _Praise:
         self._judged: list[Judged] = []
 
     def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        """See `Judges`."""
         self._judged.append(Judged(trajectory, Judgement(1.0, {}, True)))
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
-        """See `Judges`."""
         judged, self._judged = self._judged, []
         return judged
 
@@ -115,7 +113,6 @@ class _Rollouts:
         self._runner.begin(0, StreamPlace(0, {}))
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        """See `Tracer`."""
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
     def batch(self) -> tuple[float, list[Trajectory]]:

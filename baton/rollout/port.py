@@ -70,16 +70,13 @@ class LocalPort(WorkerPort):
 
     @property
     def name(self) -> str:
-        """See `WorkerPort`."""
         return "the engine in this process"
 
     @property
     def slots(self) -> int:
-        """See `WorkerPort`."""
         return self._engine.slots
 
     def send(self, message: FromHub) -> None:
-        """See `WorkerPort`."""
         match message:
             case Lease():
                 self._engine.submit(message)
@@ -88,20 +85,18 @@ class LocalPort(WorkerPort):
                 self._engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """See `WorkerPort`; one decode step, so it returns long before any sensible timeout."""
+        """One decode step, so it returns long before any sensible timeout."""
         messages = self._engine.step()
         for message in messages:
             self._trace.heard(message)
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """See `WorkerPort`."""
         self._engine.load_weights(tensors, version)
 
     def stats(self) -> EngineStats:
-        """See `WorkerPort`."""
         return self._engine.stats
 
     def close(self, *, is_over: bool = False) -> None:
-        """See `WorkerPort`: an engine in this process goes with it, one with processes of its own ends them."""
+        """An engine in this process goes with it, one with processes of its own ends them."""
         self._engine.close()

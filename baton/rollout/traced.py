@@ -21,14 +21,12 @@ class TracedJudges(Judges):
         self._since_s = 0.0
 
     def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        """See `Judges`."""
         if not self._num_out:
             self._since_s = time.monotonic()
         self._num_out += 1
         self._judges.submit(trajectory, prompt, response)
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
-        """See `Judges`."""
         found = self._judges.collect(timeout_s)
         self._num_out -= len(found)
         self._num_judged += len(found)

@@ -72,7 +72,6 @@ class Laws:
     # ---- what is heard -----------------------------------------------------------------------------------------------
 
     def heard(self, event: ro.Event) -> None:
-        """See `Watch`."""
         if self._lineage != self._world.lineage:
             self._restarted()
         match event:
@@ -134,7 +133,6 @@ class Laws:
     # ---- what is said ------------------------------------------------------------------------------------------------
 
     def said(self, command: ro.Command) -> None:
-        """See `Watch`."""
         if self._lineage != self._world.lineage:
             self._restarted()
         match command:
@@ -204,7 +202,6 @@ class Laws:
     # ---- at every event ----------------------------------------------------------------------------------------------
 
     def settled(self) -> None:
-        """See `Watch`."""
         if self._lineage != self._world.lineage:
             return
         self.num_checked += 1
@@ -240,15 +237,12 @@ class Laws:
     # ---- leases ------------------------------------------------------------------------------------------------------
 
     def heard_lease(self, event: ev.Event) -> None:
-        """See `TableWatch`."""
         self._table.heard(event)
 
     def said_lease(self, command: ev.Command) -> None:
-        """See `TableWatch`."""
         self._table.said(command)
 
     def settled_lease(self, event: ev.Event) -> None:
-        """See `TableWatch`."""
         if self._swarm is not None:
             self._table.settled(event, self._swarm)
 

@@ -28,26 +28,22 @@ class Log:
         return self._digest.hexdigest()
 
     def heard(self, event: ro.Event) -> None:
-        """See `Watch`."""
         self._add(b"> ", event)
 
     def said(self, command: ro.Command) -> None:
-        """See `Watch`."""
         self._add(b"< ", command)
 
     def settled(self) -> None:
-        """See `Watch`."""
+        pass
 
     def heard_lease(self, event: ev.Event) -> None:
-        """See `TableWatch`."""
         self._add(b"hub > ", event)
 
     def said_lease(self, command: ev.Command) -> None:
-        """See `TableWatch`."""
         self._add(b"hub < ", command)
 
     def settled_lease(self, event: ev.Event) -> None:
-        """See `TableWatch`."""
+        pass
 
     def _add(self, mark: bytes, message: msgspec.Struct) -> None:
         line = mark + _encode(message)

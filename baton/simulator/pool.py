@@ -30,7 +30,6 @@ class Pool:
         """Engine → leases that are with it or on their way."""
 
     def begin(self) -> None:
-        """See `Port`."""
         setting = self._setting
         self.engines = [
             SimEngine(
@@ -49,14 +48,13 @@ class Pool:
         self._controller.capacity(setting.slots)
 
     def restart(self) -> None:
-        """See `Port`: the engines are the controller's children, and die with it."""
+        """The engines are the controller's children, and die with it."""
         for engine in self.engines:
             engine.stop()
         self._gone += self.engines
         self._queue, self._held, self._given = {}, {}, Counter()
 
     def want(self, wish: Wish) -> None:
-        """See `Port`."""
         self._queue[wish.lease] = Row(
             wish.lease,
             wish.group_id,
@@ -70,7 +68,7 @@ class Pool:
         self._fill()
 
     def abort(self, lease: int) -> None:
-        """See `Port`. What waits goes to an engine all the same: there is one path for aborts."""
+        """What waits goes to an engine all the same: there is one path for aborts."""
         row = self._queue.pop(lease, None)
         if row is not None:
             self._hand_over(self.engines[0], row)
@@ -79,7 +77,6 @@ class Pool:
             self._tell(engine.abort, lease)
 
     def load(self, version: int) -> None:
-        """See `Port`."""
         begin_s, load_s = self._clock.now_s, self._setting.publish_s
         for engine in self.engines:
             self._tell(lambda engine=engine: engine.switch(version, resumes=False, load_s=load_s))
@@ -88,12 +85,10 @@ class Pool:
         self._clock.after(load_s, self._controller.serving, version)
 
     def slow(self, factor: float) -> None:
-        """See `Port`."""
         for engine in self.engines:
             engine.slow(factor)
 
     def busy(self) -> dict[str, tuple[int, int, Busy]]:
-        """See `Port`."""
         found: dict[str, tuple[int, int, Busy]] = {}
         for place, engine in enumerate((*self._gone, *self.engines)):
             spec = self._setting.engines[place % len(self._setting.engines)]
@@ -102,7 +97,6 @@ class Pool:
         return found
 
     def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
-        """See `Owner`."""
         controller = self._controller
         for report in reports:
             lease = report.row.lease

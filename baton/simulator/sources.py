@@ -80,7 +80,7 @@ class PlanSource:
     """For the links; without it those of the catalogue."""
 
     def setting(self, wishes: Wishes) -> Setting:
-        """See `Source`. Engines of several machines are a swarm: so Baton runs them."""
+        """Engines of several machines are a swarm: so Baton runs them."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
         base: dict[str, Any] = {
@@ -218,7 +218,6 @@ class RecipeSource:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def setting(self, wishes: Wishes) -> Setting:
-        """See `Source`."""
         recipe = load_recipe(Recipe, self.path, _with_section(wishes.overrides))
         model = read_model(Path(recipe.model.path))
         work, notes = self._work(recipe)

@@ -45,7 +45,7 @@ class Swarm:
     # ---- the port ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """See `Port`: a new incarnation of the hub; workers come by themselves."""
+        """A new incarnation of the hub; workers come by themselves."""
         self.incarnation += 1
         self.is_down = False
         table = self._make_table(self.spec.rules)
@@ -58,15 +58,13 @@ class Swarm:
         self.clock.after(self.spec.tick_s, self._tick, self.incarnation)
 
     def want(self, wish: Wish) -> None:
-        """See `Port`."""
         self.hub.want(wish)
 
     def abort(self, lease: int) -> None:
-        """See `Port`."""
         self.hub.abort(lease)
 
     def load(self, version: int) -> None:
-        """See `Port`: published in the background, one after the other, and announced when it is whole."""
+        """Published in the background, one after the other, and announced when it is whole."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
@@ -76,12 +74,11 @@ class Swarm:
         self.world.serving(version)
 
     def slow(self, factor: float) -> None:
-        """See `Port`."""
         for worker in self.workers:
             worker.engine.slow(factor * worker.slowness)
 
     def busy(self) -> dict[str, tuple[int, int, Busy]]:
-        """See `Port`: workers of one name are one."""
+        """Workers of one name are one."""
         found: dict[str, tuple[int, int, Busy]] = {}
         for worker in self.workers:
             spec = worker.spec
@@ -134,7 +131,7 @@ class Swarm:
         return [worker for worker in self.workers if worker.is_up]
 
     def restart(self) -> None:
-        """See `Port`: every connection ends, and nobody listens."""
+        """Every connection ends, and nobody listens."""
         self.is_down = True
         for worker in self.alive():
             if worker.is_connected:
@@ -148,11 +145,9 @@ class Swarm:
     # ---- the workers' surroundings -----------------------------------------------------------------------------------
 
     def connects(self, worker: SimWorker) -> bool:
-        """See `Surroundings`."""
         return not self.is_down and not (self.trouble is not None and self.trouble.is_apart(worker.spec.name))
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
-        """See `Surroundings`."""
         if self.is_down:
             return "the hub is gone"
         if self.hub.versions.get(version.number) != version:
@@ -160,10 +155,8 @@ class Swarm:
         return "" if self.trouble is None else self.trouble.fetch_fault(worker.spec.name)
 
     def cut(self, worker: SimWorker) -> None:
-        """See `Surroundings`."""
         if not self.is_down:
             self.hub.cut(worker)
 
     def lost(self, num_tokens: int) -> None:
-        """See `Surroundings`."""
         self.world.record.unreported += num_tokens

@@ -61,16 +61,12 @@ class FlatSpeed:
     token_s: float = 0.0
     """Of prefill, for each token."""
     trajectory_s: float = 0.0
-    """See `Speed`."""
     prefill_overhead_s: float = 0.0
-    """See `Speed`."""
 
     def step_s(self, rows: int, context: float) -> float:
-        """See `Speed`."""
         return self.base_s + rows * (self.row_s + self.context_s * context)
 
     def prefill_s(self, tokens: int) -> float:
-        """See `Speed`."""
         return self.token_s * tokens
 
 
@@ -84,16 +80,13 @@ class CostSpeed:
 
     @property
     def trajectory_s(self) -> float:
-        """See `Speed`."""
         return self._place.efficiency.trajectory_overhead_s
 
     @property
     def prefill_overhead_s(self) -> float:
-        """See `Speed`."""
         return self._place.efficiency.prefill_overhead_s
 
     def step_s(self, rows: int, context: float) -> float:
-        """See `Speed`."""
         table = self._tables.get(rows)
         if table is None:
             table = self._tables[rows] = [
@@ -106,7 +99,6 @@ class CostSpeed:
         return low + (place - knot) * (table[knot + 1] - low)
 
     def prefill_s(self, tokens: int) -> float:
-        """See `Speed`."""
         return prefill_s(self._model, self._place, self._tp, self._layers, tokens, float(tokens) ** 2)
 
 

@@ -15,7 +15,6 @@ class Spans:
         self.spans: list[Span] = []
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        """See `Tracer`."""
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
 

@@ -237,7 +237,6 @@ class SimWorker:
     # ---- what its engine says ----------------------------------------------------------------------------------------
 
     def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
-        """See `Owner`."""
         for grown in reports:
             lease = grown.row.lease
             if lease not in self._said:

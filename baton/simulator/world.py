@@ -225,7 +225,6 @@ class World:
     # ---- what the port says ------------------------------------------------------------------------------------------
 
     def grew(self, lease: int, version: int, num_tokens: int) -> None:
-        """See `Controller`."""
         key = self._key_of[lease]
         self._tokens[key] = (self._tokens.get(key, _NOTHING)[0] + num_tokens, version)
         made = self._made[key[0]]
@@ -234,7 +233,6 @@ class World:
         self.tell(Grew(self.clock.now_s, *key, version, num_tokens))
 
     def finished(self, lease: int) -> None:
-        """See `Controller`."""
         key = self._end(lease)
         self._tokens.pop(key, None)
         self.tell(Finished(self.clock.now_s, *key))
@@ -242,20 +240,16 @@ class World:
         self._ask_judges(key)
 
     def put_down(self, lease: int) -> None:
-        """See `Controller`."""
         self.tell(PutDown(self.clock.now_s, *self._end(lease)))
         self._train_when_free()
 
     def lost(self, cause: str, num_tokens: int) -> None:
-        """See `Controller`."""
         self.tell(Lost(self.clock.now_s, cause, num_tokens))
 
     def capacity(self, slots: int) -> None:
-        """See `Controller`."""
         self.tell(Capacity(self.clock.now_s, slots, queue=slots))
 
     def serving(self, version: int) -> None:
-        """See `Controller`."""
         self._moved_s = self.clock.now_s
         self.tell(Serving(self.clock.now_s, version))
         self._want()

@@ -57,13 +57,12 @@ class OwnWorkers:
     crew: Crew | None
 
     def look_after(self) -> None:
-        """See `Crew`."""
         self.local.look_after()
         if self.crew is not None:
             self.crew.look_after()
 
     def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
-        """See `Crew`; False without one."""
+        """False without one."""
         return self.crew is not None and self.crew.broadcast(tensors, version)
 
     def close(self) -> None:

@@ -73,7 +73,6 @@ class HubParts:
     audit: Audit
     store: Store
     model: bytes
-    """See `transfer.pack_model`."""
     welcome: Welcome
     status: Callable[[Hub], Any]
     """Gathers what `baton status` shows."""

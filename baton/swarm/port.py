@@ -103,7 +103,7 @@ class SwarmPort:
 
     @property
     def name(self) -> str:
-        """See `WorkerPort`: who is connected, and what each is doing."""
+        """Who is connected, and what each is doing."""
         hub = self._parts.hub
         peers = list(hub.peers.values())
         if not peers:
@@ -114,16 +114,14 @@ class SwarmPort:
 
     @property
     def slots(self) -> int:
-        """See `WorkerPort`: of the workers that are connected."""
+        """Of the workers that are connected."""
         return self._parts.hub.slots
 
     @property
     def absence_s(self) -> float:
-        """See `WorkerPort`."""
         return self._parts.absence_s
 
     def send(self, message: FromHub) -> None:
-        """See `WorkerPort`."""
         desk = self._parts.hub.parts.desk
         match message:
             case Lease():
@@ -132,7 +130,6 @@ class SwarmPort:
                 self._parts.hub.call(lambda: desk.abort(lease_id))
 
     def receive(self, timeout_s: float) -> list[FromPort]:
-        """See `WorkerPort`."""
         self._look_after()
         messages: list[FromPort] = []
         try:
@@ -143,12 +140,12 @@ class SwarmPort:
             return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """See `WorkerPort`: published in the background, announced when it is whole."""
+        """Published in the background, announced when it is whole."""
         self._look_after()
         self._futures.append(self._publishing.submit(self._publish, tensors, version, time.monotonic()))
 
     def stats(self) -> EngineStats:
-        """See `WorkerPort`: sums over all workers, as of their last heartbeats."""
+        """Sums over all workers, as of their last heartbeats."""
         total: Counter[str] = Counter()
         for peer in list(self._parts.hub.peers.values()):
             for name in EngineStats.__struct_fields__:
@@ -156,7 +153,6 @@ class SwarmPort:
         return EngineStats(**total)
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
-        """See `WorkerPort`."""
         self.step = step
         trajectories = [member.trajectory for group in groups for member in group.members]
         ages = Counter(step - 1 - version for t in trajectories for version in t.policy_versions)
@@ -165,7 +161,6 @@ class SwarmPort:
             self._parts.checks.consumed(step, [(t.group_id, t.sample_index) for t in trajectories])
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """See `WorkerPort`."""
         self.train_s = values.get("time/train", self.train_s)
         rule, last, hub = self.provisioning(), self.last, self._parts.hub
         found: dict[str, float | None] = {
@@ -190,7 +185,7 @@ class SwarmPort:
         )
 
     def close(self, *, is_over: bool = False) -> None:
-        """See `WorkerPort`: hangs up on everybody; this machine's own workers end."""
+        """Hangs up on everybody; this machine's own workers end."""
         self._publishing.close()
         if self._parts.checks is not None:
             self._parts.checks.close()

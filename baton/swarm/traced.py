@@ -46,13 +46,11 @@ class TracedDesk(Desk):
         """Worker → (version that it serves, since when)."""
 
     def join(self, worker: int, slots: int, weight: float = 1.0) -> None:
-        """See `Desk`."""
         self._names[worker] = self._trace.name(worker)
         self._served[worker] = (None, self._clock())
         super().join(worker, slots, weight)
 
     def hear(self, worker: int, version: int | None, decoded_tokens: int) -> None:
-        """See `Desk`."""
         before, since_s = self._served.get(worker, (version, 0.0))
         if version is not None and version != before:
             now_s = self._clock()
@@ -63,12 +61,10 @@ class TracedDesk(Desk):
         super().hear(worker, version, decoded_tokens)
 
     def leave(self, worker: int, cause: str) -> None:
-        """See `Desk`."""
         self._end_all(worker)
         super().leave(worker, cause)
 
     def held(self, worker: int, leases: Iterable[int]) -> None:
-        """See `Desk`."""
         claimed = set(leases)
         known = self.table.workers[worker].leases if worker in self.table.workers else set()
         for lease in known - claimed:
@@ -76,7 +72,6 @@ class TracedDesk(Desk):
         super().held(worker, claimed)
 
     def refuse(self, worker: int, retry: Retry) -> None:
-        """See `Desk`."""
         if self.table.knows(retry.lease_id):
             self._trace.leases.heard(retry)
         super().refuse(worker, retry)
@@ -107,12 +102,10 @@ class TracedScorer(Scorer):
         self._version = 0
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
-        """See `Scorer`."""
         self._version = version
         self._scorer.load(tensors, version)
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """See `Scorer`."""
         begin_s = time.monotonic()
         found = self._scorer.score(claims)
         end_s = time.monotonic()

@@ -45,12 +45,10 @@ class HttpSource:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def manifest(self, version: PolicyVersion) -> bytes:
-        """See `Source`."""
         path = f"/weights/manifest/{version.lineage}/{version.number}"
         return self._wait(self._get(path, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
 
     def chunk(self, digest: str, size: int) -> bytes:
-        """See `Source`."""
         return self._wait(self._get(f"/weights/chunk/{digest}", size), size)
 
     def _wait(self, work: Coroutine[Any, Any, bytes], size: int) -> bytes:

@@ -48,17 +48,14 @@ class FileTask:
 
     @property
     def scorer(self) -> Scorer:
-        """See `Task`."""
         scorers: dict[FileScorer, Scorer] = {"number": "inline", "math": MathSpec(), "none": None}
         return scorers[self._scorer]
 
     def draw(self, seed: int, index: int) -> Problem:
-        """See `Task`."""
         epoch, place = divmod(index, len(self._rows))
         return self._rows[self._order(seed, epoch)[place]]
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """See `Task`."""
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:

@@ -61,13 +61,11 @@ class GymTask:
 
     @property
     def scorer(self) -> Scorer:
-        """See `Task`."""
         inherited = importlib.import_module("reasoning_gym.dataset").ProceduralDataset.score_answer
         is_quick = self._gym_name in QUICK_SCORERS or type(self._dataset(0)).score_answer is inherited
         return "inline" if is_quick else GymSpec(self.name, self._gym_name, self._params)
 
     def draw(self, seed: int, index: int) -> Problem:
-        """See `Task`."""
         block, place = divmod(index, BLOCK)
         gym_seed = int.from_bytes(blake3(f"{self._gym_name}:{seed}:{block}".encode()).digest(length=6), "big")
         if self._gym_name in NARROW_SEEDS:

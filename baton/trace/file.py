@@ -37,7 +37,7 @@ class TraceWriter:
         self._size = self._room = self._part = 0
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        """See `Tracer`; kept in memory until the next `flush`."""
+        """Kept in memory until the next `flush`."""
         if self._directory is None:
             return
         at_s = self._offset_s

@@ -307,7 +307,7 @@ class LocalTrainer:
             _warn_of_other_bits(state, self._parallel.num_ranks)
 
     def close(self) -> None:
-        """See `Trainer`: nothing was started."""
+        """Nothing was started."""
 
     def _multiples(self) -> tuple[int, int]:
         """On a CPU, bfloat16 kernels are made anew for each shape that is met."""

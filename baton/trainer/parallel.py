@@ -100,7 +100,7 @@ class Together(Alone):
         self._left_apart: list[torch.nn.Parameter] = []
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """See `Alone`. Raises UserError for a model that tensor parallelism does not fit."""
+        """Raises UserError for a model that tensor parallelism does not fit."""
         for module in modules:
             if module is None or id(module) in self._sharded:
                 continue
@@ -113,35 +113,32 @@ class Together(Alone):
             self._left_apart += [module.get_parameter(name) for name in names]
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        """See `Alone`."""
         return self._sharded[id(module)].run(work)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """See `Alone`. Before the last one gradients stay where they are, unless memory is scarcer than time."""
+        """Before the last one gradients stay where they are, unless memory is scarcer than time."""
         for sharded in self._sharded.values():
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """See `Alone`: of layers that each rank applied to its own heads."""
+        """Of layers that each rank applied to its own heads."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
                 dist.all_reduce(local(parameter.grad), group=self._products.get_group())
 
     def sums(self, values: FloatArray) -> FloatArray:
-        """See `Alone`; in float64, so that what one rank has and the others lack comes back as it was."""
+        """In float64, so that what one rank has and the others lack comes back as it was."""
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()
 
     def largest(self, value: float) -> float:
-        """See `Alone`."""
         found = torch.tensor(value, dtype=torch.float64, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
 
     def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """See `Alone`."""
         own = np.zeros(self.share.size)
         own[self.share.rank] = len(values)
         lengths = [int(length) for length in self.sums(own)]
@@ -152,17 +149,15 @@ class Together(Alone):
         return [each[:length] for each, length in zip(found, lengths, strict=True)]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """See `Alone`."""
         nobody = self.num_ranks
         first = -int(self.largest(-float(nobody if trouble is None else dist.get_rank())))
         return None if first == nobody else self._told(trouble or "", first)
 
     def of_first(self, text: str) -> str:
-        """See `Alone`."""
         return self._told(text, 0)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Alone`; on the host."""
+        """On the host."""
         return gathered(tensors, is_kept=self.is_first)
 
     def _told(self, text: str, rank: int) -> str:

@@ -49,7 +49,6 @@ class LocalPlace:
         """Folders with new names in them."""
 
     def write(self, name: str, data: bytes) -> None:
-        """See `Place`."""
         path = self._root / name
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
@@ -66,28 +65,23 @@ class LocalPlace:
         self._unsettled.add(path.parent)
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Place`."""
         with (self._root / name).open("rb") as file:
             return file.read(limit + 1)
 
     def size(self, name: str) -> int | None:
-        """See `Place`."""
         try:
             return (self._root / name).stat().st_size
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """See `Place`."""
         top = self._root / folder
         return [(Path(at) / file).relative_to(self._root).as_posix() for at, _, files in os.walk(top) for file in files]
 
     def remove(self, name: str) -> None:
-        """See `Place`."""
         (self._root / name).unlink(missing_ok=True)
 
     def settle(self) -> None:
-        """See `Place`."""
         while self._unsettled:
             folder = self._unsettled.pop()
             if folder.is_dir():
@@ -103,7 +97,6 @@ class RemotePlace:
         self._root = root.rstrip("/")
 
     def write(self, name: str, data: bytes) -> None:
-        """See `Place`."""
         path = self._path(name)
         try:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -112,19 +105,16 @@ class RemotePlace:
             raise StorageFault(f"{path} cannot be written ({error}); nothing refers to it") from error
 
     def read(self, name: str, limit: int) -> bytes:
-        """See `Place`."""
         with self._files.open(self._path(name), "rb") as file:
             return bytes(file.read(limit + 1))
 
     def size(self, name: str) -> int | None:
-        """See `Place`."""
         try:
             return int(self._files.size(self._path(name)))
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """See `Place`."""
         try:
             found = self._files.find(self._path(folder))
         except FileNotFoundError:
@@ -132,12 +122,11 @@ class RemotePlace:
         return [str(path)[len(self._root) + 1 :] for path in found]
 
     def remove(self, name: str) -> None:
-        """See `Place`."""
         if self._files.exists(self._path(name)):
             self._files.rm_file(self._path(name))
 
     def settle(self) -> None:
-        """See `Place`: a write returns once the other side has it."""
+        """A write returns once the other side has it."""
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -38,11 +38,9 @@ class StoreSource:
         self._store = store
 
     def manifest(self, version: PolicyVersion) -> bytes:
-        """See `Source`."""
         return self._store.read_manifest(version)
 
     def chunk(self, digest: str, size: int) -> bytes:
-        """See `Source`."""
         return self._store.get_chunk(digest, size)
 
 

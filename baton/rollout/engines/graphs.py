@@ -78,7 +78,6 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, step: Step, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Captured:
-        """See `Capture`."""
         ids, positions = ids_W.clone(), position_W.clone()
         stream = torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(ids.device))

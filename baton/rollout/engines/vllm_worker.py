@@ -105,7 +105,6 @@ class _Missed(logging.Filter):
         self.layers: list[str] = []
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`."""
         layer, mark, _ = record.getMessage().partition(": Failed to load weights")
         if mark:
             self.layers.append(layer)
