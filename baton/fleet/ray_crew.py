@@ -70,6 +70,8 @@ class _Seat:
 
 
 class RayCrew:
+    """The run's ranks and workers as actors on a Ray cluster, and the thread that supervises them."""
+
     def __init__(self, parts: CrewParts) -> None:
         self._parts = parts
         self._supervision = sv.Supervision(parts.placement, parts.rules)
