@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton.errors import BatonError, UserError
 from baton.swarm.auth import Denied, Grant, Role
@@ -86,7 +87,8 @@ class Requests:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.admit(request, {Role.ADMIN})
-        return web.Response(text=self._hub.parts.prometheus(self._hub))
+        text = self._hub.parts.prometheus(self._hub)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _relay(self, request: web.Request) -> web.Response:
         self.admit(request, {Role.RELAY})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import msgspec
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -79,53 +82,53 @@ class HubStatus(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class _StatusCollector:
+    """A status as Prometheus' gauges."""
+
+    def __init__(self, status: HubStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield _gauge("version", "Latest published version", _number(status.version))
+        yield _gauge("step", "Train steps done", status.step)
+        yield _gauge("tasks", "Trajectories wanted", status.tasks)
+        yield _gauge("tasks_waiting", "Trajectories that nobody grows", status.waiting)
+        states = Counter(worker.state for worker in status.workers)
+        yield _gauge("workers", "Workers by state", states, "state")
+        workers = {worker.name: worker for worker in status.workers}
+        speeds = {name: worker.tokens_per_s for name, worker in workers.items()}
+        yield _gauge("worker_tokens_per_second", "Tokens a second", speeds, "worker")
+        yield _gauge("worker_leases", "Leases held", {name: w.leases for name, w in workers.items()}, "worker")
+        versions = {name: _number(worker.version) for name, worker in workers.items()}
+        yield _gauge("worker_version", "Version served", versions, "worker")
+        yield _gauge("wasted_tokens", "Tokens made for nothing", status.wasted_tokens, "cause")
+        yield _gauge("staleness_share", "Share of trained tokens", status.staleness, "versions")
+        yield _gauge("bytes_out", "Bytes sent", status.bytes_out, "route")
+        yield _gauge("publication", "Of the last version", status.publication, "what")
+        yield _gauge("provisioning", "Provisioning rule", status.rule, "what")
+        yield _gauge("quarantined", "Workers in quarantine", len(status.quarantine))
+        yield _gauge("denied", "Requests without a valid token", status.denied)
+        yield _gauge("malformed", "Connections ended for what was said", status.malformed)
+        yield _gauge("loop_delay_seconds", "The longest that the hub was late by", status.loop_delay_s)
+
+
 def prometheus(status: HubStatus) -> str:
     """Return a status in Prometheus' text format."""
-    gauges: list[tuple[str, str, Sequence[tuple[dict[str, str], float]]]] = [
-        ("version", "Latest published version", [({}, _number(status.version))]),
-        ("step", "Train steps done", [({}, float(status.step))]),
-        ("tasks", "Trajectories wanted", [({}, float(status.tasks))]),
-        ("tasks_waiting", "Trajectories that nobody grows", [({}, float(status.waiting))]),
-        ("workers", "Workers by state", _by_state(status.workers)),
-        ("worker_tokens_per_second", "Tokens a second", [({"worker": w.name}, w.tokens_per_s) for w in status.workers]),
-        ("worker_leases", "Leases held", [({"worker": w.name}, float(w.leases)) for w in status.workers]),
-        (
-            "worker_version",
-            "Version served",
-            [({"worker": w.name}, _number(w.version)) for w in status.workers],
-        ),
-        (
-            "wasted_tokens",
-            "Tokens made for nothing",
-            [({"cause": c}, float(n)) for c, n in status.wasted_tokens.items()],
-        ),
-        ("staleness_share", "Share of trained tokens", [({"versions": v}, n) for v, n in status.staleness.items()]),
-        ("bytes_out", "Bytes sent", [({"route": r}, float(n)) for r, n in status.bytes_out.items()]),
-        ("publication", "Of the last version", [({"what": k}, v) for k, v in status.publication.items()]),
-        ("provisioning", "Provisioning rule", [({"what": k}, v) for k, v in status.rule.items()]),
-        ("quarantined", "Workers in quarantine", [({}, float(len(status.quarantine)))]),
-        ("denied", "Requests without a valid token", [({}, float(status.denied))]),
-        ("malformed", "Connections ended for what was said", [({}, float(status.malformed))]),
-        ("loop_delay_seconds", "The longest that the hub was late by", [({}, status.loop_delay_s)]),
-    ]
-    lines = []
-    for name, meaning, samples in gauges:
-        lines += [f"# HELP baton_{name} {meaning}", f"# TYPE baton_{name} gauge"]
-        lines += [f"baton_{name}{_labels(labels)} {value:.17g}" for labels, value in samples]
-    return "\n".join(lines) + "\n"
+    registry = CollectorRegistry()
+    registry.register(_StatusCollector(status))
+    return generate_latest(registry).decode()
 
 
-def _number(version: int | None) -> float:
-    return float(-1 if version is None else version)
+def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label: str = "") -> Metric:
+    """samples: one value, or values by what the label says."""
+    if not isinstance(samples, Mapping):
+        return GaugeMetricFamily(f"baton_{name}", meaning, value=samples)
+    gauge = GaugeMetricFamily(f"baton_{name}", meaning, labels=[label])
+    for value, sample in samples.items():
+        gauge.add_metric([value], sample)
+    return gauge
 
 
-def _by_state(workers: Sequence[WorkerStatus]) -> list[tuple[dict[str, str], float]]:
-    states = [worker.state for worker in workers]
-    return [({"state": state}, float(states.count(state))) for state in sorted(set(states))]
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    def quoted(value: str) -> str:
-        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-    return "{" + ",".join(f'{key}="{quoted(value)}"' for key, value in labels.items()) + "}" if labels else ""
+def _number(version: int | None) -> int:
+    return -1 if version is None else version
