@@ -12,14 +12,15 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from yarl import URL
 
 from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*{_LABEL}\.?")
-_NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
-_PORT = re.compile(r"[0-9]{1,5}")
+_HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
+"""A name that cannot be an address in disguise: 127.1, 0x7f000001 and 2130706433 all are."""
+_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _MAX_CHARACTERS = 300
 
 
@@ -40,12 +41,13 @@ class Listen:
         cls, text: str, certificate: Path | None = None, key: Path | None = None, is_insecure: bool = False
     ) -> Listen:
         """Read HOST:PORT. Raises UserError, also for another machine's callers without TLS and `is_insecure`."""
-        host, port = _split(text, f"where to listen is {text!r}")
-        if port is None or host is None:
+        place = _host_and_port(text)
+        if place is None:
             raise UserError(
-                f"where to listen is {text!r}; allowed: HOST:PORT, such as 127.0.0.1:8000 for this machine alone, "
-                "0.0.0.0:8000 or [::]:8000 for others too; port 0 takes a free one"
+                f"where to listen is {text[:_MAX_CHARACTERS]!r}; allowed: HOST:PORT, such as 127.0.0.1:8000 for this "
+                "machine alone, 0.0.0.0:8000 or [::]:8000 for others too; ports end at 65535, and 0 takes a free one"
             )
+        host, port = place
         if key is not None and certificate is None:
             raise UserError(f"a key ({key}) needs its certificate: give both")
         if certificate is None and not is_loopback(host) and not is_insecure:
@@ -65,7 +67,7 @@ class Listen:
 
     def url(self, port: int | None = None) -> str:
         """Its address for callers; `port` is the one that was taken where 0 was asked for."""
-        return f"{self.scheme}://{_bracketed(self.host)}:{self.port if port is None else port}"
+        return _base(self.scheme, self.host, self.port if port is None else port)
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Make the server's side of TLS, 1.2 or later; None without a certificate. Raises UserError for bad files."""
@@ -100,21 +102,18 @@ def check_url(url: str, is_insecure: bool = False) -> str:
     Raises UserError for anything else, and for http to another machine, which would be told the token in the clear,
     unless `is_insecure`.
     """
-    allowed = "allowed: http://HOST:PORT or https://HOST:PORT, as the hub prints it"
-    refused = UserError(f"the hub's URL is {url[:_MAX_CHARACTERS]!r}; {allowed}")
-    scheme, separator, rest = url.partition("://")
-    scheme = scheme.lower()
-    if scheme not in ("http", "https") or not separator:
-        raise refused
-    host, port = _split(rest.removesuffix("/"), f"the hub's URL is {url[:_MAX_CHARACTERS]!r}")
-    if host is None or not port:
-        raise refused
+    scheme, _, rest = url.partition("://")
+    scheme, place = scheme.lower(), _host_and_port(rest.removesuffix("/"))
+    if scheme not in ("http", "https") or place is None or place[1] == 0:
+        allowed = "allowed: http://HOST:PORT or https://HOST:PORT, as the hub prints it"
+        raise UserError(f"the hub's URL is {url[:_MAX_CHARACTERS]!r}; {allowed}")
+    host, port = place
     if scheme == "http" and not is_loopback(host) and not is_insecure:
         raise UserError(
             f"{url} would send the token through the network in the clear: use the hub's https URL, or a tunnel to "
             "127.0.0.1, or say --insecure where the network is private"
         )
-    return f"{scheme}://{_bracketed(host)}:{port}"
+    return _base(scheme, host, port)
 
 
 def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
@@ -123,7 +122,7 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
     `ca` is a PEM file of the certificates to trust in place of this machine's, such as a self-signed hub's own.
     Raises UserError when it cannot be used.
     """
-    if urlsplit(url).scheme != "https":
+    if URL(url).scheme != "https":
         if ca is not None:
             raise UserError(f"{ca} is for a hub behind https, and {url} is not: use its https URL")
         return None
@@ -137,30 +136,27 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
     return context
 
 
-def _split(text: str, got: str) -> tuple[str | None, int | None]:
-    """Cut HOST:PORT; None for a part that is not one. Raises UserError for a port beyond 65535."""
-    host, separator, port = text.rpartition(":")
-    if len(text) > _MAX_CHARACTERS or not separator or not _PORT.fullmatch(port):
-        return None, None
-    if int(port) > 65_535:
-        raise UserError(f"{got}; a port is at most 65535")
-    if host.startswith("[") and host.endswith("]"):
-        return (host[1:-1] if _is_address(host[1:-1], 6) else None), int(port)
-    return (host if _is_address(host, 4) or _is_name(host) else None), int(port)
-
-
-def _is_address(host: str, version: int) -> bool:
+def _host_and_port(text: str) -> tuple[str, int] | None:
+    """Read HOST:PORT; None for anything else. yarl alone also takes user names, paths and addresses in disguise."""
+    if not _HOST_AND_PORT.fullmatch(text):
+        return None
     try:
-        return "%" not in host and ipaddress.ip_address(host).version == version
+        url = URL(f"http://{text}")
+    except ValueError:
+        return None
+    host, port = url.host, url.explicit_port
+    if host is None or port is None or not (_is_address(host) or _HOST_NAME.fullmatch(host)):
+        return None
+    return host, port
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
 
 
-def _is_name(host: str) -> bool:
-    """A name that cannot be an address in disguise: 127.1, 0x7f000001 and 2130706433 all are."""
-    last = host.removesuffix(".").rpartition(".")[2]
-    return len(host) <= 253 and bool(_HOST_NAME.fullmatch(host)) and not _NUMBER.fullmatch(last)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _base(scheme: str, host: str, port: int) -> str:
+    """A URL that always names its port."""
+    return f"{scheme}://{URL.build(scheme=scheme, host=host).host_subcomponent}:{port}"

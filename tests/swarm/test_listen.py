@@ -62,7 +62,7 @@ def test_what_is_no_address_is_said_with_what_would_be(text: str) -> None:
 
 
 def test_a_port_that_cannot_be_is_refused() -> None:
-    assert "at most 65535" in refused("127.0.0.1:65536")
+    assert "ports end at 65535" in refused("127.0.0.1:65536")
 
 
 @given(st.ip_addresses(), st.integers(0, 65_535))
