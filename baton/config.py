@@ -225,6 +225,8 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
+REMOVED = {"weights.path": "workers always fetch versions as chunks"}
+"""Keys of earlier recipes, with the reason why nothing replaces them."""
 MAY_CHANGE = (
     "run.name",
     "run.directory",
@@ -239,7 +241,6 @@ MAY_CHANGE = (
     "swarm",
     "weights.store",
     "weights.keep",
-    "weights.path",
     "fleet",
     "weights.chunk_mb",
     "weights.anchor_every",
@@ -269,7 +270,7 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
     Both are resolved recipes. Raises UserError naming the keys that may not change within a run.
     """
     old, new = _leaves(before), _leaves(now)
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in REMOVED]
     changed = [key for key in changed if not any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)]
     warned = [key for key in changed if key in CHANGES_BITS]
     if "run.steps" in changed:
@@ -289,6 +290,18 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
         f"{reasons.get(key, 'the last bits may differ')} from those of a run never stopped"
         for key in warned
     ]
+
+
+def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the resolved recipe of a run, which an earlier Baton may have written, without `REMOVED` keys."""
+
+    def kept(tree: Any, prefix: str) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return {key: kept(value, f"{prefix}{key}.") for key, value in tree.items() if f"{prefix}{key}" not in REMOVED}
+
+    found: dict[str, Any] = kept(recipe, "")
+    return found
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -330,6 +343,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def _sentence(kind: type[BaseModel], problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
+        if where in REMOVED:
+            return f"{where} was removed: {REMOVED[where]}; remove the key"
         known = sorted(_fields_at(kind, problem["loc"][:-1]))
         key = str(problem["loc"][-1])
         near = get_close_matches(key, known, n=1, cutoff=0.5)

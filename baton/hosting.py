@@ -196,7 +196,6 @@ class _Host:
                 self.store,
                 str(self.shared or ""),
                 own.look_after,
-                own.broadcast,
                 own.close,
                 self.passing.close,
                 _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,

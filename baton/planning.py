@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from baton.cluster import Cluster, ClusterSettings
-from baton.config import Recipe, load_recipe
+from baton.config import Recipe, load_recipe, without_removed
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
 from baton.metrics import read_metrics
@@ -131,7 +131,7 @@ def workload_of_run(path: Path) -> Workload:
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
     judged = [row["time/judge"] for row in rows if "time/judge" in row]
     return msgspec.structs.replace(
-        recipe_workload(Recipe.model_validate(run.recipe())),
+        recipe_workload(Recipe.model_validate(without_removed(run.recipe()))),
         prompt=measured([len(t.prompt_ids) for t in trajectories]),
         output=measured([max(1, t.num_tokens) for t in trajectories]),
         trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,

@@ -68,9 +68,6 @@ def worker(
     ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
-    shared: Annotated[
-        str, typer.Option("--shared", hidden=True, help="Directory in memory where whole versions are put.")
-    ] = "",
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Leave when standard input ends.")] = False,
 ) -> None:
     """Generate for a run anywhere: join its hub, fetch its weights, grow its trajectories.
@@ -98,7 +95,6 @@ def worker(
         client_ssl(base, ca),
         slots=slots,
         store=store,
-        shared=shared,
         device=_device_name(device),
         engine=engine,
         patience_s=None if patience is None else parse_duration(patience),

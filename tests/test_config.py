@@ -121,6 +121,7 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
         ("trianer.lr=1", "unknown key trianer; did you mean 'trainer'?"),
         ("task.0.wieght=1", "unknown key task.0.wieght; did you mean 'weight'?"),
         ("rollout.batch_group=1", "unknown key rollout.batch_group; did you mean 'batch_groups'?"),
+        ("weights.path=chunks", "weights.path was removed: workers always fetch versions as chunks; remove the key"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', input should be a valid number"),
         ("trainer.lr=0", "trainer.lr: got 0, input should be greater than 0"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas: got [0.9, 1.0], each must be at least 0 and less than 1"),

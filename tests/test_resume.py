@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from baton.build import build_loop
-from baton.config import Recipe, compare_for_resume
+from baton.config import Recipe, compare_for_resume, without_removed
 from baton.errors import StorageFault, TrainingDiverged, UserError
 from baton.journal import Journal
 from baton.metrics import read_metrics
@@ -224,10 +224,17 @@ def test_the_best_checkpoint_outlives_the_latest(tiny_model: Path, tmp_path: Pat
     assert kept == {9, best} - {0}
 
 
+def test_the_resolved_recipe_of_an_earlier_baton_is_read_without_keys_removed_since() -> None:
+    now = {"rollout": {"group_size": 8}, "weights": {"keep": 3}}
+    assert without_removed({**now, "weights": {"keep": 3, "path": "chunks"}}) == now
+
+
 def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
     before = {"run": {"steps": 9, "threads": 1}, "trainer": {"lr": 1e-3, "decay": "linear"}, "task": [{"weight": 1.0}]}
     same = {**before, "eval": {"every": 3}}
     assert compare_for_resume(before, same) == []
+    removed = {**before, "weights": {"path": "object_store"}}
+    assert compare_for_resume(removed, same) == [], "the run was begun by a Baton that had the key"
     threads = {**before, "run": {"steps": 9, "threads": 2}}
     assert ["run.threads" in w for w in compare_for_resume(before, threads)] == [True]
     longer = {**before, "run": {"steps": 12, "threads": 1}}

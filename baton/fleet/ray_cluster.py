@@ -66,7 +66,7 @@ class RayCluster:
 
     def await_signs(self, nodes: Iterable[str], deadline_s: float) -> None:
         """Return when each node has answered or is known to be gone, at the latest after `deadline_s`."""
-        asked = {node: self.ray.remote(_sign).options(**self.on_node(node, is_actor=False)).remote() for node in nodes}
+        asked = {node: self.ray.remote(_sign).options(**self._on_node(node)).remote() for node in nodes}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:
             _, waiting = self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=0.5)
@@ -113,12 +113,12 @@ class RayCluster:
             },
         }
 
-    def on_node(self, node: str, *, is_actor: bool = True) -> dict[str, Any]:
-        """Return the options of an actor, or a task, that takes nothing, on one machine."""
+    def _on_node(self, node: str) -> dict[str, Any]:
+        """Return the options of a task that reserves nothing, on one machine."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        return {"num_cpus": 0, "scheduling_strategy": strategy, "max_restarts" if is_actor else "max_retries": 0}
+        return {"num_cpus": 0, "scheduling_strategy": strategy, "max_retries": 0}
 
     def leave(self) -> None:
         """Leave the cluster: what this driver started ends with it."""

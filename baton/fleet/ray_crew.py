@@ -5,7 +5,7 @@
 | crew    | actors' ends, nodes, the clock  | events; actors begin, end | the next end | Ray, or half a second |
 | planner | machines, the plan carried out  | the next plan             | the solver   | its time limit      |
 
-The hub's and the runner's threads only read `weight` and what has failed; the publisher's thread broadcasts.
+The hub's and the runner's threads only read `weight` and what has failed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from baton.fleet.inventory import Machine
 from baton.fleet.placement import Placement, Post
 from baton.fleet.ray_cluster import RayCluster, first_line
 from baton.fleet.ray_seats import GRACE_S, WorkerSeat, WorkerStart
-from baton.fleet.ray_weights import Broadcast
 from baton.fleet.replanning import Answer
 from baton.swarm.crew import HubAccess
 from baton.swarm.listen import is_loopback
 from baton.trainer.ranks import HOW_TO_GO_ON
-from baton.types import PolicyVersion
 
 POLL_S: Final = 0.5
 START_DEADLINE_S: Final = 120.0
@@ -49,8 +47,6 @@ class CrewParts:
     options: Callable[[Post], tuple[str, ...]]
     """What a worker is told of its engine beside the recipe."""
     device: str
-    broadcast: Broadcast | None
-    """None where chunks are the way."""
     say: Callable[[str], None]
     rules: sv.SupervisionRules | None = None
 
@@ -106,9 +102,6 @@ class RayCrew:
         if self._fault is not None:
             raise self._fault
 
-    def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
-        return self._parts.broadcast is not None and self._parts.broadcast.send(tensors, version)
-
     def close(self) -> None:
         self._stopping.set()
         if self._thread.is_alive():
@@ -120,8 +113,6 @@ class RayCrew:
             self._see_off()
             time.sleep(0.02)
         self._planner.shutdown(wait=False, cancel_futures=True)
-        if self._parts.broadcast is not None:
-            self._parts.broadcast.close()
 
     # ---- in the crew's thread ----------------------------------------------------------------------------------------
 
@@ -176,12 +167,11 @@ class RayCrew:
         seat = cluster.ray.remote(WorkerSeat).options(
             **cluster.options(group, 0, post.resources, post.threads), max_concurrency=4
         )
-        shared = "" if parts.broadcast is None else parts.broadcast.directory(node)
-        actor = seat.remote(self._start(post, shared))
+        actor = seat.remote(self._start(post))
         self._seats[post.name] = _Seat(post, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic())
         parts.say(post.words)
 
-    def _start(self, post: Post, shared: str) -> WorkerStart:
+    def _start(self, post: Post) -> WorkerStart:
         access = self._access
         if post.name not in self._tokens:
             self._tokens[post.name] = access.token(post.name)
@@ -200,7 +190,6 @@ class RayCrew:
             threads=post.threads,
             device=self._parts.device,
             options=self._parts.options(post),
-            shared=shared,
         )
 
     def _await_ends(self) -> None:

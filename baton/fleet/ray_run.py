@@ -19,7 +19,6 @@ from baton.fleet.placement import Placement, Post, machines_of, place, without
 from baton.fleet.ray_cluster import RayCluster
 from baton.fleet.ray_crew import CrewParts, RayCrew
 from baton.fleet.ray_ranks import RayRanks
-from baton.fleet.ray_weights import Broadcast
 from baton.fleet.replanning import Replanner, read_base
 from baton.fleet.supervision import SupervisionRules
 from baton.plan import Plan, read_plan
@@ -190,7 +189,6 @@ class _Fleet:
             self.planner.beside,
             lambda post: _engine_options(recipe, post),
             recipe.model.device,
-            Broadcast(self.cluster, say) if recipe.weights.path == "object_store" else None,
             say,
             self.order.rules,
         )

@@ -1,4 +1,4 @@
-"""What runs on the cluster's machines: actors that hold a worker's process, a trainer rank, or memory for versions.
+"""What runs on the cluster's machines: actors that hold a worker's process or a trainer rank.
 
 Ray makes these from plain values and bytes. A worker is a process of its own beneath its actor: an engine that takes
 its process with it, as CUDA faults do, leaves an actor that can say what its last words were; and it is the same
@@ -42,7 +42,6 @@ class WorkerStart(msgspec.Struct, frozen=True):
     device: str
     options: tuple[str, ...] = ()
     """Passed as `baton worker --engine-option`."""
-    shared: str = ""
 
 
 def own_directory(what: str) -> Path:
@@ -73,8 +72,6 @@ class WorkerSeat:
             command += ["--ca", str(self._scratch / "hub.pem")]
         if start.is_insecure:
             command.append("--insecure")
-        if start.shared:
-            command += ["--shared", start.shared]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=_environment(start.threads)
@@ -166,29 +163,3 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return ""
-
-
-class Courier:
-    """An actor that puts versions into its machine's memory, where that machine's workers find them.
-
-    Ray brings the bytes to the machine once, however many workers are there. Nothing is verified here: each worker
-    compares every tensor's digest before it serves a version.
-    """
-
-    def __init__(self) -> None:
-        self._directory = own_directory("courier")
-
-    def where(self) -> str:
-        """The directory for `baton worker --shared`."""
-        return str(self._directory)
-
-    def put(self, lineage: str, number: int, digest: str, data: Any) -> None:
-        """Write a version's file. Raises StorageFault when memory is full."""
-        from baton.types import PolicyVersion
-        from baton.weights.shared import SharedMemory
-
-        SharedMemory(self._directory).write_packed(PolicyVersion(lineage, number, digest), [memoryview(data)])
-
-    def leave(self) -> None:
-        """Remove what was put there."""
-        shutil.rmtree(self._directory, ignore_errors=True)

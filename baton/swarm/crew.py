@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from baton.swarm.local import LocalWorkers
-from baton.types import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,6 @@ class Crew(Protocol):
         """Raise what has gone wrong for good, if anything has. Called often; returns at once."""
         ...
 
-    def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
-        """Bring a version to every machine's memory before it is announced. False where chunks are to do it."""
-        ...
-
     def close(self) -> None:
         """End them all. May be called twice."""
         ...
@@ -60,10 +55,6 @@ class OwnWorkers:
         self.local.look_after()
         if self.crew is not None:
             self.crew.look_after()
-
-    def broadcast(self, tensors: Mapping[str, Any], version: PolicyVersion) -> bool:
-        """False without one."""
-        return self.crew is not None and self.crew.broadcast(tensors, version)
 
     def close(self) -> None:
         """End them all."""

@@ -64,8 +64,6 @@ class PortParts:
     """Directory in shared memory for this machine's workers; empty for none."""
     look_after: Callable[[], None]
     """Looks after the workers that this run has started."""
-    broadcast: Callable[[Mapping[str, Any], PolicyVersion], bool]
-    """Brings a version to their machines by itself, if it can: see `Crew`."""
     dismiss: Callable[[], None]
     """Ends them."""
     clear: Callable[[], None]
@@ -220,12 +218,8 @@ class SwarmPort:
         parts = self._parts
         if parts.checks is not None:
             parts.checks.published(version, tensors)
-        is_there = parts.broadcast(tensors, version)
-        if is_there:  # its chunks are for others, who ask again until they are there
-            parts.hub.call(lambda: self._announce(version, since_s))
         self.last = parts.publisher.publish(tensors, version)
-        if not is_there:
-            parts.hub.call(lambda: self._announce(version, since_s))
+        parts.hub.call(lambda: self._announce(version, since_s))
         parts.hub.call(self._let_go)
 
     def _announce(self, version: PolicyVersion, since_s: float) -> None:

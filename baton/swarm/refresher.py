@@ -27,18 +27,16 @@ class Refresher:
         near: Sequence[Source],
         activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
         say: Callable[[str], None],
-        shared: str = "",
     ) -> None:
         """source: of a relay's URL, or the hub; near: asked before these.
 
-        shared: directory in this machine's memory where whole versions are put, in place of the hub's machine's.
         activate: have the engine switch to a version, and call `activated` when it has.
         """
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._activate, self._say = activate, say
         self._have_want = hw.HaveWant()
-        self._own, self._shared = shared, shared
+        self._shared = ""
         self._relays: tuple[str, ...] = ()
         self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
         self._fetches: set[asyncio.Task[None]] = set()
@@ -65,7 +63,7 @@ class Refresher:
 
     def want(self, want: Want) -> None:
         """The hub wants a version served."""
-        self._shared, self._relays = self._own or want.shared, want.relays
+        self._shared, self._relays = want.shared, want.relays
         self._consider(hw.Wanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:

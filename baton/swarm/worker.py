@@ -78,8 +78,6 @@ class WorkerOptions:
     """In place of the recipe's engine.slots."""
     store: str | None = None
     """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
-    shared: str = ""
-    """Directory in this machine's memory where somebody puts whole versions, whose digests are checked all the same."""
     device: str = "cpu"
     """For people, and for the class whose logprobs are compared."""
     engine: str | None = None
@@ -121,7 +119,7 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
             near = [StoreSource(Store(self._options.store))] if self._options.store else []
-            self._refresher = Refresher(self._source, near, self._activate, self._options.say, self._options.shared)
+            self._refresher = Refresher(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     self._was_served = False

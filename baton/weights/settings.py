@@ -25,9 +25,6 @@ class WeightsSettings(Settings):
     store: str | None = None
     """Where chunks and manifests lie: a directory, or a bucket by its URL (fsspec: "s3://…"). One run each; without it
     the run's own directory."""
-    path: Literal["chunks", "object_store"] = "chunks"
-    """How a version reaches the workers that Ray placed: as chunks, mostly of the difference to the version before, or
-    whole through Ray's object store, once to each machine. All other workers fetch chunks."""
     keep: int = Field(default=20, ge=1)
     """Latest versions that can be had whatever the workers hold; an older one goes once nobody has or wants it."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -51,14 +49,6 @@ class SharedMemory:
         Through `write`, not through a mapping: full memory is then an error and not the end of the process.
         """
 
-        def pieces() -> Iterator[bytes | memoryview]:
-            yield _header(entries)
-            yield stretch.data
-
-        self.write_packed(version, pieces())
-
-    def write_packed(self, version: PolicyVersion, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a version's file, as `write`, of which the pieces are there already (see `packed`)."""
         path = self._path(version)
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
@@ -66,8 +56,8 @@ class SharedMemory:
             for leftover in self.directory.glob("*.safetensors.unfinished"):
                 leftover.unlink()
             with unfinished.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+                file.write(_header(entries))
+                file.write(stretch.data)
             unfinished.replace(path)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
@@ -90,11 +80,6 @@ class SharedMemory:
     def _path(self, version: PolicyVersion) -> Path:
         check_version(version)
         return self.directory / f"{version.lineage}-{version.number:09d}-{version.digest[:16]}.safetensors"
-
-
-def packed(entries: tuple[TensorEntry, ...], stretch: Bytes) -> Bytes:
-    """Return the bytes of a version's file in one piece."""
-    return np.concatenate([np.frombuffer(_header(entries), np.uint8), stretch])
 
 
 def _header(entries: tuple[TensorEntry, ...]) -> bytes:

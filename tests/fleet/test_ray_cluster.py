@@ -159,8 +159,8 @@ def written(plan: Plan, directory: Path) -> Path:
 
 
 def in_memory() -> set[Path]:
-    """What couriers and ranks have in this machine's memory, also those of other runs."""
-    return {*Path("/dev/shm").glob("baton-courier-*"), *Path("/dev/shm").glob("baton-rank-*")}
+    """What ranks have in this machine's memory, also those of other runs."""
+    return set(Path("/dev/shm").glob("baton-rank-*"))
 
 
 def held() -> dict[str, float]:
@@ -212,7 +212,7 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
         os.kill(nodes.own_processes("ray::RankSeat")[-1], signal.SIGKILL)
 
     witness = Witness({1: kill_a_worker, 2: take_a_machine, 4: give_a_machine, 7: kill_a_rank})
-    load = loader(tmp_path, "weights.path=object_store")
+    load = loader(tmp_path)
     loop = train_on_ray(Order(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, lambda: False)
     assert loop.state.step == 10
     assert witness.steps == [1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10], "from the checkpoint after step 6"

@@ -327,7 +327,6 @@ class SwarmBench:
                 store=self.store,
                 shared="",
                 look_after=lambda: None,
-                broadcast=lambda tensors, version: False,
                 dismiss=lambda: None,
                 clear=lambda: None,
                 checks=None,
