@@ -81,8 +81,21 @@ class Loss:
     """[B, K] bool: tokens whose gradient the clip has cut; False at masked tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class KlEstimate:
+    """Estimates of a KL divergence, by token."""
+
+    nats: torch.Tensor
+    """[B, K] with the gradient of the log-probabilities; 0 at masked tokens."""
+    is_clamped: torch.Tensor
+    """[B, K] bool: tokens whose estimate was above its bound, and which so have no gradient; False at masked tokens."""
+
+
 MAX_LOG_RATIO = 20.0
 """|log ratio| and |log weight| are held within this, so that neither is infinite whatever was sampled."""
+
+MAX_K3 = 10.0
+"""Nats; largest k3 estimate of a token's KL divergence."""
 
 Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
@@ -98,14 +111,17 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """GSPO (arXiv 2507.18071, equation 5): the clip with one ratio for the trajectory.
+    """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio for the trajectory, its gradient by token.
 
-    s_i = exp(1/T_i Σ_t log π_θ / π_proximal) over the trained tokens and their count, so that a masked prefix of
-    another version has no part in it; the weights stay by token, on the same tokens.
+    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)): all s_it equal s_i, and token t gets
+    the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over trained tokens
+    of weight above 0: a token that is masked, or dropped by a correction, neither moves the ratio nor gets a gradient.
     """
-    apart = to_anchor(inputs, anchor).sum(-1, keepdim=True)
-    ratio = (apart / inputs.mask.sum(-1, keepdim=True).clamp(min=1)).exp().expand_as(inputs.mask)
-    return _least(torch.where(inputs.mask, ratio, 1.0), inputs, anchor, shape)
+    kept = anchor.weights > 0
+    apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)
+    mean = apart.detach().sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
+    ratio = (mean + apart - apart.detach()).exp()
+    return _least(torch.where(kept, ratio, 1.0), inputs, anchor, shape)
 
 
 def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
@@ -137,15 +153,26 @@ def _loss(surrogate: torch.Tensor, inputs: LossInputs, shape: LossShape) -> torc
     return -aggregate(surrogate, inputs.mask, shape.aggregation) / shape.divisor
 
 
-def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, name: KlEstimator) -> torch.Tensor:
+def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, name: KlEstimator) -> KlEstimate:
     """[B, K] estimates of KL(π_θ ‖ π_reference) in nats from sampled tokens; 0 at masked tokens.
 
     With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
+    k3 is exponential in −x, so it is bounded as in verl: x to ±20, then the estimate to `MAX_K3`. A token beyond
+    the bound, 2.6 nats below the reference or 11 above it, gets no gradient. k1 and k2 have slopes 1 and x: no bound.
     """
     apart = log_ratio(logprobs, reference_logprobs, mask)
     if name == "k1":
-        return apart
-    return apart.square() / 2 if name == "k2" else (-apart).expm1() + apart
+        return KlEstimate(apart, torch.zeros_like(mask))
+    if name == "k2":
+        return KlEstimate(apart.square() / 2, torch.zeros_like(mask))
+    free = k3(apart)
+    return KlEstimate(free.clamp(max=MAX_K3), free.detach() > MAX_K3)
+
+
+def k3(apart: torch.Tensor) -> torch.Tensor:
+    """Return e^(−x) − 1 + x for log ratios x held within ±20, so that none is infinite."""
+    bounded = apart.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-bounded).expm1() + bounded
 
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -188,7 +188,7 @@ class Passes:
         assert prepared.proximal_logprobs is not None
         assert prepared.reference_logprobs is not None
         apart = kl(prepared.proximal_logprobs, prepared.reference_logprobs, micro.policy_mask, algorithm.kl_estimator)
-        return micro.gather(-algorithm.kl_coef * apart)
+        return micro.gather(-algorithm.kl_coef * apart.nats)
 
 
 def _values(prepared: Prepared) -> list[FloatArray]:

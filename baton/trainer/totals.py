@@ -10,7 +10,7 @@ import torch
 
 from baton.trainer.batch import MicroBatch
 from baton.trainer.corrections import weights
-from baton.trainer.losses import Anchor, Loss, LossInputs, log_ratio
+from baton.trainer.losses import Anchor, KlEstimate, Loss, LossInputs, k3, log_ratio
 from baton.trainer.parallel import Alone
 
 
@@ -64,6 +64,8 @@ class Totals:
     grad_norms: list[float] = field(default_factory=list)
     reference_kl: float | None = None
     """Summed over trained tokens; None without a reference model."""
+    clamped_kl: float = 0.0
+    """Tokens whose estimate of that KL was above its bound."""
     values: ValueTotals | None = None
     """None without a critic."""
     tokens: float = 0.0
@@ -79,7 +81,7 @@ class Totals:
     raw_square: float = 0.0
     current: float = 0.0
     """Tokens sampled from `version`: on these engine and trainer hold equal weights. The next three are of these."""
-    k3: float = 0.0
+    mismatch: float = 0.0
     abs_diff: float = 0.0
     max_diff: float = 0.0
     real: float = 0.0
@@ -97,7 +99,7 @@ class Totals:
         value: torch.Tensor,
         loss: Loss,
         entropy: torch.Tensor,
-        reference_kl: torch.Tensor | None,
+        reference_kl: KlEstimate | None,
     ) -> float:
         """Add one microbatch; return `value`, its loss with all its terms, as a number. Here the host waits."""
         current = inputs.mask & (micro.policy_versions == self.version)
@@ -114,18 +116,33 @@ class Totals:
             raw.sum(),
             raw.square().sum(),
             current.sum(),
-            # k3 of KL(behavior ‖ proximal): r − 1 − log r with r = π_proximal / π_behavior
-            (diff.expm1() - diff).sum(),
+            k3(-diff).sum(),  # of KL(behavior ‖ proximal), whose x is log π_behavior − log π_proximal
             diff.abs().sum(),
             diff.abs().max(),
-            (moved.expm1() - moved).sum(),
-            torch.zeros(()) if reference_kl is None else reference_kl.detach().sum(),
+            k3(-moved).sum(),
+            *(
+                (torch.zeros(()), torch.zeros(()))
+                if reference_kl is None
+                else (reference_kl.nats.detach().sum(), reference_kl.is_clamped.sum())
+            ),
         )
-        number, tokens, entropy_sum, clipped, weight, cut, raw_sum, raw_square, num_current, k3, abs_diff, *rest = (
-            torch.stack([item.float().to(value.device) for item in sums]).tolist()
-        )
+        (
+            number,
+            tokens,
+            entropy_sum,
+            clipped,
+            weight,
+            cut,
+            raw_sum,
+            raw_square,
+            num_current,
+            mismatch,
+            abs_diff,
+            *rest,
+        ) = torch.stack([item.float().to(value.device) for item in sums]).tolist()
         if reference_kl is not None:
             self.reference_kl = (self.reference_kl or 0.0) + rest[2]
+            self.clamped_kl += rest[3]
         self.tokens += tokens
         self.entropy += entropy_sum
         self.clipped += clipped
@@ -135,7 +152,7 @@ class Totals:
         self.raw_weight += raw_sum
         self.raw_square += raw_square
         self.current += num_current
-        self.k3 += k3
+        self.mismatch += mismatch
         self.abs_diff += abs_diff
         self.max_diff = max(self.max_diff, rest[0])
         self.real += micro.num_tokens
@@ -185,12 +202,13 @@ class Totals:
             found["tokens/imbalance"] = self.imbalance
         if self.reference_kl is not None:
             found["kl/ref"] = self.reference_kl / tokens
+            found["kl/clamped_frac"] = self.clamped_kl / tokens
         if self.values is not None:
             found |= self.values.metrics()
         if self.raw_square:
             found["policy/ess"] = self.raw_weight**2 / (self.tokens * self.raw_square)
         if self.current:
-            found["policy/mismatch_kl"] = self.k3 / self.current
+            found["policy/mismatch_kl"] = self.mismatch / self.current
             found["policy/logprob_diff_mean"] = self.abs_diff / self.current
             found["policy/logprob_diff_max"] = self.max_diff
         return found
@@ -200,13 +218,14 @@ _SUMS = (
     "tokens",
     "entropy",
     "clipped",
+    "clamped_kl",
     "moved",
     "weight",
     "cut",
     "raw_weight",
     "raw_square",
     "current",
-    "k3",
+    "mismatch",
     "abs_diff",
     "real",
     "places",

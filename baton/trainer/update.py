@@ -154,7 +154,7 @@ class Update:
         if each.reference_logprobs is not None:
             apart = kl(scores.logprobs, each.reference_logprobs, micro.mask, algorithm.kl_estimator)
         if apart is not None and algorithm.has_loss_kl:
-            loss = loss + algorithm.kl_coef * aggregate(apart, micro.mask, shape.aggregation) / shape.divisor
+            loss = loss + algorithm.kl_coef * aggregate(apart.nats, micro.mask, shape.aggregation) / shape.divisor
         if algorithm.entropy_coef:
             bonus = aggregate(scores.entropy, micro.mask, shape.aggregation) / shape.divisor
             loss = loss - algorithm.entropy_coef * bonus

@@ -110,13 +110,14 @@ def test_a_kl_term_also_moves_trajectories_without_an_advantage(estimator, aggre
     model, frozen, coefficient = tiny_model(), tiny_model(seed=3), 0.3
     advantages = {**grpo_advantages([mixed]), 1: (0.0, 0.0)}
     num_tokens = sum(t.num_tokens for t in batch.trajectories)
-    objective, divergence, total = torch.zeros(()), torch.zeros(()), 0.0
+    objective, divergence, total, num_clamped = torch.zeros(()), torch.zeros(()), 0.0, 0
     for trajectory in batch.trajectories:
         logprobs, _ = logprobs_of(model, trajectory)
         with torch.no_grad():
             x = logprobs_of(frozen, trajectory)[0]
         apart = logprobs - x
-        kl = apart.square() / 2 if estimator == "k2" else (-apart).exp() - 1 + apart
+        kl = apart.square() / 2 if estimator == "k2" else ((-apart).exp() - 1 + apart).clamp(max=10.0)
+        num_clamped += int((kl == 10.0).sum())
         weight = (logprobs.detach() - torch.tensor(trajectory.behavior_logprobs)).exp().clamp(max=2.0)
         terms = weight * logprobs * advantages[trajectory.group_id][trajectory.sample_index]
         share = {
@@ -133,6 +134,24 @@ def test_a_kl_term_also_moves_trajectories_without_an_advantage(estimator, aggre
     )
     same_gradients(trainer, model)
     assert metrics["kl/ref"] == pytest.approx(total / num_tokens, rel=1e-4)
+    assert metrics["kl/clamped_frac"] == num_clamped / num_tokens
+    assert (num_clamped > 0) == (estimator == "k3")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kl_in": "loss"}, {"kl_in": "reward"}, {"kl_in": "reward", "name": "reinforce_pp"}]
+)
+def test_a_token_far_below_the_reference_cannot_end_the_run(settings):
+    """The policy is so sure of other tokens that some of the batch are over 100 nats below the reference."""
+    model, frozen, batch = tiny_model(initializer_range=10.0), tiny_model(), random_batch(1)
+    assert min(logprobs_of(model, t)[0].min().item() for t in batch.trajectories) < -100.0
+    _, metrics = stepped(
+        batch, model, reference=frozen, kl_coef=0.1, kl_estimator="k3", num_minibatches=1, correction="none", **settings
+    )
+    assert 0.5 < metrics["kl/clamped_frac"] < 1.0
+    assert metrics["kl/ref"] <= 10.0
+    assert metrics["policy/grad_norm"] < 1e4
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_an_entropy_bonus_has_the_gradient_of_the_entropy():

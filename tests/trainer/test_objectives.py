@@ -101,9 +101,48 @@ def test_gspo_with_mixed_versions_has_its_weights_by_token_and_its_ratio_over_th
         weights=[[0.0, 0.5, 2.0]],
         advantages=[[1.0] * 3],
     )
-    # s = 1.21^(1/2) = 1.1; J = mean of w_t s = 1.25 · 1.1; ∂/∂logprob = 1.25 · s / 2
+    # s = 1.21^(1/2) = 1.1; J = mean of w_t s = 1.25 · 1.1; ∂/∂logprob_t = w_t s / 2
     assert loss == pytest.approx(-1.375)
-    assert gradient == pytest.approx(np.array([[0.0, -0.6875, -0.6875]]))
+    assert gradient == pytest.approx(np.array([[0.0, -0.275, -1.1]]))
+
+
+# Weights π_proximal / π_behavior ½, 4, 1: `icepop` within [½, 2], and `second_moment` with a cutoff of ½, drop the second.
+DROPPING = {"icepop": {}, "second_moment": {"cutoff": 0.5}}
+
+
+@pytest.mark.parametrize("correction", DROPPING)
+def test_a_token_that_a_correction_drops_leaves_gspos_ratio_and_gradient(correction):
+    found = []
+    for dropped_ratio in (7.0, 1e-3):
+        ratio = torch.tensor([[1.21, dropped_ratio, 1.0]], dtype=torch.float64)
+        proximal = torch.tensor([[0.25, 0.4, 0.25]], dtype=torch.float64).log()
+        behavior = torch.tensor([[0.5, 0.1, 0.25]], dtype=torch.float64).log()
+        leaf = (proximal + ratio.log()).requires_grad_()
+        inputs = LossInputs(leaf, proximal, behavior, torch.ones_like(ratio), torch.ones(1, 3, dtype=torch.bool))
+        anchor = CORRECTIONS[correction](inputs, replace(CORRECTION, **DROPPING[correction]))
+        result = OBJECTIVES["gspo"](inputs, anchor, shape_of("sequence_mean", high=0.3, num_rows=1))
+        result.loss.backward()
+        found.append((result.loss.item(), leaf.grad[0].tolist(), result.is_clipped.any().item()))
+    # s = (1.21 · 1)^(1/2) = 1.1; J = (½ · 1.1 + 0 + 1 · 1.1) / 3 = 0.55; the gradient of the loss is −w_t s / 3
+    assert found[0] == (pytest.approx(-0.55), pytest.approx([-0.55 / 3, 0.0, -1.1 / 3]), False)
+    assert found[1] == found[0]  # whatever the dropped token's own ratio
+
+
+def test_a_trajectory_whose_tokens_are_all_dropped_is_flat_under_every_objective():
+    for name in OBJECTIVES:
+        found, loss, gradient = run(name, shape_of(), weights=[[0.0] * 3] * 2)
+        assert loss == 0.0
+        assert not gradient.any()
+        assert not (name == "gspo" and found.is_clipped.any())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_dropped_token_changes_no_other_tokens_gradient_under_any_objective(name):
+    weights = [[0.5, 0.0, 1.0], [1.0, 1.0, 0.0]]
+    given = [run(name, shape_of(), ratios=[[1.1, r, 0.9], [0.5, 1.5, 7.0]], weights=weights) for r in (1.0, 1e-3, 50.0)]
+    for _, _, gradient in given:
+        assert gradient[0, 1] == 0.0
+        assert np.array_equal(gradient, given[0][2])
 
 
 # ---- against NumPy ---------------------------------------------------------------------------------------------------
@@ -118,8 +157,8 @@ def by_numpy(name, logprobs, anchored, weights, advantages, mask, aggregation, a
         apart, fixed = (logprobs - anchored)[row][kept], (at - anchored)[row][kept]
         a, w = advantages[row][kept], weights[row][kept]
         ratio = np.exp(apart)
-        if name == "gspo":
-            ratio = np.full_like(apart, np.exp(apart.mean()))
+        if name == "gspo":  # GSPO-token: the mean is behind a stop-gradient
+            ratio = np.exp(fixed[w > 0].mean() + apart - fixed)
         if name in ("clipped", "gspo"):
             terms = w * np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a)
         elif name == "cispo":
@@ -138,6 +177,7 @@ def test_value_and_gradient_agree_with_numpy_and_finite_differences(name, aggreg
     anchored = rng.normal(-2.0, 1.0, (4, 5))
     logprobs = anchored + rng.normal(0.0, 0.3, (4, 5))
     weights, mask = rng.uniform(0.0, 2.0, (4, 5)), rng.random((4, 5)) < 0.7
+    weights[:, 1] = np.where(weights[:, 0] > 0.3, 0.0, weights[:, 1])  # tokens that a correction drops
     advantages = rng.normal(size=(4, 1 if name == "gspo" else 5)) + np.zeros((4, 5))
     mask[3] = False
     leaf = torch.tensor(logprobs, requires_grad=True)
@@ -183,11 +223,10 @@ def test_gspo_is_grpo_at_length_1():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_at_ratio_1_every_objective_has_the_gradient_of_reinforce(aggregation):
-    """… but for GSPO with a weight per token, whose one ratio spreads them evenly."""
-    ones = [[1.0] * 3, [1.0, 1.0, 0.0]]
+    """Each token by its own weight, also GSPO's."""
     expected = None
     for name in OBJECTIVES:
-        _, _, gradient = run(name, shape_of(aggregation), ratios=[[1.0] * 3] * 2, weights=ones)
+        _, _, gradient = run(name, shape_of(aggregation), ratios=[[1.0] * 3] * 2, weights=WEIGHTS)
         expected = gradient if expected is None else expected
         assert gradient == pytest.approx(expected), name
 
@@ -296,7 +335,7 @@ def test_kl_estimators_by_hand_value_and_gradient():
         "k3": ([0.5 - 1 + x, 2 - 1 - x], [0.5, -1.0]),  # e^−x − 1 + x, and 1 − e^−x
     }
     for name, (values, slopes) in expected.items():
-        found = kl(logprobs, reference, mask, name)
+        found = kl(logprobs, reference, mask, name).nats
         assert found[0].tolist() == pytest.approx([*values, 0.0], abs=1e-7)
         (gradient,) = torch.autograd.grad(aggregate(found, mask, "token_mean"), logprobs)
         assert gradient[0].tolist() == pytest.approx([*slopes, 0.0], abs=1e-7)
@@ -309,5 +348,29 @@ def test_k1_and_k3_are_unbiased_and_k2_nearly(name, tolerance):
     policy, reference = rng.dirichlet(np.full(8, 20.0), size=2)
     exact = (policy * np.log(policy / reference)).sum()
     logs = [torch.tensor(np.log(p))[None] for p in (policy, reference)]
-    found = kl(*logs, torch.ones(1, 8, dtype=torch.bool), name)[0].numpy()
+    found = kl(*logs, torch.ones(1, 8, dtype=torch.bool), name).nats[0].numpy()
     assert (policy * found).sum() == pytest.approx(exact, abs=tolerance)
+
+
+def test_k3_is_bounded_in_value_and_gradient_and_the_tokens_are_counted():
+    # x = −2 and −3: e² − 3 = 4.389 and e³ − 4 = 16.09, which counts as 10; 20 and 60 nats below likewise; 12 above: 11
+    apart = [-2.0, -3.0, -20.0, -60.0, -200.0, 12.0, 60.0, 5.0]
+    logprobs = torch.tensor([apart], requires_grad=True)  # float32: e^89 is infinite
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    found = kl(logprobs, torch.zeros(1, 8), mask, "k3")
+    expected = [math.exp(2) - 3, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, math.exp(-5) + 4]
+    assert found.nats[0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert found.is_clamped[0].tolist() == [False, True, True, True, True, True, True, False]
+    (gradient,) = torch.autograd.grad(found.nats.sum(), logprobs)
+    assert gradient[0].tolist() == pytest.approx([1 - math.exp(2), *[0.0] * 6, 1 - math.exp(-5)], rel=1e-5)
+    masked = kl(logprobs, torch.zeros(1, 8), ~mask, "k3")
+    assert not masked.is_clamped.any()
+    assert not masked.nats.any()
+
+
+@pytest.mark.parametrize(("name", "value", "slope"), [("k1", -60.0, 1.0), ("k2", 1800.0, -60.0)])
+def test_k1_and_k2_need_no_bound(name, value, slope):
+    logprobs = torch.tensor([[-60.0]], requires_grad=True)
+    found = kl(logprobs, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), name)
+    (gradient,) = torch.autograd.grad(found.nats.sum(), logprobs)
+    assert (found.nats.item(), gradient.item(), found.is_clamped.any().item()) == (value, slope, False)
