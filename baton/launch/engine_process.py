@@ -16,14 +16,24 @@ import shutil
 import signal
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 
 from baton.errors import BatonError
-from baton.launch.protocol import Fault, LoadWeights, Progress, Serving, Start, ToEngine, receive_to_engine, send
+from baton.launch.frames import FrameSocket, frame_socket_of
+from baton.launch.protocol import (
+    MAX_FRAME_BYTES,
+    Fault,
+    LoadWeights,
+    Progress,
+    Serving,
+    Start,
+    ToEngine,
+    receive_to_engine,
+    send_to_parent,
+)
 from baton.rollout.engine import Engine
 from baton.types import Abort, Lease, ends_lease
 
@@ -35,36 +45,36 @@ def serve(descriptor: int) -> None:
     """Serve one parent until it hangs up. An error is sent to the parent as a Fault, and ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(descriptor)
+    parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
     scratch = ""
     try:
-        start = receive_to_engine(connection)
+        start = receive_to_engine(parent)
         assert isinstance(start, Start), f"the first message must be Start, not {type(start).__name__}"
         scratch = start.scratch
         engine = _build(start)
-        send(connection, Serving(engine.version))
+        send_to_parent(parent, Serving(engine.version))
         inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
-        threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
-        _loop(connection, inbox, engine)
+        threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
+        _loop(parent, inbox, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the parent is gone; nobody is left to tell
+        pass  # the parent is gone; nobody is left to tell
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
-        send(connection, Fault(type(error).__name__, str(error)))
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        send_to_parent(parent, Fault(type(error).__name__, str(error)))
+        return  # the parent, and with it the other engines, still use the directory
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _read(connection: Connection, inbox: SimpleQueue[ToEngine | None]) -> None:
+def _read(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None]) -> None:
     """Queue what the parent sends, and None when it is gone."""
     try:
         while True:
-            inbox.put(receive_to_engine(connection))
+            inbox.put(receive_to_engine(parent))
     except (OSError, EOFError, msgspec.DecodeError):
         inbox.put(None)
 
 
-def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: Engine) -> None:
+def _loop(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None], engine: Engine) -> None:
     running: set[int] = set()
     last_sign_s = time.monotonic()
     while True:
@@ -81,13 +91,13 @@ def _loop(connection: Connection, inbox: SimpleQueue[ToEngine | None], engine: E
                     from safetensors.torch import load_file
 
                     engine.load_weights(load_file(Path(wanted.path)), wanted.version)
-                    send(connection, Serving(engine.version))
+                    send_to_parent(parent, Serving(engine.version))
                 case other:
                     raise RuntimeError(f"unexpected message {type(other).__name__}")
         reports = engine.step()
         now = time.monotonic()
         if reports or now - last_sign_s > SIGN_OF_LIFE_S:
-            send(connection, Progress(tuple(reports), engine.stats))
+            send_to_parent(parent, Progress(tuple(reports), engine.stats))
             last_sign_s = now
         running.difference_update(report.lease_id for report in reports if ends_lease(report))
 

@@ -18,15 +18,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.launch.frames import frame_sockets, ready
 from baton.launch.protocol import (
+    MAX_FRAME_BYTES,
     Fault,
     LoadWeights,
     Progress,
@@ -34,13 +34,15 @@ from baton.launch.protocol import (
     Start,
     ToEngine,
     receive_from_engine,
-    send,
+    send_to_engine,
 )
 from baton.rollout.engine import EngineStats
 from baton.rollout.port import WorkerPort
 from baton.trace import ASIDE, LeaseTrace, TraceWriter
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
+CLOSE_GRACE_S = 2.0
+"""What all processes together have to end by themselves."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
 """Writes tensors to a safetensors file; handed in, because this module needs no torch."""
 
@@ -49,9 +51,8 @@ class EngineProcess:
     """One child process and what it has been given."""
 
     def __init__(self, index: int) -> None:
-        ours, theirs = Pipe(duplex=True)
+        self.socket, theirs = frame_sockets(MAX_FRAME_BYTES)
         self.name = f"engine process {index}"
-        self.connection: Connection = ours
         self.leases: set[int] = set()
         self.stats = EngineStats()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -64,16 +65,16 @@ class EngineProcess:
         theirs.close()
 
     def tell(self, message: ToEngine) -> None:
-        """Send a message. Raises EngineFault when the process has ended."""
+        """Send a message, or queue what the process does not read at once. Raises EngineFault when it has ended."""
         try:
-            send(self.connection, message)
+            send_to_engine(self.socket, message)
         except OSError as error:
             raise self._ended() from error
 
-    def hear(self) -> Progress | Serving:
-        """Receive the message that is waiting. Raises EngineFault when the process has ended or says that it cannot."""
+    def hear(self) -> Progress | Serving | None:
+        """Return the next message, or None while it is not whole. Raises EngineFault when the process cannot go on."""
         try:
-            message = receive_from_engine(self.connection)
+            message = receive_from_engine(self.socket)
         except (EOFError, OSError) as error:
             raise self._ended() from error
         if isinstance(message, Fault):
@@ -82,11 +83,14 @@ class EngineProcess:
             raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
         return message
 
-    def close(self, grace_s: float = 2.0) -> None:
-        """Hang up and see the process end; kill it when it does not."""
-        self.connection.close()
+    def hang_up(self) -> None:
+        """Close the socket, upon which the process ends."""
+        self.socket.close()
+
+    def await_end(self, deadline_s: float) -> None:
+        """See the process end; kill it when it has not ended by then."""
         try:
-            self._process.wait(grace_s)
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -161,8 +165,9 @@ class EnginePool(WorkerPort):
         self._fill()
         for process in self._ready(0.0 if self._inbox else timeout_s):
             heard = process.hear()
-            assert isinstance(heard, Progress), f"{process.name} said {type(heard).__name__} unasked"
-            self._take(process, heard)
+            assert not isinstance(heard, Serving), f"{process.name} said {type(heard).__name__} unasked"
+            if heard is not None:
+                self._take(process, heard)
         self._fill()
         messages, self._inbox = self._inbox, []
         return messages
@@ -186,7 +191,10 @@ class EnginePool(WorkerPort):
     def close(self, *, is_over: bool = False) -> None:
         """End all processes. May be called twice."""
         for process in self._processes:
-            process.close()
+            process.hang_up()
+        deadline_s = time.monotonic() + CLOSE_GRACE_S
+        for process in self._processes:
+            process.await_end(deadline_s)
         self._processes = []
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -208,8 +216,8 @@ class EnginePool(WorkerPort):
         self._trace.given(lease, process.name, self._slots)
 
     def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
-        by_connection = {process.connection: process for process in self._processes}
-        return [by_connection[c] for c in wait(list(by_connection), timeout_s) if isinstance(c, Connection)]
+        by_socket = {process.socket: process for process in self._processes}
+        return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
         """Wait until every process serves a version; reports that come meanwhile are kept."""
@@ -217,12 +225,13 @@ class EnginePool(WorkerPort):
         deadline = begin_s + self._timeout_s
         waiting = set(self._processes)
         while waiting:
-            ready = [p for p in self._ready(max(0.0, deadline - time.monotonic())) if p in waiting]
-            if not ready and time.monotonic() >= deadline:
+            if (left_s := deadline - time.monotonic()) <= 0:
                 names = ", ".join(sorted(p.name for p in waiting))
                 raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self._timeout_s:.0f} s")
-            for process in ready:
+            for process in self._ready(left_s):
                 heard = process.hear()
+                if heard is None:
+                    continue
                 if heard == Serving(version):
                     waiting.discard(process)
                     now_s = time.monotonic()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
+from baton.launch.frames import FrameSocket
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
@@ -67,16 +67,22 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 _encoder = msgspec.msgpack.Encoder()
 
 
-def send(connection: Connection, message: ToEngine | FromEngine) -> None:
-    """Send one message. Raises OSError when the other side is gone."""
-    connection.send_bytes(_encoder.encode(message))
+def send_to_engine(engine: FrameSocket, message: ToEngine) -> None:
+    """Send one message, or queue what the engine does not read at once. Raises OSError when the engine is gone."""
+    engine.send(_encoder.encode(message))
 
 
-def receive_to_engine(connection: Connection) -> ToEngine:
-    """Wait for one message. Raises EOFError when the other side is gone."""
-    return _to_engine.decode(connection.recv_bytes(MAX_FRAME_BYTES))
+def send_to_parent(parent: FrameSocket, message: FromEngine) -> None:
+    """Send one message, however long the parent takes to read it. Raises OSError when the parent is gone."""
+    parent.send_all(_encoder.encode(message))
 
 
-def receive_from_engine(connection: Connection) -> FromEngine:
-    """Wait for one message. Raises EOFError when the other side is gone."""
-    return _from_engine.decode(connection.recv_bytes(MAX_FRAME_BYTES))
+def receive_to_engine(parent: FrameSocket) -> ToEngine:
+    """Wait for one message. Raises EOFError or OSError when the parent is gone."""
+    return _to_engine.decode(parent.receive_next())
+
+
+def receive_from_engine(engine: FrameSocket) -> FromEngine | None:
+    """Return the next message, or None while it is not whole. Raises EOFError or OSError when the engine is gone."""
+    frame = engine.receive()
+    return None if frame is None else _from_engine.decode(frame)

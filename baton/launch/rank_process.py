@@ -15,11 +15,11 @@ import os
 import shutil
 import signal
 import threading
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 import msgspec
 
+from baton.launch.frames import FrameSocket, frame_socket_of
 from baton.launch.ranks import MAX_FRAME_BYTES
 from baton.trainer.ranks import Place, ToRank, decode_to_rank, encode
 
@@ -27,26 +27,26 @@ from baton.trainer.ranks import Place, ToRank, decode_to_rank, encode
 def serve(descriptor: int) -> None:
     """Serve one parent until it hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    connection = Connection(descriptor)
+    parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
     try:
-        place = decode_to_rank(connection.recv_bytes(MAX_FRAME_BYTES))
+        place = decode_to_rank(parent.receive_next())
     except (EOFError, OSError):
         return
     assert isinstance(place, Place), f"the first message must be Place, not {type(place).__name__}"
     inbox: SimpleQueue[ToRank] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, inbox, place.scratch), daemon=True).start()
+    threading.Thread(target=_read, args=(parent, inbox, place.scratch), daemon=True).start()
     from baton.trainer.rank_server import RankServer
 
     server = RankServer(place)
     while True:
-        connection.send_bytes(encode(server.handle(inbox.get())))
+        parent.send_all(encode(server.handle(inbox.get())))
 
 
-def _read(connection: Connection, inbox: SimpleQueue[ToRank], scratch: str) -> None:
+def _read(parent: FrameSocket, inbox: SimpleQueue[ToRank], scratch: str) -> None:
     """Queue what the parent sends, and end the process when it is gone."""
     try:
         while True:
-            inbox.put(decode_to_rank(connection.recv_bytes(MAX_FRAME_BYTES)))
+            inbox.put(decode_to_rank(parent.receive_next()))
     except (OSError, EOFError, msgspec.DecodeError):
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)

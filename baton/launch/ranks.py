@@ -1,7 +1,8 @@
 """The ranks of a trainer as processes of this machine, told what to do over socket pairs.
 
-A rank that dies is noticed at once, one that hangs when its time is up; either way none is left behind, and none
-outlives this process: a rank whose socket closes ends where it is, within a collective or not.
+A rank that dies is noticed at once, one that hangs when its time is up, whether it does not answer or does not even read
+the message; either way none is left behind, and none outlives this process: a rank whose socket closes ends where it
+is, within a collective or not.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.errors import BatonError, RankLost
+from baton.launch.frames import FrameSocket, frame_sockets, ready
 from baton.trainer.ranks import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
@@ -45,7 +46,7 @@ class LocalRanks:
         """Start the processes, each with so many torch threads."""
         self.pids: list[int] = []
         self._size = size
-        self._connections: list[Connection] = []
+        self._sockets: list[FrameSocket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         shared = Path("/dev/shm")
         self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
@@ -66,20 +67,17 @@ class LocalRanks:
         answers: dict[int, FromRank] = {}
         data = encode(message)
         try:
-            for rank, connection in enumerate(self._connections):
-                self._send(rank, connection, data)
+            for rank in range(self._size):
+                self._send(rank, data)
             while len(answers) < self._size:
-                waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in answers}
-                found = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
-                ready = [connection for connection in waiting if connection in found]
-                if not ready:
-                    names = ", ".join(map(str, waiting.values()))
-                    what = f"{type(message).__name__} in {timeout_s:.0f} s"
-                    raise RankLost(f"trainer rank {names} did not answer {what}; {HOW_TO_GO_ON}")
-                for connection in ready:
-                    rank = waiting[connection]
-                    answers[rank] = self._receive(rank, connection)
-                    if isinstance(answers[rank], Fault):
+                waiting = {socket: rank for rank, socket in enumerate(self._sockets) if rank not in answers}
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    raise self._silent(waiting, f"{type(message).__name__} in {timeout_s:.0f} s")
+                for socket in ready(waiting, left_s):
+                    answer = self._receive(waiting[socket])
+                    if answer is not None:
+                        answers[waiting[socket]] = answer
+                    if isinstance(answer, Fault):
                         deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
         except RankLost as lost:
             self.close()
@@ -92,8 +90,8 @@ class LocalRanks:
 
     def close(self, grace_s: float = 2.0) -> None:
         """End all ranks: those that do not end when they are hung up on are killed. May be called twice."""
-        for connection in self._connections:
-            connection.close()
+        for socket in self._sockets:
+            socket.close()
         deadline_s = time.monotonic() + grace_s
         for process in self._processes:
             try:
@@ -101,11 +99,11 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._connections, self._processes = [], []
+        self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self, place: Place) -> None:
-        ours, theirs = Pipe(duplex=True)
+        ours, theirs = frame_sockets(MAX_FRAME_BYTES)
         environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
         if place.threads == 1:  # with more, threads that sleep at once make a step half as long again
             environment["OMP_WAIT_POLICY"] = "passive"
@@ -116,22 +114,33 @@ class LocalRanks:
             env=environment,
         )
         theirs.close()
-        self._connections.append(ours)
+        self._sockets.append(ours)
         self._processes.append(process)
         self.pids.append(process.pid)
-        self._send(place.rank, ours, encode(place))
+        self._send(place.rank, encode(place))
 
-    def _send(self, rank: int, connection: Connection, data: bytes) -> None:
+    def _send(self, rank: int, data: bytes) -> None:
         try:
-            connection.send_bytes(data)
+            self._sockets[rank].send(data)
         except OSError as error:
             raise self._ended(rank) from error
 
-    def _receive(self, rank: int, connection: Connection) -> FromRank:
+    def _receive(self, rank: int) -> FromRank | None:
+        """Return a rank's answer, or None while it is not whole."""
         try:
-            return decode_from_rank(connection.recv_bytes(MAX_FRAME_BYTES))
+            frame = self._sockets[rank].receive()
         except (EOFError, OSError) as error:
             raise self._ended(rank) from error
+        return None if frame is None else decode_from_rank(frame)
+
+    def _silent(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
+        names = ", ".join(map(str, waiting.values()))
+        unread = ", ".join(
+            f"rank {rank} has not read the last {socket.num_unsent_bytes} bytes of it"
+            for socket, rank in waiting.items()
+            if socket.num_unsent_bytes
+        )
+        return RankLost(f"trainer rank {names} did not answer {what}{unread and f' ({unread})'}; {HOW_TO_GO_ON}")
 
     def _ended(self, rank: int) -> RankLost:
         try:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from baton.errors import RankLost, UserError
 from baton.launch.ranks import LocalRanks
-from baton.trainer.ranks import Fault, Listen, Ready, Stepped, error_of
+from baton.trainer.ranks import Fault, Listen, Ready, Restore, Stepped, error_of
 from baton.types import PolicyVersion
 
 PATIENCE_S = 60.0
@@ -40,6 +41,26 @@ def test_a_rank_that_hangs_is_named_when_its_time_is_up_and_is_not_left() -> Non
     with pytest.raises(RankLost, match="trainer rank 0 did not answer Listen in 1 s; go on from the last checkpoint"):
         ranks.ask(Listen(), 0.6)
     wait_until_gone(ranks.pids)
+
+
+@pytest.mark.parametrize("length", [10, 20_000_000], ids=["small", "larger than the socket's buffer"])
+def test_a_stopped_rank_does_not_block_its_controller_whatever_it_is_told(length: int) -> None:
+    ranks = LocalRanks(1)
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    unread = r" \(rank 0 has not read the last \d+ bytes of it\)" if length > 1000 else ""
+    with pytest.raises(RankLost, match=f"trainer rank 0 did not answer Restore in 1 s{unread}; go on from"):
+        ranks.ask(Restore("x" * length), 1.0)
+    wait_until_gone(ranks.pids)
+
+
+def test_a_rank_killed_while_it_reads_is_named_at_once() -> None:
+    ranks = LocalRanks(1)
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    killer = threading.Timer(0.3, os.kill, (ranks.pids[0], signal.SIGKILL))
+    killer.start()
+    with pytest.raises(RankLost, match=r"trainer rank 0 \(pid \d+\) ended by SIGKILL"):
+        ranks.ask(Restore("x" * 20_000_000), 10 * PATIENCE_S)
+    killer.join()
 
 
 def test_ranks_end_with_their_parent() -> None:

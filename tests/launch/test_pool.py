@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.errors import EngineFault, UserError
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
 from baton.policy.load import end_ids, load_model
@@ -100,6 +100,28 @@ def test_a_killed_process_is_noticed_and_named(pool: EnginePool) -> None:
     os.kill(victim._process.pid, signal.SIGKILL)
     with pytest.raises(EngineFault, match=rf"engine process 1 \(pid {victim._process.pid}\) ended with exit code -9"):
         rollout(pool)
+
+
+def test_a_stopped_process_does_not_block_the_pool_whatever_it_is_sent(pool: EnginePool) -> None:
+    """Neither sending to it nor loading a version; the wait for it ends with its name."""
+    for process in pool._processes:
+        os.kill(process._process.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(process._process.pid, os.WUNTRACED)[1])
+    for lease_id in range(64):  # of 1 MB each: more than a socket holds
+        trajectory = Trajectory(lease_id, 0, tuple(range(300)) * 1000)
+        pool.send(Lease(lease_id, trajectory, SamplingParams(10), noise_seed=1, version=0))
+    assert pool.receive(0.1) == []  # hands 16 of them to each process
+    assert all(process.socket.num_unsent_bytes for process in pool._processes)
+    pool._timeout_s = 1.0
+    with pytest.raises(DeadlineExceeded, match="engine process 0, engine process 1 did not serve version 1 in 1 s"):
+        pool.load_weights({"x": torch.zeros(1)}, PolicyVersion("test", 1))
+
+
+def test_a_stopped_process_is_waited_for_only_until_the_stall_timeout(pool: EnginePool) -> None:
+    os.kill(pool._processes[1]._process.pid, signal.SIGSTOP)
+    found = Sweep(pool, 2.0).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
+    with pytest.raises(DeadlineExceeded, match="the 2 engine processes has made no progress for 2 s"):
+        list(found)
 
 
 def test_an_abort_reaches_running_and_waiting_leases(pool: EnginePool) -> None:

@@ -1,0 +1,136 @@
+"""Frames over a socket pair between two processes of one machine. The parent's side never blocks.
+
+A frame is its length as 8 bytes, big-endian, and then so many bytes. `send` queues what the socket does not accept at
+once, `ready` sends more of it, and `receive` returns a frame only once it is whole: a process that is stopped in the
+middle of a frame, or that does not read, cannot block its parent, which waits in `ready` alone, with a timeout.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterable
+
+_HEADER = struct.Struct("!Q")
+_MAX_RECEIVE_BYTES = 4 * 1024**2
+"""Read in one call: a frame of gigabytes must not keep the parent from looking at the other processes."""
+
+
+class FrameSocket:
+    """One end of a socket pair. One thread may send while another receives."""
+
+    def __init__(self, end: socket.socket, max_frame_bytes: int) -> None:
+        end.setblocking(False)
+        self._socket, self._max_frame_bytes = end, max_frame_bytes
+        self._unsent: deque[memoryview] = deque()
+        self._header, self._body, self._filled = bytearray(_HEADER.size), bytearray(), 0
+        self._in_body = False
+
+    def fileno(self) -> int:
+        """Descriptor, for selectors; -1 after `close`."""
+        return self._socket.fileno()
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Queued because the other process has not read what was sent before."""
+        return sum(map(len, self._unsent))
+
+    def send(self, data: bytes) -> None:
+        """Send a frame, or queue what the socket does not accept. Raises OSError when the other process is gone."""
+        self._unsent += (memoryview(_HEADER.pack(len(data))), memoryview(data))
+        self.send_more()
+
+    def send_more(self) -> None:
+        """Send of the queue what the socket accepts. Raises OSError when the other process is gone."""
+        while self._unsent:
+            try:
+                count = self._socket.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            if count < len(self._unsent[0]):
+                self._unsent[0] = self._unsent[0][count:]
+            else:
+                self._unsent.popleft()
+
+    def receive(self) -> bytes | None:
+        """Return the next frame, or None while it is not whole. Raises EOFError or OSError when nobody sends any more.
+
+        Also raises OSError for a frame that is too long.
+        """
+        while True:
+            wanted = self._body if self._in_body else self._header
+            if self._filled < len(wanted):
+                try:
+                    end = min(len(wanted), self._filled + _MAX_RECEIVE_BYTES)
+                    count = self._socket.recv_into(memoryview(wanted)[self._filled : end])
+                except BlockingIOError:
+                    return None
+                if not count:
+                    raise EOFError("the other process has closed its socket")
+                self._filled += count
+                if self._filled < len(wanted):
+                    return None
+            self._filled, self._in_body = 0, not self._in_body
+            if not self._in_body:
+                frame, self._body = self._body, bytearray()
+                return bytes(frame)
+            (size,) = _HEADER.unpack(self._header)
+            if size > self._max_frame_bytes:
+                raise OSError(f"a frame of {size} bytes; allowed are {self._max_frame_bytes}")
+            self._body = bytearray(size)
+
+    def send_all(self, data: bytes) -> None:
+        """Send a frame and wait until the socket has all of it: for a child, whose wait ends with its parent."""
+        self.send(data)
+        while self._unsent:
+            _wait_for([(self, selectors.EVENT_WRITE)], None)
+            self.send_more()
+
+    def receive_next(self) -> bytes:
+        """Wait for the next frame: for a child, whose wait ends with its parent."""
+        while (frame := self.receive()) is None:
+            _wait_for([(self, selectors.EVENT_READ)], None)
+        return frame
+
+    def close(self) -> None:
+        """Close this end. May be called twice."""
+        self._socket.close()
+
+
+def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
+    """Make a socket pair: this process' end, and the one to pass to a child."""
+    ours, theirs = socket.socketpair()
+    return FrameSocket(ours, max_frame_bytes), theirs
+
+
+def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
+    """Return a child's end, from the descriptor that it was started with."""
+    return FrameSocket(socket.socket(fileno=descriptor), max_frame_bytes)
+
+
+def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]:
+    """Wait until one of the sockets has something to receive or can send more; return those with something to receive.
+
+    What they have queued is sent as far as possible. A socket whose process is gone is among those returned: its
+    `receive` raises.
+    """
+    found = []
+    wanted = [(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.num_unsent_bytes else 0)) for one in sockets]
+    for one, events in _wait_for(wanted, timeout_s):
+        if events & selectors.EVENT_WRITE:
+            try:
+                one.send_more()
+            except OSError:  # gone: `receive` returns what it has still said, and then raises
+                events |= selectors.EVENT_READ
+        if events & selectors.EVENT_READ:
+            found.append(one)
+    return found
+
+
+def _wait_for(wanted: Iterable[tuple[FrameSocket, int]], timeout_s: float | None) -> list[tuple[FrameSocket, int]]:
+    with selectors.DefaultSelector() as selector:
+        for one, events in wanted:
+            selector.register(one, events)
+        return [(key.fileobj, events) for key, events in selector.select(timeout_s)]  # type: ignore[misc]
