@@ -10,12 +10,12 @@ max_staleness, and what `stale` says becomes of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 Consume = Literal["completion", "submission", "stalest"]
-Stale = Literal["mask", "drop", "wait"]
+Stale = Literal["mask", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,7 @@ class Take:
 
 
 class Buffer:
-    """Groups between their opening and their batch.
-
-    With `stale = "wait"` no group gets too old whose versions are known while it grows. A swarm may know late: the
-    branch of a relieved trajectory that is through first can be the older one. Such a group is taken all the same, the
-    first of all, and what is too old in it is masked by the trainer as in `mask`.
-    """
+    """Groups between their opening and their batch."""
 
     def __init__(self, batch_groups: int, max_staleness: int, *, consume: Consume, stale: Stale) -> None:
         self._batch_groups, self._max_staleness = batch_groups, max_staleness
@@ -73,11 +68,8 @@ class Buffer:
         del self._open[group_id]
         self._complete.pop(group_id, None)
 
-    def take(self, version: int, oldest_unfinished: Iterable[int] = ()) -> Take:
-        """Return a batch for the trainer at `version`, which makes `version + 1`, if there is one.
-
-        oldest_unfinished: the oldest version among the tokens of each unfinished group; asked for by `stale = "wait"`.
-        """
+    def take(self, version: int) -> Take:
+        """Return a batch for the trainer at `version`, which makes `version + 1`, if there is one."""
         floor = version - self._max_staleness
         expired: tuple[int, ...] = ()
         if self._stale == "drop":
@@ -87,26 +79,10 @@ class Buffer:
         chosen = self._choice()
         if len(chosen) < self._batch_groups:
             return Take((), expired)
-        if self._stale == "wait" and self._consume == "stalest":
-            left = [oldest for group_id, oldest in self._complete.items() if group_id not in chosen]
-            if not self._come_in_time(sorted((*left, *oldest_unfinished)), version + 1):
-                return Take((), expired)
         for group_id in chosen:
             assert self._stale != "drop" or self._complete[group_id] >= floor, f"group {group_id} is too old to train"
             self.closed(group_id)
         return Take(tuple(chosen), expired)
-
-    def _come_in_time(self, oldest: Sequence[int], version: int) -> bool:
-        """Whether groups with these oldest versions, batch after batch from `version` on, all stay within the bound.
-
-        In the order of submission they do so by the rule that admitted them, and there is nothing to wait for. For what
-        is outside it already there is nothing to wait for either.
-        """
-        size, bound = self._batch_groups, self._max_staleness
-        return all(
-            version + place // size - first <= bound or version - 1 - first > bound
-            for place, first in enumerate(oldest)
-        )
 
     def _choice(self) -> dict[int, None]:
         """At most `batch_groups` groups, in the order in which they are consumed."""

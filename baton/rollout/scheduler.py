@@ -311,9 +311,7 @@ class RolloutScheduler:
         """Hand out the batch that is wanted as soon as there is one."""
         if not self._is_wanted or self._buffer.num_complete < self.rules.batch_groups:
             return
-        waits = self.rules.stale == "wait"
-        unfinished = (g.oldest_version(default=self.version) for g in self._groups.values() if g.num_unjudged)
-        take = self._buffer.take(self.version, unfinished if waits else ())
+        take = self._buffer.take(self.version)
         for group_id in take.expired:
             self._drop(self._groups[group_id], commands)
         if not take.group_ids:

@@ -97,7 +97,7 @@ class RolloutSettings(Settings):
     the `stalest` first (async)."""
     stale: Stale = "mask"
     """What becomes of tokens beyond max_staleness: `mask` keeps them as context and in the reward, without a gradient;
-    `drop` tries the group's prompt again; `wait` holds the batch back until nothing left behind would exceed it."""
+    `drop` tries the group's prompt again."""
     max_requeues: int = Field(default=2, ge=0)
     """`drop`: times that a prompt is tried again before it is given up."""
     dynamic_sampling: bool = False
@@ -144,8 +144,6 @@ class RolloutSettings(Settings):
         found = []
         if self.mode == "sync" and rules.max_staleness:
             found.append(f'max_staleness: got {rules.max_staleness}, but mode = "sync" has 0; use "partial" or "async"')
-        if rules.stale == "wait" and rules.consume == "completion":
-            found.append('stale: got "wait", which needs consume = "submission" or "stalest": set one of them')
         if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
             found.append(
                 f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "

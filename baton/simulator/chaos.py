@@ -71,9 +71,7 @@ def bad_day(number: int) -> tuple[Setting, Options]:
     bound, every = 0, 1
     if mode != "sync":
         bound = draw.randint(1, 4)
-        keys |= {"stale": draw.choice(("mask", "drop", "wait")), "max_staleness": bound, "max_requeues": 1}
-        if keys["stale"] == "wait":
-            keys["consume"] = "stalest"
+        keys |= {"stale": draw.choice(("mask", "drop")), "max_staleness": bound, "max_requeues": 1}
     if mode == "partial":
         keys["overprovision"] = min(bound + 1.0, draw.choice((1.0, 1.5, 2.0, 3.0)))
     if mode == "async":

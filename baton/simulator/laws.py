@@ -189,8 +189,7 @@ class Laws:
         self.must(deliver.step == now + 1, "conservation", f"batch {deliver.step} after version {now}")
         self._trained |= set(ids)
         floor = now - rules.max_staleness
-        # with `wait` only a swarm, which may learn late of what a branch is made of
-        masks = rules.mode != "sync" and (rules.stale == "mask" or (rules.stale == "wait" and rules.is_swarm))
+        masks = rules.mode != "sync" and rules.stale == "mask"
         for group_id in ids:
             for own in self._taken(group_id, "in a batch"):
                 for version, count in own.versions:

@@ -32,7 +32,7 @@ def recipes(draw: st.DrawFn) -> RolloutSettings:
     }
     if mode != "sync":
         values["max_staleness"] = draw(st.integers(0, 3))
-        values["stale"] = draw(st.sampled_from(["mask", "drop", "wait"]))
+        values["stale"] = draw(st.sampled_from(["mask", "drop"]))
         values["consume"] = draw(st.sampled_from(["completion", "submission", "stalest"]))
         values["max_requeues"] = draw(st.integers(0, 2))
     if mode == "partial":

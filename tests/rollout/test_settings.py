@@ -28,7 +28,7 @@ REFUSED = [
     (["rollout.max_staleness=2"], 'max_staleness: got 2, but mode = "sync" has 0'),
     (["rollout.mode=async", "rollout.max_staleness=-1"], "rollout.max_staleness: got -1"),
     (["rollout.consume=stalest"], 'mode = "sync" consumes in the order of submission'),
-    (["rollout.mode=partial", "rollout.stale=wait"], 'needs consume = "submission" or "stalest": set one of them'),
+    (["rollout.mode=async", "rollout.stale=wait"], "rollout.stale: got 'wait', input should be 'mask' or 'drop'"),
     (
         ["rollout.mode=partial", "rollout.overprovision=4.0", "rollout.max_staleness=2", "rollout.stale=drop"],
         "allowed at most max_staleness + 1 = 3",

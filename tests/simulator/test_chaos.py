@@ -52,7 +52,7 @@ def test_every_law_holds_on_bad_days(mode: str) -> None:
 @given(
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 2**31),
-    stale=st.sampled_from(["mask", "drop", "wait"]),
+    stale=st.sampled_from(["mask", "drop"]),
     bound=st.integers(1, 4),
     faults=st.integers(0, 10),
     judging=st.sampled_from([0.0, 0.3]),
@@ -67,8 +67,6 @@ def test_every_law_holds_under_every_setting(
     changes: dict[str, object] = {"dynamic_sampling": dynamic}
     if mode != "sync":
         changes |= {"stale": stale, "max_staleness": bound, "max_requeues": 1}
-        if stale == "wait":
-            changes["consume"] = "stalest"
         if mode == "partial":
             changes["overprovision"] = 1.5
         else:
@@ -92,13 +90,6 @@ def test_a_fixed_sample_of_what_make_chaos_draws() -> None:
     said = list(chaos.sentences(found, 1.0))
     assert said[0].startswith("90 bad days (30 sync, 30 partial, 30 async)")
     assert said[-1] == "days on which a law did not hold: 0"
-
-
-@pytest.mark.parametrize("number", [2711, 3368])
-def test_a_branch_that_turns_out_too_old_for_a_run_that_waits_is_masked(number: int) -> None:
-    """Days that broke a law: with `stale = "wait"` a relieved trajectory's winning branch was of an older version."""
-    assert chaos.bad_day(number)[0].rules.stale == "wait"
-    assert not chaos.survey(1, number).violations
 
 
 class _LosesCount(RolloutScheduler):
