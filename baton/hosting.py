@@ -24,7 +24,7 @@ from baton.swarm.auth import Authenticator, Grant, Role, TokenFile, write_privat
 from baton.swarm.checks import Limits, check_report
 from baton.swarm.crew import Crew, HubAccess, OwnWorkers
 from baton.swarm.desk import Outside, Span
-from baton.swarm.examiner import Author, Examiner, Quarantine, Scorer
+from baton.swarm.examiner import Author, Examiner, Scorer
 from baton.swarm.hub import Hub, HubParts
 from baton.swarm.inspector import Conviction, Inspector
 from baton.swarm.leases import LeaseTable
@@ -35,6 +35,7 @@ from baton.swarm.overview import overview
 from baton.swarm.pace import Pace
 from baton.swarm.peers import Peer
 from baton.swarm.port import PortParts, SwarmPort
+from baton.swarm.quarantine import Quarantine
 from baton.swarm.scratch import Scratch
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.traced import DeskTrace, TracedDesk, TracedScorer

@@ -1,4 +1,7 @@
-"""The command `baton token`: who may speak to a hub. Tokens are made, listed and revoked in the hub's token file."""
+"""The command `baton token`: who may speak to a hub. Tokens are made, listed and revoked in the hub's token file.
+
+`unquarantine` takes back what a hub has decided about a worker.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import UserError
+from baton.swarm.audit import Audit
 from baton.swarm.auth import (
     DEFAULT_TOKEN_FILE,
     Role,
@@ -23,6 +27,7 @@ from baton.swarm.auth import (
     parse_duration,
     write_private,
 )
+from baton.swarm.quarantine import Quarantine
 
 token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke the tokens that open a hub.")
 
@@ -112,6 +117,20 @@ def revoke(
     """Let a token open nothing any more, for good. A hub that runs refuses it from its next request on."""
     TokenFile(file).revoke(name)
     typer.echo(f"{name} is revoked in {file}")
+
+
+@token_app.command()
+def unquarantine(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, such as runs/NAME.")],
+    name: Annotated[str, typer.Argument(help="The worker, as baton status and RUN/quarantine.jsonl name it.")],
+) -> None:
+    """Lift a quarantine that was a mistake: the worker may come again. A hub that runs takes it over within seconds."""
+    kept = run / "quarantine.jsonl"
+    if not kept.exists():
+        raise UserError(f"nobody is in quarantine in {run}: there is no {kept}")
+    lifted = Quarantine(kept).lift(name, time.time())
+    Audit(run / "audit.jsonl").record("unquarantined", 0, ", ".join(lifted), "", "baton token unquarantine", name)
+    typer.echo(f"{name} is in quarantine no more: {', '.join(lifted)}")
 
 
 def _shown(token: Token) -> ShownToken:

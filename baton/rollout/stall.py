@@ -10,6 +10,9 @@ from baton.errors import DeadlineExceeded
 from baton.rollout.port import WorkerPort
 from baton.types import FromPort
 
+LONGEST_LOOK_S = 5.0
+"""From one look to the next no more than this counts: this process may have stood still itself."""
+
 
 class StallWatch:
     """Counts any message, and any change of the engine's counters, as a sign of progress."""
@@ -20,19 +23,22 @@ class StallWatch:
 
     def reset(self) -> None:
         """Begin to wait."""
-        self._since_s, self._stats, self._is_empty = time.monotonic(), self._port.stats(), not self._port.slots
+        self._stats, self._is_empty = self._port.stats(), not self._port.slots
+        self._waited_s, self._looked_s = 0.0, time.monotonic()
 
     def check(self, messages: Sequence[FromPort], num_waiting: int, names: Iterable[str]) -> None:
         """Look at what one wait has brought. Raises DeadlineExceeded naming the worker and some of who waits for it.
 
         names: of the waiting trajectories; looked at only where they are needed.
         """
-        stats, is_empty = self._port.stats(), not self._port.slots
+        stats, is_empty, now_s = self._port.stats(), not self._port.slots, time.monotonic()
+        self._waited_s += min(now_s - self._looked_s, LONGEST_LOOK_S)
+        self._looked_s = now_s
         if messages or stats != self._stats or is_empty != self._is_empty or not num_waiting:
-            self._since_s, self._stats, self._is_empty = time.monotonic(), stats, is_empty
+            self._waited_s, self._stats, self._is_empty = 0.0, stats, is_empty
             return
         absence_s = self._port.absence_s if is_empty else 0.0
-        if time.monotonic() - self._since_s > (timeout_s := max(self._timeout_s, absence_s)):
+        if self._waited_s > (timeout_s := max(self._timeout_s, absence_s)):
             raise DeadlineExceeded(
                 f"{self._port.name} has made no progress for {timeout_s:.0f} s while {num_waiting} trajectories "
                 f"wait for it ({', '.join(islice(names, 4)) or 'none begun yet'})"

@@ -16,16 +16,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
-
-import msgspec
 
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.desk import Key
 from baton.swarm.errands import Errands
 from baton.swarm.inspector import Conviction, Inspector
+from baton.swarm.quarantine import Quarantine
 from baton.swarm.verify import Calibration, Verdict, WorkerClass, judge, violation
 from baton.types import Lease, PolicyVersion, Trajectory
 
@@ -86,28 +84,6 @@ class ExaminerCounters:
     unchecked: int = 0
     """Wanted to be checked, and not: too old, or too late."""
     by_name: dict[str, int] = field(default_factory=dict)
-
-
-class Quarantine:
-    """Convictions, kept in a file of JSON lines: a restart forgets none."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.convictions: list[Conviction] = []
-        if path.exists():
-            lines = path.read_bytes().splitlines()
-            self.convictions = [msgspec.json.decode(line, type=Conviction) for line in lines if line.strip()]
-
-    def add(self, conviction: Conviction) -> None:
-        """Keep one."""
-        self.convictions.append(conviction)
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(conviction) + b"\n")
-
-    def reason(self, name: str) -> str | None:
-        """Why the workers of a token are in quarantine; None where they are not."""
-        found = next((c for c in self.convictions if c.worker == name), None)
-        return None if found is None else f"in quarantine: {found.verdict.reason}"
 
 
 class Examiner:
@@ -185,7 +161,9 @@ class Examiner:
         return conviction
 
     def tick(self) -> None:
-        """Release what has waited for its verdict too long."""
+        """Release what has waited for its verdict too long, and forgive whose quarantine was lifted."""
+        for worker in self.quarantine.follow():
+            self.inspector.pardon(worker)
         now_s = time.monotonic()
         for case, until_s in list(self._held.values()):
             if now_s > until_s:

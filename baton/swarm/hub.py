@@ -31,7 +31,7 @@ from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Denied, Grant, Role
 from baton.swarm.desk import Desk
 from baton.swarm.door import Door
-from baton.swarm.line import Line
+from baton.swarm.line import Line, Silent
 from baton.swarm.listen import Listen
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
@@ -247,7 +247,7 @@ class Hub:
                 async with asyncio.timeout(TICK_S):
                     await self._stopping.wait()
             now_s = time.monotonic()
-            delay_s = max(0.0, now_s - last_s - 2 * TICK_S)
+            delay_s = max(0.0, now_s - last_s - TICK_S)
             self.counters.loop_delay_s = max(self.counters.loop_delay_s, delay_s)
             last_s = now_s
             self._door.sweep()
@@ -288,17 +288,26 @@ class Hub:
         """Hear a worker out, until it is gone or hung up on."""
         peer: Peer | None = None
         try:
-            peer = self._seat(await line.read_hello(self.parts.say), grant, address, outgoing)
+            hello = await line.read_hello(self.parts.say)
+            if hello is None:
+                return
+            peer = self._seat(hello, grant, address, outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
             silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
             while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
-                message = await line.read(silence_s)
+                message = await line.read_unless_silent(silence_s)
                 if message is None:
                     return
                 self.counters.frames_in += 1
                 self._hear(peer, message)
-        except (Malformed, TimeoutError) as error:
+        except Silent as error:  # no evidence against anybody: it may come again at once
+            self._complain("silent", error, grant, address)
+            outgoing.put(Rejected(str(error), is_final=False))
+            if peer is not None and peer.outgoing is outgoing:
+                self.hang_up(peer.number, str(error))
+                self.parts.desk.leave(peer.number, "silent")
+        except Malformed as error:
             self._complain("malformed", error, grant, address)
             self.counters.malformed += 1
             outgoing.put(Rejected(f"malformed: {str(error)[:300]}", is_final=False))
@@ -318,7 +327,7 @@ class Hub:
                 self._cut(peer)
 
     def _complain(self, event: str, error: Exception, grant: Grant, address: str) -> None:
-        status = {"malformed": 400, "unwanted": 403}.get(event, 500)
+        status = {"silent": 0, "malformed": 400, "unwanted": 403}.get(event, 500)
         self.parts.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.name)
 
     def _seat(self, hello: Hello, grant: Grant, address: str, outgoing: Outgoing) -> Peer:
@@ -377,10 +386,6 @@ class Hub:
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
-
-    def _has(self, peer: Peer) -> bool:
-        """Whether a worker has not been hung up on."""
-        return self.peers.get(peer.number) is peer
 
     def _alive(self, peer: Peer) -> None:
         self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)

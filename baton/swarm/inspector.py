@@ -111,6 +111,11 @@ class Inspector:
         """Take over a conviction from before a restart."""
         self._quarantine[conviction.worker] = conviction
 
+    def pardon(self, worker: str) -> None:
+        """Its quarantine is lifted: it is a new worker."""
+        self._quarantine.pop(worker, None)
+        self._workers.pop(worker, None)
+
     def finished(self, worker: str, name: str) -> bool:
         """A worker has finished a trajectory; say whether it is to be checked."""
         assert worker not in self._quarantine, f"worker {worker} is in quarantine and finishes nothing"
@@ -186,8 +191,10 @@ class Inspector:
         owner = self._owner.pop(name, None)
         if owner is None:
             return None
-        del self._workers[owner].open[name]
-        return self._workers[owner]
+        account = self._workers.get(owner)
+        if account is not None:
+            account.open.pop(name, None)
+        return account
 
     def _of(self, worker: str) -> _Worker:
         if worker not in self._workers:

@@ -8,9 +8,18 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from aiohttp import WSMsgType, web
+from aiohttp import ClientConnectionError, WSMsgType, web
 
-from baton.swarm.messages import Fault, FromWorker, Heartbeat, Hello, Malformed, decode_from_worker, printable
+from baton.swarm.messages import (
+    SILENT_HEARTBEATS,
+    Fault,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Malformed,
+    decode_from_worker,
+    printable,
+)
 from baton.swarm.peers import Outgoing
 
 SEND_DEADLINE_S = 60.0
@@ -20,6 +29,10 @@ PREPARE_SILENCE_S = 120.0
 """… but its heart may not stand still for so long."""
 CLOSE_S = 2.0
 """What is queued may take so long to go out when the connection ends."""
+
+
+class Silent(Exception):
+    """Nothing arrived for too long. That says nothing about the worker: its network, or its machine, may be down."""
 
 
 class Line:
@@ -59,43 +72,45 @@ class Line:
                 self._transport.abort()  # nobody reads at the other end
 
     async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
-        """Return the worker's next message, or None when it is gone, or has been silent for so long. Raises Malformed.
+        """Return the worker's next message, or None when it is gone. Raises Malformed and Silent.
 
-        The lease table has given it up by then; this ends a connection that leads nowhere, though nobody hung up.
+        The wait is cut into slices, each of which counts as its own length only. If this process stands still, the
+        pause counts as one slice, and what arrived meanwhile is read in the next.
         """
-        try:
-            return await self.read(silence_s)
-        except TimeoutError:
-            return None
+        for _ in range(SILENT_HEARTBEATS):
+            with suppress(TimeoutError):
+                return await self._read(silence_s / SILENT_HEARTBEATS)
+        raise Silent(f"silent for {silence_s:.3g} s")
 
-    async def read(self, deadline_s: float) -> FromWorker | None:
-        """Return the worker's next message, or None when it is gone. Raises Malformed and TimeoutError."""
+    async def _read(self, deadline_s: float) -> FromWorker | None:
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
             frame = await self._socket.receive()
         if frame.type is WSMsgType.TEXT:
             raise Malformed("a text where a message was expected")
-        if frame.type is WSMsgType.ERROR:
+        if frame.type is WSMsgType.ERROR and not isinstance(frame.data, OSError | ClientConnectionError):
             raise Malformed(f"no message: {frame.data}")  # too long, say
         return decode_from_worker(frame.data) if frame.type is WSMsgType.BINARY else None
 
-    async def read_hello(self, say: Callable[[str], None]) -> Hello:
-        """Wait until the worker is ready; its heart beats meanwhile. Raises Malformed and TimeoutError."""
+    async def read_hello(self, say: Callable[[str], None]) -> Hello | None:
+        """Wait until the worker is ready; its heart beats meanwhile. None when it is gone, or could not be built.
+
+        Raises Malformed and Silent.
+        """
         deadline_s = time.monotonic() + PREPARE_DEADLINE_S
         while time.monotonic() < deadline_s:
-            match await self.read(PREPARE_SILENCE_S):
+            match await self.read_unless_silent(PREPARE_SILENCE_S):
                 case Hello() as hello:
                     return hello
                 case Heartbeat():
                     continue
                 case Fault(kind=kind, text=text):
-                    said = printable(f"{kind}: {text[:500]}")
-                    say(f"a worker could not be built: {said}")
-                    raise Malformed(said)
+                    say(f"a worker could not be built: {printable(f'{kind}: {text[:500]}')}")
+                    return None
                 case None:
-                    raise Malformed("gone before it said Hello")
+                    return None
                 case other:
                     raise Malformed(f"{type(other).__name__} before Hello")
-        raise TimeoutError(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+        raise Silent(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
 
     async def _send_all(self) -> None:
         while (frame := await self._outgoing.take()) is not None:

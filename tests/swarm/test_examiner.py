@@ -11,8 +11,9 @@ import pytest
 
 import baton.swarm.examiner
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.examiner import Author, Examiner, Quarantine
+from baton.swarm.examiner import Author, Examiner
 from baton.swarm.inspector import InspectionSettings, Inspector
+from baton.swarm.quarantine import Quarantine
 from baton.swarm.verify import Calibration, WorkerClass
 from baton.types import FinishReason, Lease, PolicyVersion, SamplingParams, Segment, Trajectory
 

@@ -128,6 +128,7 @@ def test_a_wedged_worker_is_relieved_and_what_it_says_late_changes_nothing(
         run.await_status("the others to take over", lambda s: not worker_of(s, 0))
         wedged.go_on()
         run.await_status("it to come again, as a new worker", lambda s: worker_of(s, 2))
+        assert not (run.directory / "r/quarantine.jsonl").exists(), "silence is no evidence"
         assert_as_if_nothing_was(run, unbroken)
         assert "no connection" in wedged.said(), "it was told"
 
@@ -193,6 +194,23 @@ def test_local_workers_end_with_a_hub_that_is_killed(model: Path, tmp_path: Path
 def children_of(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_hub_that_stands_still_accuses_nobody(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
+    """For longer than it waits for a silent connection: 12 heartbeats, here 3 s. One worker is its own, one is not."""
+    with swarm(tmp_path, model) as run:
+        run.train(local_workers=1)
+        run.joined(faults=SLOW)
+        run.await_step(1)
+        run.await_status("leases", lambda s: any(worker.leases for worker in s.workers))
+        run.trainer.stop()
+        time.sleep(4.0)
+        run.trainer.go_on()
+        assert_as_if_nothing_was(run, unbroken)
+        assert not (run.directory / "r/quarantine.jsonl").exists()
+        audit = run.directory / "r/audit.jsonl"
+        assert not audit.exists() or '"malformed"' not in audit.read_text()
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------

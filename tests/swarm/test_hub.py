@@ -17,11 +17,12 @@ from swarm_bench import LINEAGE, MODEL, SwarmBench, quick, version_of, wait_unti
 
 from baton.errors import UserError
 from baton.swarm.auth import Role, TokenFile
-from baton.swarm.examiner import Examiner, Quarantine
+from baton.swarm.examiner import Examiner
 from baton.swarm.hub import Hub
 from baton.swarm.inspector import Conviction, InspectionSettings, Inspector
 from baton.swarm.listen import Listen
 from baton.swarm.overview import overview
+from baton.swarm.quarantine import Quarantine
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.verify import Calibration, violation
 

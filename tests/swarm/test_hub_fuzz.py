@@ -181,6 +181,8 @@ def test_every_message_in_every_wrong_order(bench):
         is_wrong = not isinstance(first, Hello | Heartbeat) or (
             not isinstance(second, Hello | Heartbeat) if not isinstance(first, Hello) else isinstance(second, Hello)
         )
+        if isinstance(first, Fault):  # it could not be built: its last words, to which there is no answer
+            is_wrong = False
         assert bool(rejected) == is_wrong or isinstance(second, Fault | Leaving), (first, second, heard)
     assert view(bench) == before
     wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the strangers are forgotten")

@@ -24,8 +24,8 @@ from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.engines.skeleton import skeleton_engine
 from baton.runs import RunDirectory
 from baton.swarm.auth import Role, TokenFile
-from baton.swarm.examiner import Quarantine
 from baton.swarm.messages import Welcome
+from baton.swarm.quarantine import Quarantine
 from baton.swarm.worker import SwarmWorker, WorkerOptions
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.types import FinishReason, FromWorker, Lease, PolicyVersion, Report
