@@ -13,7 +13,7 @@ from baton.policy.tokenizer import Tokenizer
 from baton.rollout.sweep import Request, Sweep
 from baton.settings import Settings
 from baton.tasks.rewards import Judge, require_judged
-from baton.types import Group, Judged, Prompt, SamplingParams
+from baton.types import Group, Judged, Prompt, SamplingParams, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
 """Noise seed of evaluations: the same draws each time, so that two checkpoints differ by their weights alone."""
@@ -90,8 +90,15 @@ def evaluate(
     """
     requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[Judged]] = [[] for _ in prompts]
+    finished: list[list[Trajectory]] = [[] for _ in prompts]
     for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
-        judge.submit(trajectory, prompts[trajectory.group_id], tokenizer.text(trajectory.token_ids))
+        ready = finished[trajectory.group_id]
+        ready.append(trajectory)
+        if len(ready) == samples or not judge.sees_groups:
+            ready.sort(key=lambda t: t.sample_index)
+            texts = [tokenizer.text(t.token_ids) for t in ready]
+            judge.submit(ready, prompts[trajectory.group_id], texts)
+            finished[trajectory.group_id] = []
     for judged in judge.drain():
         members[judged.trajectory.group_id].append(judged)
     groups = [

@@ -33,16 +33,18 @@ import asyncio, time
 from pathlib import Path
 
 def trl(prompts, completions, completion_ids, solution, difficulty, **columns):
+    sizes = {len(column) for column in (prompts, completions, completion_ids, solution, difficulty, columns["tags"])}
+    assert sizes in ({4}, {1}), sizes  # a group of the train step, or one of the evaluation
     assert prompts[0][0] == {"role": "system", "content": "Be brief."}, prompts
     assert prompts[0][1]["role"] == "user" and prompts[0][1]["content"].startswith("What is"), prompts
     assert completions[0][0]["role"] == "assistant" and type(completions[0][0]["content"]) is str, completions
-    assert solution[0] in ("3", "4", "5") and difficulty == [2.5] and columns["tags"] == [["a", "b"]], columns
+    assert solution[0] in ("3", "4", "5") and set(difficulty) == {2.5} and columns["tags"][-1] == ["a", "b"], columns
     return [len(ids) + len(turns[0]["content"]) % 7 for ids, turns in zip(completion_ids, completions)]
 
 async def trl_async(prompts, completions, label, source, **columns):
     await asyncio.sleep(0.001)
     assert prompts[0].startswith("What is") and type(completions[0]) is str, (prompts, completions)
-    assert type(label[0]) is int and source == ["disk"], (label, source)
+    assert type(label[0]) is int and set(source) == {"disk"}, (label, source)
     return [len(completion) % 7 for completion in completions]
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -172,6 +172,7 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
 def test_judging_is_one_span_while_anybody_waits_for_it():
     class Judges:
         ready: int = 0
+        sees_groups = False
 
         def submit(self, *_: Any) -> None: ...
 
@@ -181,7 +182,7 @@ def test_judging_is_one_span_while_anybody_waits_for_it():
     tracer, judges = Collected(), Judges()
     traced = TracedJudges(judges, tracer)
     for _ in range(3):
-        traced.submit(None, None, "")  # type: ignore[arg-type]
+        traced.submit([None], None, [""])  # type: ignore[arg-type,list-item]
     traced.collect()
     judges.ready = 2
     traced.collect()

@@ -116,11 +116,13 @@ class FlatPort(TimedPort):
 class _NoJudges:
     """Says at once that all went well, by halves."""
 
+    sees_groups = False
+
     def __init__(self) -> None:
         self._waiting: list[Judged] = []
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        self._waiting.append(Judged(trajectory, Judgement(float(trajectory.sample_index % 2), {}, False)))
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        self._waiting += [Judged(t, Judgement(float(t.sample_index % 2), {}, False)) for t in trajectories]
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         found, self._waiting = self._waiting, []

@@ -70,11 +70,13 @@ class Turns(msgspec.Struct):
 class _Praise:
     """`Judges` that take no time."""
 
+    sees_groups = False
+
     def __init__(self) -> None:
         self._judged: list[Judged] = []
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        self._judged.append(Judged(trajectory, Judgement(1.0, {}, True)))
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        self._judged += [Judged(t, Judgement(1.0, {}, True)) for t in trajectories]
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         judged, self._judged = self._judged, []

@@ -28,8 +28,11 @@ class Source(Protocol):
 class Judges(Protocol):
     """Who judges finished trajectories."""
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        """Have a finished trajectory judged."""
+    sees_groups: bool
+    """Whether all trajectories of a group are to be submitted together, once the last has finished."""
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        """Have finished trajectories of one prompt judged."""
         ...
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:

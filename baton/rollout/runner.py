@@ -119,9 +119,8 @@ class Runner:
             tracked.append(_tracked(own))
         self._obey_all(self.scheduler.take_up(tracked))
         for own in list(self._groups.values()):
-            for trajectory in own.members:
-                if trajectory.finish_reason is not None and trajectory.sample_index not in own.judged:
-                    self._ask_judges(trajectory)
+            finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.judged]
+            self._ask_judges(own, finished)
         self._slots = 0
         self._look_at_capacity()
 
@@ -203,7 +202,7 @@ class Runner:
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
-        for one in judged:
+        for one in sorted(judged, key=self._is_first):  # what completes a group comes after what is judged again
             self._take_judgement(one)
         self.seconds["judge"] += self._now_s() - begin_s
         if self._parts.journal is not None:
@@ -261,7 +260,7 @@ class Runner:
             if segment.author is Author.POLICY:
                 self._tell(Grew(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
         if grown.finish_reason is not None:
-            self._ask_judges(grown)
+            self._ask_judges(group, [grown])
             self._tell(Finished(self._now_s(), *key))
         elif message.is_aborted:
             self._tell(PutDown(self._now_s(), *key))
@@ -288,10 +287,15 @@ class Runner:
     def _end_lease(self, lease_id: int) -> None:
         del self._lease_of[self._leases.pop(lease_id)]
 
-    def _ask_judges(self, trajectory: Trajectory) -> None:
-        prompt = self._groups[trajectory.group_id].issued.prompt
-        self._num_judging += 1
-        self._parts.judges.submit(trajectory, prompt, self._parts.text(trajectory.token_ids))
+    def _ask_judges(self, group: _Group, finished: Sequence[Trajectory]) -> None:
+        """Have trajectories judged that have just finished, or the whole group with the last of them."""
+        judges, text = self._parts.judges, self._parts.text
+        if judges.sees_groups and finished:
+            finished = group.members if all(t.finish_reason is not None for t in group.members) else ()
+        self._num_judging += len(finished)
+        for together in (finished,) if judges.sees_groups else ((t,) for t in finished):
+            if together:
+                judges.submit(together, group.issued.prompt, [text(t.token_ids) for t in together])
 
     def _take_judgement(self, judged: Judged) -> None:
         self._num_judging -= 1
@@ -299,12 +303,17 @@ class Runner:
         group = self._groups.get(trajectory.group_id)
         if group is None or group.members[trajectory.sample_index] is not trajectory:
             return  # it was revoked meanwhile
+        self._on_judged(int(self._is_first(judged)))
         group.judged[trajectory.sample_index] = judged
         if self._parts.journal is not None:
             self._parts.journal.judged(judged)
         reward = judgement.reward if judgement.is_judged else None
-        self._on_judged(1)
         self._tell(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
+
+    def _is_first(self, judged: Judged) -> bool:
+        """Whether it has no judgement yet; a whole group is judged again when one of it was revoked."""
+        group = self._groups.get(judged.trajectory.group_id)
+        return group is None or judged.trajectory.sample_index not in group.judged
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 

@@ -205,6 +205,9 @@ class RolloutScheduler:
 
     def _rewarded(self, event: Rewarded, commands: list[Command]) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
+        if trajectory.state is State.JUDGED:  # again, with the whole group, of which a member was revoked
+            trajectory.reward = event.reward
+            return
         assert trajectory.state is State.JUDGING, f"trajectory {trajectory.name} judged while {trajectory.state.name}"
         trajectory.state, trajectory.reward = State.JUDGED, event.reward
         group = self._groups[event.group_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from baton.rollout.parts import Judges
 from baton.trace import Tracer
@@ -17,14 +18,15 @@ class TracedJudges(Judges):
 
     def __init__(self, judges: Judges, tracer: Tracer) -> None:
         self._judges, self._tracer = judges, tracer
+        self.sees_groups = judges.sees_groups
         self._num_out = self._num_judged = 0
         self._since_s = 0.0
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
         if not self._num_out:
             self._since_s = time.monotonic()
-        self._num_out += 1
-        self._judges.submit(trajectory, prompt, response)
+        self._num_out += len(trajectories)
+        self._judges.submit(trajectories, prompt, responses)
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         found = self._judges.collect(timeout_s)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -24,7 +25,15 @@ from baton.errors import DeadlineExceeded, UserError
 from baton.settings import Settings
 from baton.tasks.answer import AnswerFormat, extract_answer, meets_format
 from baton.tasks.judging.calls import Call, Failed, FunctionSpec, MathSpec, Outcome, Setup, Signature, Spec, Value
-from baton.tasks.judging.functions import call_here, detect_signature, import_function, is_async, number, told
+from baton.tasks.judging.functions import (
+    MAX_REWARD,
+    call_here,
+    detect_signature,
+    import_function,
+    is_async,
+    number,
+    told,
+)
 from baton.tasks.judging.mathematics import check_installed
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.task import Task
@@ -36,7 +45,8 @@ if TYPE_CHECKING:
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 MAX_UNANSWERED = 32
-"""Calls in a row that one judge may leave unanswered (hung, crashed, unreachable) before the run stops."""
+"""Calls in a row that one judge may leave unanswered (hung, crashed, unreachable) before it is asked what it can surely
+answer: responses may do this to a judge, and then the run goes on; a judge that is out of order ends it."""
 
 
 class RewardSettings(Settings):
@@ -48,7 +58,7 @@ class RewardSettings(Settings):
     answer equals the reference as mathematics. function: your own. http: a judge behind a URL."""
     name: str = ""
     """Name in metrics; the default is the kind, or the function's own name."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of this part in the sum."""
     function: str | None = None
     """`module:name` or `file.py:name`, for kind = "function"."""
@@ -86,12 +96,28 @@ class RewardSettings(Settings):
         return self
 
 
+Calls = tuple[Call, ...]
+Outcomes = tuple[Outcome, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """A judge that is asked in the background."""
 
     who: str
-    ask: Callable[[Call], Coroutine[Any, Any, Outcome]]
+    ask: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
+    sees_groups: bool = False
+    """Whether it is asked about all responses of a group in one call; else about each alone."""
+    needs_answer: bool = False
+    """Whether a response without an answer is worth 0, which nobody needs to be asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """A judge that surely returns at once."""
+
+    ask: Callable[[Calls], Outcomes]
+    sees_groups: bool = False
 
 
 class Judge:
@@ -114,34 +140,44 @@ class Judge:
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
         self._background_: Background | None = None
-        self._finished: queue.SimpleQueue[tuple[int, Future[Judgement] | Judgement]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[list[int], Future[list[Judgement]] | list[Judgement]]] = (
+            queue.SimpleQueue()
+        )
         self._waiting: dict[int, Trajectory] = {}
         self._next_id = 0
         self._unanswered: dict[str, int] = {}
+        self._answered: dict[str, Calls] = {}
+        """The last that each judge answered."""
         self._last_sign_s = 0.0
         self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
         self._parts = {r.name: self._part(r) for r in rewards}
         self._patience_s = self._longest_call_s()
+        self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
+        """Whether all trajectories of a group are to be submitted together: a reward function compares them."""
 
     def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> Judgement:
         """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
-        begun = self._begin(prompt, response, token_ids)
+        begun = self._begin(prompt, [response], [token_ids])
         try:
-            return begun if isinstance(begun, Judgement) else begun.result(self._patience_s)
+            return (begun if isinstance(begun, list) else begun.result(self._patience_s))[0]
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._judges()} gave no judgement within {self._patience_s:.0f} s") from error
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        """Have a finished trajectory judged; `collect` or `drain` gives it back, in any order."""
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        """Have finished trajectories of one prompt judged: the whole group where `sees_groups`, else as they finish.
+
+        `collect` or `drain` gives them back in any order, but those that were submitted together together.
+        """
         if not self._waiting:
             self._last_sign_s = time.monotonic()
-        place, self._next_id = self._next_id, self._next_id + 1
-        self._waiting[place] = trajectory
-        begun = self._begin(prompt, response, trajectory.token_ids)
-        if isinstance(begun, Judgement):
-            self._finished.put((place, begun))
+        places = list(range(self._next_id, self._next_id + len(trajectories)))
+        self._next_id += len(trajectories)
+        self._waiting.update(zip(places, trajectories, strict=True))
+        begun = self._begin(prompt, responses, [t.token_ids for t in trajectories])
+        if isinstance(begun, list):
+            self._finished.put((places, begun))
         else:
-            begun.add_done_callback(lambda done: self._finished.put((place, done)))
+            begun.add_done_callback(lambda done: self._finished.put((places, done)))
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         """Return what has been judged, waiting at most `timeout_s` for the first.
@@ -155,7 +191,7 @@ class Judge:
             except queue.Empty:
                 break
             self._last_sign_s = time.monotonic()
-            found.append(self._take(finished))
+            found += self._take(finished)
         silence_s = time.monotonic() - self._last_sign_s
         if not found and self._waiting and silence_s > self._patience_s:
             some = ", ".join(t.name for t in list(self._waiting.values())[:4])
@@ -183,31 +219,62 @@ class Judge:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, prompt: Prompt, response: str, token_ids: Sequence[int]) -> Future[Judgement] | Judgement:
-        call = Call(prompt, response, extract_answer(response, self._format), tuple(token_ids))
-        outcomes: dict[str, Outcome] = {}
+    def _begin(
+        self, prompt: Prompt, responses: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Future[list[Judgement]] | list[Judgement]:
+        calls = tuple(
+            Call(prompt, response, extract_answer(response, self._format), tuple(ids))
+            for response, ids in zip(responses, token_ids, strict=True)
+        )
+        outcomes: dict[str, Outcomes] = {}
         asked: dict[str, _Asked] = {}
         for name, judge in (("", self._scorers[prompt.task]), *self._parts.items()):
             if isinstance(judge, _Asked):
                 asked[name] = judge
             elif judge is not None:
-                outcomes[name] = judge(call)
+                outcomes[name] = judge.ask(calls)
         if not asked:
-            return self._judgement(call, outcomes)
-        return self._background().run(self._ask_all(call, outcomes, asked))
+            return self._judgements(calls, outcomes)
+        return self._background().run(self._ask_all(calls, outcomes, asked))
 
-    async def _ask_all(self, call: Call, outcomes: dict[str, Outcome], asked: dict[str, _Asked]) -> Judgement:
+    async def _ask_all(self, calls: Calls, outcomes: dict[str, Outcomes], asked: dict[str, _Asked]) -> list[Judgement]:
         once = {judge.who: judge for judge in asked.values()}  # `math` may be both the scorer and a part
-        said = dict(zip(once, await asyncio.gather(*(self._watched(j, call) for j in once.values())), strict=True))
-        return self._judgement(call, outcomes | {name: said[judge.who] for name, judge in asked.items()})
+        said = dict(zip(once, await asyncio.gather(*(self._ask(j, calls) for j in once.values())), strict=True))
+        return self._judgements(calls, outcomes | {name: said[judge.who] for name, judge in asked.items()})
 
-    async def _watched(self, judge: _Asked, call: Call) -> Outcome:
-        outcome = await judge.ask(call)
-        is_answered = isinstance(outcome, Value) or outcome.cause in (FailureCause.RAISED, FailureCause.MALFORMED)
-        count = self._unanswered[judge.who] = 0 if is_answered else self._unanswered.get(judge.who, 0) + 1
-        if isinstance(outcome, Failed) and count >= MAX_UNANSWERED:
-            raise UserError(f"{judge.who} left {count} calls in a row unanswered; the last one {outcome.detail}")
-        return outcome
+    async def _ask(self, judge: _Asked, calls: Calls) -> Outcomes:
+        if judge.sees_groups:
+            return await self._watched(judge, calls)
+        return tuple(chain.from_iterable(await asyncio.gather(*(self._watched(judge, (call,)) for call in calls))))
+
+    async def _watched(self, judge: _Asked, calls: Calls) -> Outcomes:
+        """Ask a judge; after too many calls without an answer see whether it is the judge or the responses."""
+        if judge.needs_answer and calls[0].answer is None:
+            return (Value(0.0),)
+        outcomes = await judge.ask(calls)
+        if _is_answered(outcomes):
+            self._unanswered[judge.who], self._answered[judge.who] = 0, calls
+            return outcomes
+        count = self._unanswered[judge.who] = self._unanswered.get(judge.who, 0) + 1
+        if count >= MAX_UNANSWERED:
+            self._unanswered[judge.who] = 0
+            known = self._answered.get(judge.who)
+            prompt = calls[0].prompt
+            probe = known or (Call(prompt, prompt.answer or "", prompt.answer),) * len(calls)
+            said = await judge.ask(probe)
+            if not _is_answered(said) and isinstance(refusal := said[0], Failed):
+                what = "what it had answered before" if known else "the reference answer as a response"
+                raise UserError(
+                    f"{judge.who} left {count} calls in a row unanswered, and then {what}, which {refusal.detail}; "
+                    "make it work alone, or raise judge.deadline_s, then go on with --resume"
+                )
+        return outcomes
+
+    def _judgements(self, calls: Calls, outcomes: dict[str, Outcomes]) -> list[Judgement]:
+        return [
+            self._judgement(call, {name: said[index] for name, said in outcomes.items()})
+            for index, call in enumerate(calls)
+        ]
 
     def _judgement(self, call: Call, outcomes: dict[str, Outcome]) -> Judgement:
         """Put the outcomes together: those of the parts by name, the scorer's under the empty name."""
@@ -221,13 +288,17 @@ class Judge:
                 parts[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
         if failure is None and not parts:
             failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
+        total = sum(r.weight * parts.get(r.name, 0.0) for r in self._rewards)
+        if failure is None and not abs(total) <= MAX_REWARD:
+            said = f"the weighted sum of the reward parts is {total:g}, beyond {MAX_REWARD:g} in magnitude"
+            failure = FailureCause.MALFORMED, f"{said}: lower the weights in [[reward]]"
         if failure is not None:
             return Judgement(0.0, parts, False, call.answer, failure[1], failure[0])
         if isinstance(score, Value):
             is_correct = score.value is not None and score.value >= 1.0
         else:
             is_correct = all(parts.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
-        return Judgement(sum(r.weight * parts.get(r.name, 0.0) for r in self._rewards), parts, is_correct, call.answer)
+        return Judgement(total, parts, is_correct, call.answer)
 
     def _who(self, name: str, call: Call) -> str:
         judge = self._parts.get(name) if name else self._scorers[call.prompt.task]
@@ -238,7 +309,7 @@ class Judge:
             return f"the scorer of task {call.prompt.task!r}"
         return f"reward function {reward.function!r}"
 
-    def _scorer(self, task: Task) -> _Asked | Callable[[Call], Outcome] | None:
+    def _scorer(self, task: Task) -> _Asked | _Here | None:
         scorer = task.scorer
         if scorer is None:
             wanting = next((r for r in self._rewards if r.kind in NEEDS_REFERENCE), None)
@@ -257,17 +328,19 @@ class Judge:
             except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
                 return Failed(FailureCause.RAISED, f"raised {told(error)}")
 
-        return score_here
+        return _each(score_here)
 
-    def _part(self, reward: RewardSettings) -> _Asked | Callable[[Call], Outcome] | None:
+    def _part(self, reward: RewardSettings) -> _Asked | _Here | None:
         """Who says the value of a part; None where the scorer does."""
         match reward.kind:
             case "exact":
-                return lambda call: Value(
-                    float(call.answer is not None and call.answer == (call.prompt.answer or "").strip())
+                return _each(
+                    lambda call: Value(
+                        float(call.answer is not None and call.answer == (call.prompt.answer or "").strip())
+                    )
                 )
             case "format":
-                return lambda call: Value(float(meets_format(call.response, self._format)))
+                return _each(lambda call: Value(float(meets_format(call.response, self._format))))
             case "math":
                 return self._in_worker(MathSpec(), str(MathSpec()), reward, needs_answer=True)
             case "http":
@@ -276,7 +349,7 @@ class Judge:
                 return self._function(reward)
         return None
 
-    def _function(self, reward: RewardSettings) -> _Asked | Callable[[Call], Outcome]:
+    def _function(self, reward: RewardSettings) -> _Asked | _Here:
         path = reward.function or ""
         function = import_function(path)
         signature = reward.signature or detect_signature(function)
@@ -285,14 +358,16 @@ class Judge:
             return self._in_worker(spec, str(spec), reward, concurrency=reward.concurrency if is_async(function) else 0)
         if is_async(function):
             raise UserError(f"reward function {path!r} is async, and isolate = false is for functions that are not")
-        return lambda call: call_here(function, signature, call)
+        if signature == "trl":
+            return _Here(lambda calls: call_here(function, signature, calls), sees_groups=True)
+        return _each(lambda call: call_here(function, signature, (call,))[0])
 
     def _remote(self, reward: RewardSettings) -> _Asked:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
 
-        async def ask(call: Call) -> Outcome:
+        async def ask(calls: Calls) -> Outcomes:
             background = self._background()
-            return await background.remote_call(url, call, deadline_s, concurrency=reward.concurrency)
+            return await background.remote_call(url, calls[0], deadline_s, concurrency=reward.concurrency)
 
         return _Asked(f"the judge at {url}", ask)
 
@@ -312,15 +387,15 @@ class Judge:
         self._specs.append(spec)
         place = len(self._specs) - 1
 
-        async def ask(call: Call) -> Outcome:
-            if needs_answer and call.answer is None:
-                return Value(0.0)
+        async def ask(calls: Calls) -> Outcomes:
             if portable is not None:
-                metadata = portable(call.prompt.metadata)
-                call = msgspec.structs.replace(call, prompt=msgspec.structs.replace(call.prompt, metadata=metadata))
-            return await self._background().worker_call(place, call, deadline_s, concurrency=concurrency)
+                prompt = calls[0].prompt
+                prompt = msgspec.structs.replace(prompt, metadata=portable(prompt.metadata))
+                calls = tuple(msgspec.structs.replace(call, prompt=prompt) for call in calls)
+            return await self._background().worker_call(place, calls, deadline_s, concurrency=concurrency)
 
-        return _Asked(who, ask)
+        sees_groups = isinstance(spec, FunctionSpec) and spec.signature == "trl"
+        return _Asked(who, ask, sees_groups, needs_answer)
 
     def _background(self) -> Background:
         if self._background_ is None:
@@ -339,10 +414,11 @@ class Judge:
         judges = [*self._scorers.values(), *self._parts.values()]
         return ", ".join(dict.fromkeys(j.who for j in judges if isinstance(j, _Asked)))
 
-    def _take(self, finished: tuple[int, Future[Judgement] | Judgement]) -> Judged:
-        place, said = finished
-        trajectory = self._waiting.pop(place)
-        return Judged(trajectory, said if isinstance(said, Judgement) else said.result())
+    def _take(self, finished: tuple[list[int], Future[list[Judgement]] | list[Judgement]]) -> list[Judged]:
+        places, said = finished
+        trajectories = [self._waiting.pop(place) for place in places]
+        judgements = said if isinstance(said, list) else said.result()
+        return [Judged(t, j) for t, j in zip(trajectories, judgements, strict=True)]
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
@@ -357,6 +433,17 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
     causes = [m.judgement.cause for g in groups for m in g.members if not m.judgement.is_judged]
     counts = Counter(cause for cause in causes if cause is not None)
     return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
+
+
+def _each(score: Callable[[Call], Outcome]) -> _Here:
+    """A judge of each response alone."""
+    return _Here(lambda calls: tuple(score(call) for call in calls))
+
+
+def _is_answered(outcomes: Outcomes) -> bool:
+    """Whether a judge has answered, be it that it raised, rather than hung, crashed or been away."""
+    answered = (FailureCause.RAISED, FailureCause.MALFORMED)
+    return any(isinstance(o, Value) or o.cause in answered for o in outcomes)
 
 
 def _first_failure(who: str, outcome: Outcome | None) -> tuple[FailureCause, str] | None:

@@ -32,6 +32,7 @@ from baton.types import (
     Retry,
     SamplingParams,
     Trajectory,
+    WorkRevoked,
 )
 
 MAX_NEW_TOKENS = 24
@@ -57,17 +58,20 @@ class Prompts:
 class LateJudges:
     """Judges in any order, some calls late, and counts."""
 
+    sees_groups = False
+
     def __init__(self, seed: int = 0) -> None:
         self.asked: Counter[str] = Counter()
         self._rng = random.Random(seed)
         self._waiting: list[Trajectory] = []
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        assert prompt.prompt_id == str(trajectory.prompt_ids[-1] - 1000)
-        assert response == " ".join(map(str, trajectory.token_ids)), "judged on the full response"
-        assert trajectory.finish_reason is not None
-        self.asked[trajectory.name] += 1
-        self._waiting.append(trajectory)
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        for trajectory, response in zip(trajectories, responses, strict=True):
+            assert prompt.prompt_id == str(trajectory.prompt_ids[-1] - 1000)
+            assert response == " ".join(map(str, trajectory.token_ids)), "judged on the full response"
+            assert trajectory.finish_reason is not None
+            self.asked[trajectory.name] += 1
+            self._waiting.append(trajectory)
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         ready = [t for t in self._waiting if timeout_s or self._rng.random() < 0.3]
@@ -344,3 +348,80 @@ def test_a_judge_that_stalls_stops_the_run_with_its_own_error():
     bench.begin()
     with pytest.raises(EngineFault, match="the judges gave no judgement"):
         bench.step()
+
+
+class GroupJudges(LateJudges):
+    """Compares the members of a group: the reward is the place by length; each call counts."""
+
+    sees_groups = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[Trajectory]] = []
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        assert [t.sample_index for t in trajectories] == [0, 1, 2], "the whole group, in order"
+        self.asked.update(t.name for t in trajectories)
+        self.calls.append(list(trajectories))
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        calls, self.calls = self.calls, []
+        return [
+            Judged(t, Judgement(float(sum(o.num_tokens < t.num_tokens for o in group)), {}, False))
+            for group in calls
+            for t in group
+        ]
+
+
+def assert_compared(batches: list[list[Group]]) -> None:
+    for group in (g for batch in batches for g in batch):
+        lengths = [m.trajectory.num_tokens for m in group.members]
+        assert [m.judgement.reward for m in group.members] == [sum(o < n for o in lengths) for n in lengths]
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+@pytest.mark.parametrize("rounds", [9, 40])
+def test_judges_that_compare_get_each_group_once_and_whole_also_after_a_kill(mode, values, rounds, tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
+    first = Bench(mode, Mortal(rounds), journal, **values)
+    first.parts.judges = GroupJudges()
+    with pytest.raises(Killed):
+        first.live()
+    journal.commit()
+    journal.close()
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
+    judged = {j.trajectory.name for g in journal.open_groups() for j in g.judged.values()}
+    place = journal.place()
+    assert place is not None
+    second = Bench(mode, None, journal, **values)
+    second.parts.judges = again = GroupJudges()
+    second.begin(len(first.batches), place=place)
+    for _ in range(6):
+        second.step()
+    assert_compared([*first.batches, *second.batches])
+    assert set(again.asked.values()) == {1}
+    assert not judged & set(again.asked), "a replay does not judge again"
+
+
+def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
+    """Group 0 is judged; then its member 1 turns out not to be trustworthy and is made again."""
+
+    class Revoking(LocalPort):
+        is_due = False
+
+        def receive(self, timeout_s: float) -> Any:
+            found: list[Any] = list(super().receive(timeout_s))
+            judged = bench.runner._groups.get(0)
+            if not self.is_due and judged is not None and len(judged.judged) == 3:
+                self.is_due = True
+                found.append(WorkRevoked(1, 0, 1, "inspection"))
+            return found
+
+    bench = Bench("partial", Revoking(None), batch_groups=4, overprovision=2.0)  # type: ignore[arg-type]
+    bench.parts.judges = judges = GroupJudges()
+    bench.begin()
+    for _ in range(4):
+        bench.step()
+    assert judges.asked["0/1"] == 2
+    assert judges.asked["0/0"] == 2
+    assert_compared(bench.batches)

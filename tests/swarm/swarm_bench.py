@@ -127,13 +127,16 @@ class Prompts:
 class Judges:
     """Judges at once, and counts."""
 
+    sees_groups = False
+
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self._waiting: list[Trajectory] = []
 
-    def submit(self, trajectory: Trajectory, prompt: Prompt, response: str) -> None:
-        self.asked[trajectory.name] += 1
-        self._waiting.append(trajectory)
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        for trajectory in trajectories:
+            self.asked[trajectory.name] += 1
+            self._waiting.append(trajectory)
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         ready, self._waiting = self._waiting, []

@@ -37,6 +37,17 @@ def exits(prompt, response, answer):
         os._exit(3)
     return 1
 
+def always_exits(prompt, response, answer):
+    os._exit(3)
+
+def exits_after_two(prompt, response, answer):
+    mark = Path(answer)
+    asked = mark.read_text() if mark.exists() else ""
+    mark.write_text(asked + ".")
+    if len(asked) >= 2:
+        os._exit(3)
+    return 1
+
 def segfaults(prompt, response, answer):
     if response == "bad":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -67,6 +78,38 @@ def a_text(prompt, response, answer):
 
 def a_dict(prompt, response, answer):
     return {"reward": 1}
+
+def huge(prompt, response, answer):
+    return 1e308
+
+def huge_int(prompt, response, answer):
+    return 10**400
+
+def beyond(prompt, response, answer):
+    return -1.0001e6
+
+def a_decimal(prompt, response, answer):
+    from decimal import Decimal
+    return Decimal("0.5")
+
+def a_complex(prompt, response, answer):
+    return 1j
+
+def of_numpy(prompt, response, answer):
+    import numpy
+    return {"bool": numpy.bool_(True), "float": numpy.float32(0.5), "array": numpy.array(2), "true": True,
+            "edge": 10**6, "vector": numpy.array([1.0])}[response]
+
+def ranks(prompts, completions, completion_ids, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(columns["answer"])
+    order = sorted(completions, key=len)
+    return [order.index(completion) / len(order) for completion in completions]
+
+def scores_some(prompts, completions, **columns):
+    return [None if c == "none" else float("nan") if c == "nan" else 1e7 if c == "huge" else 1.0 for c in completions]
+
+def verl_huge(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float("inf")}
 
 def too_many(prompts, completions, **columns):
     return [1.0, 2.0]

@@ -40,7 +40,7 @@ def judge_many(judge: Judge, responses: list[str]) -> list[Judgement]:
     """Judgements in the order of the responses, all in flight together."""
     with judge:
         for index, response in enumerate(responses):
-            judge.submit(trajectory(0, index), PROMPT, response)
+            judge.submit([trajectory(0, index)], PROMPT, [response])
         found = {judged.trajectory.sample_index: judged.judgement for judged in judge.drain()}
     return [found[index] for index in range(len(responses))]
 
@@ -60,8 +60,14 @@ def judge_many(judge: Judge, responses: list[str]) -> list[Judgement]:
         ("not_a_number", FailureCause.MALFORMED, "returned nan (float), which is not finite"),
         ("infinite", FailureCause.MALFORMED, "returned -inf (float), which is not finite"),
         ("a_text", FailureCause.MALFORMED, "returned 'much' (str), which is no number"),
+        ("huge", FailureCause.MALFORMED, "returned 1e+308 (float), which is larger than 1e+06 in magnitude"),
+        ("huge_int", FailureCause.MALFORMED, "returned 1000"),
+        ("beyond", FailureCause.MALFORMED, "returned -1000100.0 (float), which is larger than 1e+06 in magnitude"),
+        ("a_decimal", FailureCause.MALFORMED, "returned Decimal('0.5') (Decimal), which is no number"),
+        ("a_complex", FailureCause.MALFORMED, "returned 1j (complex), which is no number"),
+        ("verl_huge", FailureCause.MALFORMED, "returned inf (float), which is not finite"),
         ("a_dict", FailureCause.MALFORMED, "returned {'reward': 1} (dict), which is no number"),
-        ("too_many", FailureCause.MALFORMED, "returned [1.0, 2.0] (list), which has 2 values for 1 completion"),
+        ("too_many", FailureCause.MALFORMED, "returned [1.0, 2.0] (list), which has 2 values for 1 completion(s)"),
         ("no_list", FailureCause.MALFORMED, "returned 1.0 (float), which is no list"),
         ("waits_forever", FailureCause.TIMEOUT, "gave no answer within 1 s"),
         ("never_lets_go", FailureCause.TIMEOUT, "gave no answer within 1 s and was killed"),
@@ -100,20 +106,71 @@ def test_functions_in_processes_give_what_they_give_at_once(functions: str) -> N
         judge_with(functions, "waits", isolate=False)
 
 
+def test_numbers_of_numpy_truth_values_and_the_bound_itself_are_rewards(functions: str) -> None:
+    asked = ["bool", "float", "array", "true", "edge", "vector"]
+    found = judge_many(judge_with(functions, "of_numpy", deadline_s=60), asked)
+    assert [j.reward for j in found[:5]] == [1.0, 0.5, 2.0, 1.0, 1e6]
+    assert found[5].cause is FailureCause.MALFORMED
+
+
+@pytest.mark.parametrize("weights", [(2.0,), (-1e300,), (1e308, -1e308)])
+def test_a_weighted_sum_beyond_the_bound_is_a_failure(functions: str, weights: tuple[float, ...]) -> None:
+    """1e6 · 2; and 1e6 · 1e308 − 1e6 · 1e308, which is infinity minus infinity."""
+    own = {"kind": "function", "function": f"{functions}:of_numpy", "isolate": False}
+    parts = [RewardSettings.model_validate({**own, "weight": w, "name": str(w)}) for w in weights]
+    with Judge({"some": SomeTask()}, parts, "last_line") as judge:  # type: ignore[dict-item]
+        judgement = judge.judge(PROMPT, "edge")
+    assert (judgement.cause, judgement.reward) == (FailureCause.MALFORMED, 0.0)
+    assert "weighted sum of the reward parts" in str(judgement.failure)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_trl_function_is_called_once_with_the_whole_group(functions: str, isolate: bool) -> None:
+    with judge_with(functions, "ranks", isolate=isolate, deadline_s=60) as judge:
+        assert judge.sees_groups
+        for group_id, responses in ((3, ["ccc", "a", "bb", "dddd"]), (4, ["x"])):
+            judge.submit([trajectory(group_id, i) for i in range(len(responses))], PROMPT, responses)
+        found = {j.trajectory.name: j.judgement.reward for j in judge.drain()}
+    assert found == {"3/0": 0.5, "3/1": 0.0, "3/2": 0.25, "3/3": 0.75, "4/0": 0.0}
+
+
+def test_of_a_group_single_members_may_fail_or_not_apply_and_a_wrong_length_fails_all(functions: str) -> None:
+    group = [trajectory(0, i) for i in range(4)]
+    with judge_with(functions, "scores_some", deadline_s=60) as judge:
+        judge.submit(group, PROMPT, ["a", "none", "nan", "huge"])
+        found = [j.judgement for j in judge.drain()]
+    assert [(j.is_judged, j.cause) for j in found] == [(True, None), *[(False, FailureCause.MALFORMED)] * 3]
+    assert [str(j.failure).partition(", which ")[2] for j in found[2:]] == [
+        "is not finite",
+        "is larger than 1e+06 in magnitude; scale it down",
+    ]
+    with judge_with(functions, "too_many") as judge:
+        judge.submit(group, PROMPT, ["a"] * 4)
+        said = {j.judgement.failure for j in judge.drain()}
+    assert [str(text).partition(", which ")[2] for text in said] == ["has 2 values for 4 completion(s)"]
+
+
+def test_functions_that_see_one_response_are_not_kept_waiting_for_their_group(functions: str) -> None:
+    with judge_with(functions, "length") as judge:
+        assert not judge.sees_groups
+        judge.submit([trajectory(0, 0), trajectory(0, 1)], PROMPT, ["a", "abc"])
+        assert sorted(j.judgement.reward for j in judge.drain()) == [1.0, 3.0]
+
+
 def test_async_calls_wait_together(functions: str) -> None:
     """40 calls of 0.3 s, 20 at once: 0.6 s and a start, not 12 s."""
     with judge_with(functions, "waits", concurrency=20, workers=1) as judge:
         judge.judge(PROMPT, "first")  # the process has started
         begin = time.monotonic()
         for index in range(40):
-            judge.submit(trajectory(0, index), PROMPT, "x")
+            judge.submit([trajectory(0, index)], PROMPT, ["x"])
         assert sum(judged.judgement.reward for judged in judge.drain()) == 40
         assert 0.6 <= time.monotonic() - begin < 3
 
 
 def test_judging_goes_on_while_the_run_does_something_else(functions: str) -> None:
     with judge_with(functions, "length") as judge:
-        judge.submit(trajectory(0, 0), PROMPT, "abc")
+        judge.submit([trajectory(0, 0)], PROMPT, ["abc"])
         assert wait_until(lambda: not judge._finished.empty(), 20)
         (judged,) = judge.collect()
         assert (judged.trajectory, judged.judgement.reward) == (trajectory(0, 0), 3.0)
@@ -159,7 +216,7 @@ def test_workers_are_few_lazy_of_one_thread_and_print_to_stderr(
     assert children() == before, "nothing is started before it is needed"
     with judge:
         for index in range(30):
-            judge.submit(trajectory(0, index), PROMPT, "x")
+            judge.submit([trajectory(0, index)], PROMPT, ["x"])
         assert {judged.judgement.reward for judged in judge.drain()} == {1.0}
         assert len(children() - before) <= 2
     judge_many(judge_with(functions, "prints", deadline_s=60), ["x"])
@@ -196,7 +253,7 @@ def test_workers_end_with_the_run_however_it_ends(functions: str, tmp_path: Path
 def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_again(functions: str) -> None:
     judge = judge_with(functions, "sleeps", deadline_s=100, workers=2)
     for index in range(6):
-        judge.submit(trajectory(0, index), PROMPT, "bad")
+        judge.submit([trajectory(0, index)], PROMPT, ["bad"])
     time.sleep(1)
     begin = time.monotonic()
     judge.close()
@@ -209,19 +266,33 @@ def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_ag
 def test_a_drain_without_a_sign_of_life_names_who_was_waited_for(functions: str) -> None:
     with judge_with(functions, "sleeps", deadline_s=100) as judge:
         judge._patience_s = 1.0
-        judge.submit(trajectory(7, 3), PROMPT, "bad")
+        judge.submit([trajectory(7, 3)], PROMPT, ["bad"])
         with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' gave no judgement for 1 s while 1 .*first: 7/3"):
             list(judge.drain())
         with pytest.raises(DeadlineExceeded, match="gave no judgement within 1 s"):
             judge.judge(PROMPT, "bad")
 
 
-def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
+def test_responses_that_kill_their_judge_in_a_row_are_failures_and_never_end_the_run(
     functions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewards, "MAX_UNANSWERED", 3)
-    with pytest.raises(UserError, match=r":exits' left 3 calls in a row unanswered; the last one ended with exit code"):
-        judge_many(judge_with(functions, "exits", workers=1), ["bad"] * 50)
+    found = judge_many(judge_with(functions, "exits", workers=1), ["bad"] * 8 + ["good"])
+    assert [j.cause for j in found] == [FailureCause.CRASHED] * 8 + [None]
+
+
+def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
+    functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "MAX_UNANSWERED", 3)
+    with pytest.raises(
+        UserError,
+        match=r":always_exits' left 3 calls in a row unanswered, and then the reference answer as a response, which "
+        r"ended with exit code 3; make it work alone",
+    ):
+        judge_many(judge_with(functions, "always_exits", workers=1), ["bad"] * 50)
+    with pytest.raises(UserError, match=r"left 3 calls in a row unanswered, and then what it had answered before"):
+        judge_many(judge_with(functions, "exits_after_two", workers=1), [str(tmp_path / "asked")] * 50)
     found = judge_many(judge_with(functions, "exits", workers=1), ["bad", "bad", "good"] * 4)
     assert [j.is_judged for j in found] == [False, False, True] * 4
     found = judge_many(judge_with(functions, "raises", workers=1), ["bad"] * 9)
@@ -268,7 +339,7 @@ def test_a_scorer_that_hangs_is_killed_and_the_run_goes_on(monkeypatch: pytest.M
         begin = time.monotonic()
         hostile = ["9**9**9**9", "(" * 3000, "9" * 1999, "*".join(["99999999"] * 200), "-" * 1900 + "1"]
         for index, answer in enumerate([*hostile, problems[0].answer or ""]):
-            judge.submit(trajectory(0, index), prompts[0], answer)
+            judge.submit([trajectory(0, index)], prompts[0], [answer])
         found = {j.trajectory.sample_index: j.judgement for j in judge.drain()}
         assert time.monotonic() - begin < 10
     assert found[len(hostile)].reward == 1.0

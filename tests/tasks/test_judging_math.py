@@ -77,7 +77,7 @@ def test_pathological_mathematics_is_killed_and_the_others_are_judged(mixture: T
         begin = time.monotonic()
         answers = ["9^{9^{9^{9}}}", "4.0", "\\frac{8}{2}", "((10!)!)!", "2^2"]
         for index, answer in enumerate(answers):
-            judge.submit(trajectory(0, index), asking_for("4"), f"\\boxed{{{answer}}}")
+            judge.submit([trajectory(0, index)], asking_for("4"), [f"\\boxed{{{answer}}}"])
         found = {j.trajectory.sample_index: j.judgement for j in judge.drain()}
         assert time.monotonic() - begin < 10
     assert [found[i].is_correct for i in (1, 2, 4)] == [True, True, True]

@@ -160,7 +160,7 @@ def test_calls_wait_together_but_never_more_than_asked_for(url: str) -> None:
     with judge_at(f"{url}/slow", concurrency=4) as judge:
         begin = time.monotonic()
         for index in range(12):
-            judge.submit(trajectory(0, index), PROMPT, "2")
+            judge.submit([trajectory(0, index)], PROMPT, ["2"])
         assert sum(judged.judgement.reward for judged in judge.drain()) == 12
     assert 0.6 <= time.monotonic() - begin < 2
     assert Handler.most_at_once == 4

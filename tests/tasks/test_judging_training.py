@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,28 @@ def test_without_a_scorer_correct_is_what_all_parts_of_positive_weight_call_full
     prompt = Prompt("p", "some", ())
     assert judge.judge(prompt, "<answer>3</answer>").is_correct
     assert not judge.judge(prompt, "3").is_correct
+
+
+def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:
+    """Prompt 0 has lengths 4, 1, 3: the two that are shorter than the longest of their group count as correct."""
+    file = tmp_path / "compared.py"
+    file.write_text(
+        "def f(prompts, completions, **_):\n    return [float(c != max(completions)) for c in completions]\n"
+    )
+    reward = RewardSettings(kind="function", function=f"{file}:f", isolate=False)
+    judge = Judge({"some": WithoutReference()}, [reward], "last_line")  # type: ignore[dict-item]
+    lengths = {(0, 0): 4, (0, 1): 1, (0, 2): 3}
+    engine = FakeEngine(
+        EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
+    )
+    (result,), (found,) = evaluate(
+        Sweep(LocalPort(engine)),
+        judge,
+        Words(),  # type: ignore[arg-type]
+        [Prompt("0", "some", (Message("user", "5"),), "2")],
+        SamplingParams(9),
+        samples=3,
+        version=0,
+    )
+    assert [m.judgement.reward for m in found.members] == [0.0, 1.0, 1.0]
+    assert result.accuracy.value == pytest.approx(2 / 3)

@@ -18,8 +18,8 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
 from baton.errors import DeadlineExceeded
-from baton.tasks.judging.calls import Call, Failed, Outcome, Setup
-from baton.tasks.judging.pool import WorkerPool
+from baton.tasks.judging.calls import Call, Failed, Setup
+from baton.tasks.judging.pool import Calls, Outcomes, WorkerPool
 from baton.tasks.judging.remote import ask_remote
 from baton.tasks.judging.settings import JudgeSettings
 from baton.types import FailureCause
@@ -50,18 +50,18 @@ class Background:
         """Begin a coroutine in the background."""
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
-    async def worker_call(self, spec: int, call: Call, deadline_s: float, *, concurrency: int = 0) -> Outcome:
+    async def worker_call(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
         """Ask a worker process, again after a crash. `concurrency` > 0: calls that may share one process."""
 
-        async def attempt() -> Outcome:
+        async def attempt() -> Outcomes:
             if not concurrency:
-                return await self._pool.ask(spec, call, deadline_s, may_share=False)
+                return await self._pool.ask(spec, calls, deadline_s, may_share=False)
             async with self._limits.setdefault(f"spec {spec}", asyncio.Semaphore(concurrency)):
-                return await self._pool.ask(spec, call, deadline_s, may_share=True)
+                return await self._pool.ask(spec, calls, deadline_s, may_share=True)
 
         return await self._retrying(FailureCause.CRASHED)(attempt)
 
-    async def remote_call(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcome:
+    async def remote_call(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
         """Ask a remote judge, again where it cannot be reached."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -69,9 +69,9 @@ class Background:
             )
         session = self._session
 
-        async def attempt() -> Outcome:
+        async def attempt() -> Outcomes:
             async with self._limits.setdefault(url, asyncio.Semaphore(concurrency)):
-                return await ask_remote(session, url, call, deadline_s)
+                return (await ask_remote(session, url, call, deadline_s),)
 
         return await self._retrying(FailureCause.UNREACHABLE)(attempt)
 
@@ -104,8 +104,8 @@ class Background:
             await self._session.close()
 
     def _retrying(self, cause: FailureCause) -> AsyncRetrying:
-        def is_worth_a_retry(outcome: Outcome) -> bool:
-            return isinstance(outcome, Failed) and outcome.cause is cause
+        def is_worth_a_retry(outcomes: Outcomes) -> bool:
+            return any(isinstance(outcome, Failed) and outcome.cause is cause for outcome in outcomes)
 
         def last(state: RetryCallState) -> Any:
             assert state.outcome is not None

@@ -11,6 +11,7 @@ A frame is four bytes of length (big-endian) and a msgpack body.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -48,6 +49,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Outcome = Value | Failed
+
+
+def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> tuple[Outcome, ...]:
+    """Return the same failure for each of the responses that were judged together."""
+    return (Failed(cause, detail),) * len(calls)
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, tag=True):
@@ -100,20 +106,21 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """One call."""
+    """Responses to be judged in one call of the judge: one, or those of a group."""
 
     call_id: int
     spec: int
     """Place in `Setup.specs`."""
-    call: Call
+    calls: tuple[Call, ...]
     deadline_s: float
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What came of one call."""
+    """What came of one call of the judge."""
 
     call_id: int
-    outcome: Outcome
+    outcomes: tuple[Outcome, ...]
+    """As many as `Ask.calls`, in their order."""
 
 
 FromWorker = Ready | Answer

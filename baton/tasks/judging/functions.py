@@ -3,10 +3,10 @@
 | signature | called as                                                           | gives                              |
 |-----------|---------------------------------------------------------------------|------------------------------------|
 | `baton`   | f(prompt, response, answer)                                         | a number                           |
-| `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of one number, or of None   |
+| `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of numbers or None          |
 | `verl`    | f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)      | a number, or a dict with `score`   |
 
-Each may be `async`. A trajectory is judged alone: the lists of a TRL function have one element.
+Each may be `async`. A `trl` function is called once per group, with all of its responses; the others once per response.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from numbers import Real
 from pathlib import Path
@@ -25,10 +25,13 @@ from typing import Any
 
 from baton.errors import UserError
 from baton.tasks.columns import find_reference
-from baton.tasks.judging.calls import Call, Failed, Outcome, Signature, Value
+from baton.tasks.judging.calls import Call, Failed, Outcome, Signature, Value, failed
 from baton.types import FailureCause, Message
 
 RewardFunction = Callable[..., Any]
+MAX_REWARD = 1e6
+"""Largest magnitude of a reward and of each of its parts. Statistics of groups and batches are taken in float32, which
+has 7 digits: beyond this, rewards that differ by 0.1 are equal, and squares of much larger ones overflow at 1.8e19."""
 
 
 @lru_cache(maxsize=64)
@@ -66,81 +69,100 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_here(function: RewardFunction, signature: Signature, call: Call) -> Outcome:
+def call_here(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
     """Call a function that is not async, in this thread."""
     try:
-        result = _started(function, signature, call)
+        result = _started(function, signature, calls)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
-        return Failed(FailureCause.RAISED, f"raised {told(error)}")
-    return _outcome(result, signature)
+        return failed(calls, FailureCause.RAISED, f"raised {told(error, function)}")
+    return _outcomes(result, signature, calls)
 
 
-async def call_function(function: RewardFunction, signature: Signature, call: Call) -> Outcome:
-    """Call in a convention. Whatever the function does but hang or kill its process comes back as an outcome."""
+async def call_function(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
+    """Call in a convention. Whatever the function does but hang or kill its process comes back as outcomes."""
     try:
-        result = _started(function, signature, call)
+        result = _started(function, signature, calls)
         if inspect.isawaitable(result):
             result = await result
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-        return Failed(FailureCause.RAISED, f"raised {told(error)}")
-    return _outcome(result, signature)
+        return failed(calls, FailureCause.RAISED, f"raised {told(error, function)}")
+    return _outcomes(result, signature, calls)
+
+
+def _outcomes(result: Any, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
+    """Read what a function of a convention returned: a finite number, or a failure that says what it was instead."""
+    if signature != "trl":
+        return tuple(_outcome(result, signature) for _ in calls)
+    try:
+        if not isinstance(result, (list, tuple)) and not hasattr(result, "tolist"):
+            raise TypeError("is no list; a TRL reward function returns a list with one number per completion")
+        values = list(result) if isinstance(result, (list, tuple)) else result.tolist()
+        if len(values) != len(calls):
+            raise ValueError(f"has {len(values)} values for {len(calls)} completion(s)")
+    except Exception as error:  # noqa: BLE001 - what it returned may be anything too
+        return (malformed(result, str(error)),) * len(calls)
+    return tuple(Value(None) if value is None else _outcome(value, signature) for value in values)
 
 
 def _outcome(result: Any, signature: Signature) -> Outcome:
     try:
-        return value_of(result, signature)
+        if signature == "verl" and isinstance(result, dict):
+            return number(result["score"]) if "score" in result else malformed(result, "has no 'score'")
+        return number(result)
     except Exception as error:  # noqa: BLE001 - what it returned may be anything too
         return malformed(result, f"cannot be read ({told(error)})")
 
 
-def value_of(result: Any, signature: Signature) -> Outcome:
-    """Read what a function of a convention returned: a finite number, or a failure that says what it was instead."""
-    if signature == "trl":
-        if not isinstance(result, (list, tuple)) and not hasattr(result, "tolist"):
-            return malformed(result, "is no list; a TRL reward function returns a list with one number per completion")
-        values = result if isinstance(result, (list, tuple)) else result.tolist()
-        if len(values) != 1:
-            return malformed(result, f"has {len(values)} values for 1 completion")
-        if values[0] is None:
-            return Value(None)
-        result = values[0]
-    elif signature == "verl" and isinstance(result, dict):
-        if "score" not in result:
-            return malformed(result, "has no 'score'")
-        result = result["score"]
-    return number(result)
-
-
 def number(result: Any) -> Outcome:
-    """Take numbers of Python, numpy and torch; anything else, and what is not finite, is malformed."""
+    """Take numbers of Python, numpy and torch, and truth values as 0 or 1; anything else is malformed.
+
+    So is what is not finite, or beyond `MAX_REWARD`.
+    """
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
         result = result.item()  # numpy's and torch's numbers
     if not isinstance(result, Real):
-        return malformed(result, "is no number")
-    value = float(result)
-    return Value(value) if math.isfinite(value) else malformed(result, "is not finite")
+        return malformed(result, "is no number; return a float")
+    try:
+        value = float(result)
+    except OverflowError:  # an integer or a fraction beyond floats
+        value = math.inf
+    else:
+        if not math.isfinite(value):
+            return malformed(result, "is not finite")
+    if abs(value) > MAX_REWARD:
+        return malformed(result, f"is larger than {MAX_REWARD:g} in magnitude; scale it down")
+    return Value(value)
 
 
 def malformed(result: Any, why: str) -> Failed:
     """The failure of a judge that returned something, but no judgement."""
-    shown = repr(result)
+    try:
+        shown = repr(result)
+    except Exception:  # noqa: BLE001 - such as an integer of more digits than Python prints
+        shown = "a value that cannot be printed"
     shown = shown if len(shown) <= 80 else shown[:77] + "…"
     return Failed(FailureCause.MALFORMED, f"returned {shown} ({type(result).__name__}), which {why}")
 
 
-def told(error: BaseException) -> str:
-    """One line about an error: its type, the first line of its text, and the line of code that raised it."""
+def told(error: BaseException, function: RewardFunction | None = None) -> str:
+    """One line about an error: its type, the first line of its text, and the line of code that raised it.
+
+    function: whose file is named where it is among the callers, else the innermost caller is.
+    """
     text = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    where = next((f for f in reversed(frames) if "importlib" not in f.filename), None)
+    said = f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if "importlib" not in f.filename]
+    own = getattr(getattr(function, "__code__", None), "co_filename", None)
+    where = next((f for f in frames if f.filename == own), frames[0] if frames else None)
     if where is None or Path(where.filename).parent == Path(__file__).parent:
         return said  # the call itself failed, as with wrong arguments
     return f"{said} ({Path(where.filename).name}, line {where.lineno})"
 
 
-def _started(function: RewardFunction, signature: Signature, call: Call) -> Any:
+def _started(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> Any:
+    call = calls[0]
     prompt, columns = call.prompt, call.prompt.metadata
+    assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
     if signature == "baton":
         return function(prompt, call.response, call.answer)
     if signature == "verl":
@@ -151,13 +173,14 @@ def _started(function: RewardFunction, signature: Signature, call: Call) -> Any:
             ground_truth=prompt.answer if raw is None or isinstance(raw, str) else raw,
             extra_info=columns.get("extra_info"),
         )
+    arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
     if prompt.is_conversation:
-        shown: Any = [_plain(m) for m in prompt.messages]
-        said: Any = [{"role": "assistant", "content": call.response}]
+        arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]
+        arguments["completions"] = [[{"role": "assistant", "content": c.response}] for c in calls]
     else:
-        shown, said = prompt.messages[-1].content, call.response
-    arguments = {name: [value] for name, value in {"answer": prompt.answer, **columns}.items()}
-    arguments |= {"prompts": [shown], "completions": [said], "completion_ids": [list(call.token_ids)]}
+        arguments["prompts"] = [prompt.messages[-1].content] * len(calls)
+        arguments["completions"] = [c.response for c in calls]
+    arguments["completion_ids"] = [list(c.token_ids) for c in calls]
     parameters = inspect.signature(function).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}

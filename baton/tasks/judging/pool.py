@@ -28,16 +28,18 @@ from baton.tasks.judging.calls import (
     Answer,
     Ask,
     Call,
-    Failed,
     FromWorker,
     Outcome,
     Ready,
     Setup,
+    failed,
     frame,
 )
 from baton.tasks.judging.settings import JudgeSettings
 from baton.types import FailureCause
 
+Calls = tuple[Call, ...]
+Outcomes = tuple[Outcome, ...]
 GRACE_S = 1.0
 """What a shared process gets beyond a call's deadline to say itself that it is over."""
 
@@ -58,14 +60,14 @@ class WorkerPool:
         self._shared: asyncio.Task[_Worker] | None = None
         self._unloadable: str | None = None
 
-    async def ask(self, spec: int, call: Call, deadline_s: float, *, may_share: bool) -> Outcome:
+    async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
         """Make one call. Raises UserError when a worker process cannot load what it is to judge with."""
         if may_share:
             worker = await self._shared_worker()
             with contextlib.suppress(_Lost, TimeoutError):
-                return await worker.ask(spec, call, deadline_s, deadline_s + GRACE_S)
+                return await worker.ask(spec, calls, deadline_s, deadline_s + GRACE_S)
             worker.kill()
-        return await self._ask_alone(spec, call, deadline_s)
+        return await self._ask_alone(spec, calls, deadline_s)
 
     async def close(self) -> None:
         """Kill every worker process and wait until they are gone."""
@@ -77,21 +79,21 @@ class WorkerPool:
         if self._shared is not None:
             await asyncio.gather(self._shared, return_exceptions=True)
 
-    async def _ask_alone(self, spec: int, call: Call, deadline_s: float) -> Outcome:
+    async def _ask_alone(self, spec: int, calls: Calls, deadline_s: float) -> Outcomes:
         async with self._slots:
             worker = next((w for w in iter(self._take_idle, None) if w.is_alive), None) or await self._start()
             try:
-                outcome = await worker.ask(spec, call, deadline_s, deadline_s)
+                outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
             except TimeoutError:
                 worker.kill()
-                return Failed(FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
+                return failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
             except _Lost as lost:
-                return Failed(FailureCause.CRASHED, str(lost))
+                return failed(calls, FailureCause.CRASHED, str(lost))
             except asyncio.CancelledError:
                 worker.kill()
                 raise
             self._idle.append(worker)
-            return outcome
+            return outcomes
 
     def _take_idle(self) -> _Worker | None:
         return self._idle.pop() if self._idle else None
@@ -132,7 +134,7 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.is_alive = True
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[int, asyncio.Future[Outcomes]] = {}
         self._next_id = 0
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read())
@@ -157,16 +159,16 @@ class _Worker:
         self._send(setup)
         return self._ready
 
-    async def ask(self, spec: int, call: Call, deadline_s: float, patience_s: float) -> Outcome:
+    async def ask(self, spec: int, calls: Calls, deadline_s: float, patience_s: float) -> Outcomes:
         """Make one call. Raises _Lost when the process ends, TimeoutError when it says nothing for `patience_s`."""
         if not self.is_alive:
             raise _Lost("is gone")
         self._next_id += 1
         call_id = self._next_id
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
-            self._send(Ask(call_id, spec, call, deadline_s))
+            self._send(Ask(call_id, spec, calls, deadline_s))
             return await asyncio.wait_for(future, patience_s)
         finally:
             self._waiting.pop(call_id, None)
@@ -209,4 +211,4 @@ class _Worker:
         if isinstance(message, Ready):
             self._ready.set_result(message)
         elif isinstance(message, Answer) and (future := self._waiting.get(message.call_id)) and not future.done():
-            future.set_result(message.outcome)
+            future.set_result(message.outcomes)

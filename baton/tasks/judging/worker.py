@@ -24,19 +24,19 @@ from baton.tasks.judging.calls import (
     Answer,
     Ask,
     Call,
-    Failed,
     FunctionSpec,
     GymSpec,
     Outcome,
     Ready,
     Setup,
     Spec,
+    failed,
     frame,
 )
 from baton.tasks.judging.functions import call_function, import_function, number, told
 from baton.types import FailureCause
 
-Judge = Callable[[Call], Awaitable[Outcome]]
+Judge = Callable[[tuple[Call, ...]], Awaitable[tuple[Outcome, ...]]]
 Message = TypeVar("Message", Setup, Ask)
 
 
@@ -84,44 +84,36 @@ async def _answer(judge: Judge, ask: Ask, outbox: int) -> None:
     limit = asyncio.timeout(ask.deadline_s)  # of asynchronous judges; the run kills those that never let go
     try:
         async with limit:
-            outcome = await judge(ask.call)
+            outcomes = await judge(ask.calls)
     except TimeoutError:
-        outcome = Failed(FailureCause.TIMEOUT, f"gave no answer within {ask.deadline_s:g} s")
-    _send(outbox, Answer(ask.call_id, outcome))
+        outcomes = failed(ask.calls, FailureCause.TIMEOUT, f"gave no answer within {ask.deadline_s:g} s")
+    _send(outbox, Answer(ask.call_id, outcomes))
 
 
 def _judge(spec: Spec) -> Judge:
     """Load what a spec names."""
     if isinstance(spec, FunctionSpec):
         function = import_function(spec.path)
-        return lambda call: call_function(function, spec.signature, call)
+        return lambda calls: call_function(function, spec.signature, calls)
     if isinstance(spec, GymSpec):
-        return _gym_judge(spec)
+        from baton.tasks.gym import GymTask
+
+        task = GymTask(spec.name, spec.gym_name, spec.params, is_compact=False)
+        return _scorer(lambda call: number(task.score(call.answer, call.prompt.answer, call.prompt.metadata)))
     from baton.tasks.judging.mathematics import load, math_score
 
     load()
+    return _scorer(lambda call: math_score(call.answer, call.prompt.answer))
 
-    async def mathematics(call: Call) -> Outcome:
+
+def _scorer(score: Callable[[Call], Outcome]) -> Judge:
+    async def scored(calls: tuple[Call, ...]) -> tuple[Outcome, ...]:
         try:
-            return math_score(call.answer, call.prompt.answer)
+            return tuple(score(call) for call in calls)
         except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
-            return Failed(FailureCause.RAISED, f"raised {told(error)}")
+            return failed(calls, FailureCause.RAISED, f"raised {told(error)}")
 
-    return mathematics
-
-
-def _gym_judge(spec: GymSpec) -> Judge:
-    from baton.tasks.gym import GymTask
-
-    task = GymTask(spec.name, spec.gym_name, spec.params, is_compact=False)
-
-    async def score(call: Call) -> Outcome:
-        try:
-            return number(task.score(call.answer, call.prompt.answer, call.prompt.metadata))
-        except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
-            return Failed(FailureCause.RAISED, f"raised {told(error)}")
-
-    return score
+    return scored
 
 
 def _receive(inbox: int, kind: type[Message]) -> Message | None:
