@@ -83,11 +83,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.num_layers * self.layer_params + tables + self.other_params
 
     @property
-    def active_params(self) -> float:
-        """Parameters that one token passes through, the input embedding left out: matrix products only."""
-        return self.num_layers * (self.attention_params + self.active_ffn_params) + self.embedding_params
-
-    @property
     def layer_flops_per_token(self) -> float:
         """Of one layer's matrix products, forward."""
         return 2.0 * (self.attention_params + self.active_ffn_params)

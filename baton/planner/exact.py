@@ -30,8 +30,6 @@ class Solution(msgspec.Struct, frozen=True):
     step_s: float
     bound_s: float
     """No division is faster."""
-    num_evaluated: int = 0
-    """Integer programs solved."""
 
     @property
     def gap(self) -> float:
@@ -73,7 +71,7 @@ def solve_exact(problem: Problem, *, time_limit_s: float = 60.0, ceiling_s: floa
     if not problem.table.is_complete:
         gpus = [pool.num_gpus for pool in problem.pools.pools]
         covered = min(covered, division_bound_s(problem, bound, gpus))
-    return msgspec.structs.replace(best, bound_s=covered, num_evaluated=program.num_solved)
+    return msgspec.structs.replace(best, bound_s=covered)
 
 
 def _entries(problem: Problem, bound: RolloutBound) -> _Entries:

@@ -149,4 +149,4 @@ def evaluate_division(problem: Problem, program: RolloutProgram, train: Ints) ->
     used = {problem.columns[c].pool for c, count in enumerate(rollout.counts) if count}
     sync_s = max(float(problem.sync_s[row, k]) for k in used)
     step_s = problem.step.step_s(sync_s, rollout.time_s, train_s)
-    return Solution(row, rollout, sync_s, step_s, 0.0, program.num_solved)
+    return Solution(row, rollout, sync_s, step_s, 0.0)

@@ -44,7 +44,6 @@ class RolloutProgram:
         self._matrix = np.array([[_used(c, pool, level) for c in problem.columns] for pool, level in self._rows])
         self._best: dict[tuple[object, ...], Rollout] = {}
         self._most: dict[tuple[object, ...], Answer] = {}
-        self.num_solved = 0
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
         """GPUs that training leaves, at each level of each pool, where it takes `gpus` in groups of `tp`."""
@@ -125,7 +124,6 @@ class RolloutProgram:
         if np.isfinite(self._step.max_running):
             rows, limits = np.vstack([rows, self._batch[kept]]), np.append(limits, self._step.max_running)
         matters = np.any(rows > 0, axis=1)
-        self.num_solved += 1
         answer = maximise(gains[kept], rows[matters], limits[matters])
         counts[kept] = answer.counts
         return Answer(tuple(counts.tolist()), answer.value, answer.bound)

@@ -19,7 +19,6 @@ class Log:
     def __init__(self, kept: int | None = None) -> None:
         """kept: lines; None keeps all."""
         self.lines: deque[bytes] = deque(maxlen=kept)
-        self.num_lines = 0
         self._digest = blake2b(digest_size=16)
 
     @property
@@ -47,6 +46,5 @@ class Log:
 
     def _add(self, mark: bytes, message: msgspec.Struct) -> None:
         line = mark + _encode(message)
-        self.num_lines += 1
         self._digest.update(line)
         self.lines.append(line)

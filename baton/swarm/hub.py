@@ -97,7 +97,6 @@ class _Counters:
     """Of the hub's life."""
 
     bytes_out: int = 0
-    frames_in: int = 0
     malformed: int = 0
     denied: int = 0
     loop_delay_s: float = 0.0
@@ -299,7 +298,6 @@ class Hub:
                 message = await line.read_unless_silent(silence_s)
                 if message is None:
                     return
-                self.counters.frames_in += 1
                 self._hear(peer, message)
         except Silent as error:  # no evidence against anybody: it may come again at once
             self._complain("silent", error, grant, address)

@@ -93,7 +93,7 @@ class Relay:
         self._flights: dict[str, asyncio.Task[bytes]] = {}
         """Fetches under way: whoever else wants the same waits for them."""
         self._secret = ""
-        self.bytes_in = self.bytes_out = 0
+        self.bytes_out = 0
         self.url = ""
 
     async def run(self, until: asyncio.Event) -> None:
@@ -172,9 +172,7 @@ class Relay:
         return body
 
     async def _fetch(self, path: str, limit: int) -> bytes:
-        body = await get_bounded(self._http, self._options.hub + path, self._options.headers, limit)
-        self.bytes_in += len(body)
-        return body
+        return await get_bounded(self._http, self._options.hub + path, self._options.headers, limit)
 
     async def _once(self, key: str, work: Coroutine[Any, Any, bytes]) -> bytes:
         """Return what a fetch brings; the same one is under way only once."""
