@@ -3,14 +3,15 @@
 It stands in for the real one, which cannot be installed everywhere. What it reproduces:
 
 * `/generate` streams events with all tokens so far, or with the new ones only (`is_incremental`);
-* a request is with the HTTP front end for a while (`arrival_s`) before the scheduler has it. An abort that comes
-  meanwhile finds nothing to abort, and the request runs on;
+* a request is with the HTTP front end before the scheduler has it (`num_delayed`). An abort that comes meanwhile finds
+  nothing to abort, and the request runs on;
 * an abort hits every request whose id *begins with* the one given; one that runs makes one more token before it ends,
   one that waits ends with "Abort in waiting queue" and, in an incremental stream, all its tokens once more;
 * events are on their way for a while (`event_s`), so that tokens come after the abort was answered;
 * weights are refused while requests run, prefixes are not flushed then, and the label changes with the weights.
 
-A fault is set by name, and happens to the next request of its kind.
+A fault is set by name, and happens to the next request of its kind. A test in which a request must not end before its
+abort comes has the server keep its engine's pace (`keep_pace`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.sglang_engine import SglangEngine
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Trajectory
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +57,8 @@ class SglangServer:
         self.engine, self.is_incremental, self.key, self.is_old = engine, is_incremental, key, is_old
         self.is_retracting = False
         """Whether what is aborted had been put back into the queue before, for want of memory."""
-        self.arrival_s = 0.0
+        self.num_delayed = 0
+        """Requests to come that stay with the front end until an abort has missed them."""
         self.event_s = 0.0
         self.context_length = 128
         self.label = "default"
@@ -65,10 +68,13 @@ class SglangServer:
         self.calls: list[str] = []
         """Paths asked for, in order."""
         self.loaded: list[Path] = []
-        self.num_ignored_aborts = 0
-        """Aborts of single requests that had not arrived."""
+        self.num_missed_aborts = 0
+        """Aborts that found no request."""
         self.begun: list[dict[str, Any]] = []
         """Bodies of /generate."""
+        self._num_made = 0
+        self._client: SglangEngine | None = None
+        self._max_ahead = 0
         self._asked: dict[int, Asked] = {}
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -80,6 +86,13 @@ class SglangServer:
     def num_running(self) -> int:
         """Requests that the scheduler has."""
         return len(self._asked)
+
+    def keep_pace(self, engine: SglangEngine, max_ahead: int = 0) -> None:
+        """Make no token while more than `max_ahead` made for this engine are unknown to it, or an abort is on its way.
+
+        All tokens must be for this engine, and none beyond a stop string.
+        """
+        self._client, self._max_ahead = engine, max_ahead
 
     def close(self) -> None:
         """End it, with every connection."""
@@ -132,13 +145,20 @@ class SglangServer:
 
     async def _schedule(self) -> None:
         while True:
-            for report in self.engine.step() if self._asked else []:
+            for report in self.engine.step() if self._asked and self._may_step() else []:
                 assert isinstance(report, Report)
                 self._heard(report)
             await asyncio.sleep(0.001)
 
+    def _may_step(self) -> bool:
+        if self._client is None or any(asked.is_aborted for asked in self._asked.values()):
+            return True
+        is_aborting = any(running.is_ending for running in list(self._client._running.values()))
+        return not is_aborting and self._num_made <= self._client.stats.decoded_tokens + self._max_ahead
+
     def _heard(self, report: Report) -> None:
         asked = self._asked[report.lease_id]
+        self._num_made += sum(len(segment.token_ids) for segment in report.segments)
         for segment in report.segments:
             asked.entries += [(p, i, None) for p, i in zip(segment.behavior_logprobs, segment.token_ids, strict=True)]
         reason: dict[str, Any] | None = None
@@ -191,7 +211,7 @@ class SglangServer:
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
         hit = [a for a in self._asked.values() if body["abort_all"] or (body["rid"] and a.rid.startswith(body["rid"]))]
-        self.num_ignored_aborts += not hit and not body["abort_all"]
+        self.num_missed_aborts += not hit
         for asked in hit:
             asked.is_aborted = True
             if not asked.entries:
@@ -223,7 +243,11 @@ class SglangServer:
             return web.json_response(text, status=400 if fault == "refuse" else 500)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await asyncio.sleep(self.arrival_s)
+        if self.num_delayed:
+            self.num_delayed -= 1
+            missed = self.num_missed_aborts
+            while self.num_missed_aborts == missed:
+                await asyncio.sleep(0.001)
         asked = self._arrive(body, early=fault == "early")
         sent = 0
         while True:

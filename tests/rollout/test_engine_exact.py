@@ -31,6 +31,14 @@ def teacher_forced(model, prompt_ids, token_ids):
         return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
 
 
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 RAGGED = (1, 2, 7, 31, 32, 33, 34, 64, 65, 66, 100, 129, 130, 200, 257, 258, 290, 5, 5, 12)
 
 
@@ -52,8 +60,13 @@ def test_greedy_ids_equal_generate_and_logprobs_equal_the_full_forward(name, emb
     assert len({tuple(t.token_ids) for t in grown.values()}) > 15, "the models must have something to say"
 
 
-def test_a_trajectory_is_bit_equal_alone_in_a_crowd_in_any_slot_and_while_the_batch_drains(embedded, driver):
-    """Lengths differ, so the 64-slot engine drains through 64, 32 and 16 rows, and caches of 64 to 512 positions."""
+def test_a_trajectory_is_bit_equal_alone_in_a_crowd_in_any_slot_and_while_the_batch_drains(
+    embedded, driver, one_thread
+):
+    """Lengths differ, so the engine drains through all widths that its probe found to give the same bits on this CPU.
+
+    There may be none but the widest: then it does not drain, and an engine of fewer slots may compute other bits. On
+    several threads a row's bits depend on its slot, since each thread computes a share of the rows."""
     rng = random.Random(1)
     given = prompts([rng.choice((1, 5, 20, 40, 60, 120, 250, 300, 420)) for _ in range(48)], seed=1)
     leases = [
@@ -62,14 +75,23 @@ def test_a_trajectory_is_bit_equal_alone_in_a_crowd_in_any_slot_and_while_the_ba
     ]
     wide = embedded(slots=64, max_context_tokens=512)
     crowd = driver.run(wide, leases)
-    assert wide.stats.decode_rows < 64 * wide.stats.decode_steps, "the batch must have drained"
-    few = driver.run(embedded(slots=24, max_context_tokens=512), leases[::-1])
-    single = embedded(slots=8, max_context_tokens=512)
+    widths = wide._network.widths
+    assert (wide.stats.decode_rows < 64 * wide.stats.decode_steps) == (len(widths) > 1), "it drains where it can"
+    few = driver.run(embedded(slots=24 if 24 in widths else 64, max_context_tokens=512), leases[::-1])
+    single = embedded(slots=16 if 16 in widths else 64, max_context_tokens=512)
     for lease in leases:
         i = lease.lease_id
         alone = driver.run(single, [lease])[i] if i % 3 == 0 else crowd[i]
         assert crowd[i].token_ids == few[i].token_ids == alone.token_ids
         assert crowd[i].behavior_logprobs == few[i].behavior_logprobs == alone.behavior_logprobs
+
+
+def test_a_batch_drains_through_the_narrowest_widths_that_take_it(embedded, driver):
+    """Of 20 rows 10 end after 2 tokens: two steps of 32 rows, then three of 16. Whether bits change is not asked."""
+    engine = embedded(slots=64)
+    engine._network.widths = (16, 32, 64)
+    driver.run(engine, [driver.lease(i, [5, 6, 7], 2 if i < 10 else 5) for i in range(20)])
+    assert (engine.stats.decode_steps, engine.stats.decode_rows) == (5, 2 * 32 + 3 * 16)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -20,7 +20,8 @@ def any_engine(embedded: Any, sglang: Any) -> Iterator[Callable[..., Engine]]:
 
     def build(**settings: object) -> Engine:
         servers.append(SglangServer(embedded("llama", report_every_tokens=1), is_incremental=True, is_old=True))
-        engine: Engine = sglang(servers[-1], name="llama", shape=settings)
+        engine = sglang(servers[-1], name="llama", shape=settings)
+        servers[-1].keep_pace(engine)  # it would end what is to be aborted where this process is slow
         return engine
 
     yield build

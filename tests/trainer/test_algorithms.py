@@ -171,7 +171,7 @@ def test_a_reference_equal_to_the_policy_changes_nothing_at_the_first_update():
     anchored, metrics = stepped(batch, kl_coef=0.5, reference=tiny_model())
     assert metrics["kl/ref"] == pytest.approx(0.0, abs=1e-9)
     for a, b in zip(plain.model.parameters(), anchored.model.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_reinforce_pp_takes_the_kl_off_the_reward_token_by_token():

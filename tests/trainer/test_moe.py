@@ -129,7 +129,7 @@ def test_a_replayed_choice_has_the_gradient_of_the_choice_itself(make, settings)
         trainer.step(random_batch(1))
         found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
     for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, atol=1e-7, rtol=1e-5, msg=name)
+        torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
     assert found[1]["model.layers.0.mlp.gate.weight"].abs().max() > 1e-4
 
 

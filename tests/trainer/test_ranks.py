@@ -15,6 +15,7 @@ import torch
 from rank_pool import RankPool
 from safetensors.torch import load_file
 from trainer_cases import (
+    SMOOTH,
     environment,
     make_group,
     policy,
@@ -41,13 +42,13 @@ TIMEOUT_S = 60.0
 
 
 def setup_of(model_path: str, *, lora: LoraSettings | None = None, **settings: Any) -> TrainerSetup:
-    """Settings of the algorithm and of the trainer, by name."""
+    """Settings of the algorithm and of the trainer, by name; updates of different sums are compared, so SMOOTH."""
     algorithm = AlgorithmSettings(**{k: settings.pop(k) for k in AlgorithmSettings.model_fields if k in settings})
     return TrainerSetup(
         model_path=model_path,
         device="cpu",
         attention="sdpa",
-        trainer=TrainerSettings(**{"lr": 1e-3, "max_tokens_per_microbatch": 48, **settings}).model_dump(),
+        trainer=TrainerSettings(**{**SMOOTH, "max_tokens_per_microbatch": 48, **settings}).model_dump(),
         algorithm=algorithm.model_dump(),
         lora=None if lora is None else lora.model_dump(),
         temperature=1.0,
@@ -86,10 +87,10 @@ def tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.publish().tensors.items()}
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(tensor, expected[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -119,17 +120,15 @@ def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: Ra
         many = ranked(pool, size, setup)
         found = [many.step(two_version_batch(step)) for step in (1, 2)]
         assert many.version == PolicyVersion("first", 2)
-        if is_coarse:  # AdamW's first steps are lr × the gradient's sign, which a rounding may turn over
-            moved = [(ours - weights[name]).abs() > 1e-3 for name, ours in tensors(many).items()]
-            assert sum(int(each.sum()) for each in moved) < 0.01 * sum(each.numel() for each in moved)
-        else:
-            assert_close(tensors(many), weights)
+        assert_close(tensors(many), weights, atol=1e-3 if is_coarse else 1e-5)
+        # In bfloat16 a token's weight may fall on the other side of a bound: two of the batch's 70 tokens are allowed.
+        tolerance = {"rel": 0.05, "abs": 0.03} if is_coarse else {"rel": 1e-3, "abs": 1e-4}
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.pop("tokens/imbalance", 1.0) > 1.0) == (size > 1)
             apart = {"tokens/padding_frac"}
             assert ours.keys() == theirs.keys()
             for key in ours.keys() - apart:
-                assert ours[key] == pytest.approx(theirs[key], rel=0.05 if is_coarse else 1e-3, abs=1e-4), key
+                assert ours[key] == pytest.approx(theirs[key], **tolerance), key
 
 
 def test_ranks_that_have_nothing_to_train_keep_the_others_company(pool: RankPool, model_path: str) -> None:

@@ -124,7 +124,7 @@ def test_at_equal_policies_the_correction_changes_nothing_but_last_bits():
     plain, _ = stepped(batch, correction="none")
     tis, metrics = stepped(batch, correction="token_tis")
     for a, b in zip(plain.model.parameters(), tis.model.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
     assert metrics["policy/ess"] == pytest.approx(1.0, abs=1e-6)
 
 

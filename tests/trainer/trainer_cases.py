@@ -31,6 +31,11 @@ from baton.types import (
 
 VOCAB = 64
 
+SMOOTH = {"lr": 0.02, "max_grad_norm": 1e-8}
+"""Settings under which a rounding of the gradient stays a rounding of the update. AdamW divides by √v + 1e-8: with the
+gradient scaled down to a norm of 1e-8, the update is about lr × gradient / 1e-8. Without it the update is about
+lr × the gradient's sign, and a gradient near zero turns its last bit into an update of full size."""
+
 
 def tiny_model(seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random Qwen3 in float32; with a larger init than usual, so that probabilities differ visibly."""
