@@ -27,6 +27,8 @@ class Algorithm(msgspec.Struct, frozen=True):
     """What its paper says of optimiser updates per batch."""
     sets: dict[str, Any]
     """Keys of [algorithm] whose values are not the defaults."""
+    rollout: dict[str, Any]
+    """Keys of [rollout] that the preset sets."""
     all: dict[str, Any]
     """Every key of [algorithm]."""
 
@@ -44,6 +46,7 @@ def list_algorithms(name: str | None = None) -> list[Algorithm]:
             idea=preset.idea,
             updates=preset.updates,
             sets=dict(preset.sets),
+            rollout=dict(preset.rollout),
             all=AlgorithmSettings(name=each).model_dump(mode="json"),
         )
         for each, preset in PRESETS.items()
@@ -60,7 +63,8 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
     for heading in ("algorithm", "idea", "sets, beside the defaults"):
         table.add_column(heading)
     for each in algorithms:
-        sets = "\n".join(f"{key} = {_toml(value)}" for key, value in each.sets.items()) or "the defaults"
+        values = {**each.sets, **{f"rollout.{key}": value for key, value in each.rollout.items()}}
+        sets = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items()) or "the defaults"
         about = f"{each.idea}\n[dim]updates per batch: {escape(each.updates)}[/dim]"
         table.add_row(f"[bold]{each.name}[/bold]\n[dim]arXiv {each.paper}[/dim]", about, escape(sets))
     console.print(table, highlight=False)
@@ -80,6 +84,8 @@ def _print_one(console: Console, one: Algorithm) -> None:
         if key != "name" and value is not None:
             mark = "   # not the default" if key in one.sets else ""
             console.print(f"  {key} = {_toml(value)}{mark}", highlight=False, markup=False)
+    for key, value in one.rollout.items():
+        console.print(f"  rollout.{key} = {_toml(value)}   # not the default", highlight=False, markup=False)
 
 
 def _toml(value: Any) -> str:

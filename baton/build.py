@@ -120,7 +120,7 @@ def build_loop(
     """
     if not resume:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-    for note in recipe.algorithm.notes():
+    for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
     _check_machine(recipe, crew)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0

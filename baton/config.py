@@ -25,7 +25,7 @@ from baton.tasks.demonstrations import DemonstrationSettings
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskSettings
-from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.algorithm import AlgorithmSettings, preset_of
 from baton.trainer.settings import SftSettings, TrainerSettings
 from baton.weights.settings import WeightsSettings
 
@@ -88,6 +88,18 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     fleet: FleetSettings = FleetSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rollout_of_preset(cls, given: Any) -> Any:
+        """Fill in keys of [rollout] that the algorithm's preset sets and the recipe does not."""
+        preset = preset_of(given.get("algorithm", "grpo")) if isinstance(given, dict) else None
+        if preset is None or not preset.rollout:
+            return given
+        rollout = given.get("rollout", {})
+        if isinstance(rollout, RolloutSettings):
+            rollout = {key: getattr(rollout, key) for key in rollout.model_fields_set}
+        return {**given, "rollout": {**preset.rollout, **rollout}} if isinstance(rollout, dict) else given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:

@@ -28,6 +28,7 @@ def test_the_table_has_every_preset_with_its_paper() -> None:
     for name, preset in PRESETS.items():
         assert name in shown
         assert preset.paper in shown
+    assert "rollout.dynamic_sampling" in shown
 
 
 def test_json_holds_every_key_of_every_preset() -> None:
@@ -44,6 +45,7 @@ def test_one_preset_is_shown_as_a_recipe_would_have_it() -> None:
     shown = printed("dapo")
     assert "clip_high = 0.28   # not the default" in shown
     assert "clip_low = 0.2\n" in shown
+    assert "rollout.dynamic_sampling = true   # not the default" in shown
     assert 'aggregation = "token_mean"   # not the default' in shown
     with pytest.raises(UserError, match="there is no algorithm 'dpao'; did you mean 'dapo'"):
         list_algorithms("dpao")

@@ -15,6 +15,7 @@ import baton
 from baton.config import Recipe, WarmStart, load_recipe, load_tasks
 from baton.errors import UserError
 from baton.keys import recipe_keys
+from baton.rollout.settings import RolloutSettings
 from baton.runs import without_none
 from baton.settings import Settings
 from baton.trainer.algorithm import PRESETS, AlgorithmSettings
@@ -276,10 +277,48 @@ def test_a_group_of_one_is_for_algorithms_that_compare_nothing(base: Path) -> No
             assert "algorithms without groups are reinforce_pp and ppo" in complaint(base, *overrides)
 
 
+def notes(name: str = "grpo", rollout: dict[str, object] | None = None, **changes: object) -> list[str]:
+    return AlgorithmSettings(name=name, **changes).notes({"dynamic_sampling": False, **(rollout or {})})
+
+
 def test_what_a_user_should_know_of_an_algorithm_is_said() -> None:
-    assert "clipping is idle" in AlgorithmSettings().notes()[0]
-    assert AlgorithmSettings(name="gspo").notes() == []
-    (changed,) = AlgorithmSettings(name="gspo", clip_high=0.1).notes()
-    assert changed == "algorithm gspo, but with clip_high = 0.1"
-    assert "gradient of mean 0" in AlgorithmSettings(num_epochs=2, kl_coef=0.1, kl_estimator="k1").notes()[1]
-    assert AlgorithmSettings(name="rloo").notes() == []  # it has no clip that could be idle
+    assert "clipping is idle" in notes()[0]
+    assert notes("gspo") == []
+    assert notes("gspo", clip_high=0.1) == ["algorithm gspo, but with clip_high = 0.1"]
+    assert "gradient of mean 0" in notes(num_epochs=2, kl_coef=0.1, kl_estimator="k1")[1]
+    assert notes("rloo") == []  # it has no clip that could be idle
+
+
+def test_a_preset_sets_rollout_keys_and_the_recipes_own_win(base: Path) -> None:
+    assert not load_recipe(Recipe, base).rollout.dynamic_sampling
+    assert load_recipe(Recipe, base, ["algorithm=dapo", "algorithm.num_minibatches=1"]).rollout.dynamic_sampling
+    own = ["algorithm=dapo", "algorithm.num_minibatches=1", "rollout.dynamic_sampling=false"]
+    recipe = load_recipe(Recipe, base, own)
+    assert not recipe.rollout.dynamic_sampling
+    assert recipe.algorithm.notes(recipe.rollout.model_dump())[0] == (
+        "algorithm dapo, but with num_minibatches = 1, rollout.dynamic_sampling = False"
+    )
+    assert notes("dapo", {"dynamic_sampling": True}) == ["algorithm dapo sets rollout.dynamic_sampling = True"]
+    sections = dict(recipe)  # also where sections come as objects
+    assert not Recipe(**sections).rollout.dynamic_sampling
+    assert Recipe(**{**sections, "rollout": RolloutSettings(group_size=2)}).rollout.dynamic_sampling
+
+
+def test_a_correction_brings_its_papers_bounds_unless_the_recipe_or_preset_has_its_own() -> None:
+    def bounds(**given: object) -> tuple[float, float]:
+        found = AlgorithmSettings(**given)
+        return found.weight_floor, found.weight_cap
+
+    assert bounds() == (0.5, 2.0)  # truncated importance sampling has no floor
+    assert bounds(correction="icepop") == (0.5, 5.0)
+    assert bounds(correction="icepop", weight_cap=3.0) == (0.5, 3.0)
+    assert bounds(name="decoupled_ppo") == (0.0, 5.0)  # AReaL drops above 5 only
+    assert bounds(name="decoupled_ppo", correction="icepop") == (0.5, 5.0)
+    assert AlgorithmSettings(name="decoupled_ppo").correction == "icepop"
+
+
+def test_a_kl_in_the_reward_of_a_standardised_group_warns() -> None:
+    settings = {"kl_coef": 0.1, "kl_in": "reward", "num_epochs": 2}
+    assert "(such as 5e-4)" in notes(**settings)[-1]
+    for harmless in ({"kl_coef": 0.0}, {"kl_in": "loss"}, {"advantage": "group_mean"}, {"advantage": "leave_one_out"}):
+        assert not any("5e-4" in note for note in notes(**{**settings, **harmless}))

@@ -102,7 +102,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
         f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}\n"
         f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"
-        + "".join(f"{note}\n" for note in recipe.algorithm.notes())
+        + "".join(f"{note}\n" for note in recipe.algorithm.notes(recipe.rollout.model_dump()))
         + "the recipe is valid; nothing was started",
         highlight=False,
         markup=False,

@@ -96,7 +96,8 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
     """Bring advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO).
 
-    The deviation has divisor N. Where all are equal there is nothing to tell apart, and all become exactly zero.
+    The deviation has divisor N, the number of tokens (`group_std`'s has G − 1). Where all are equal there is nothing to
+    tell apart, and all become exactly zero.
     """
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():

@@ -1,6 +1,7 @@
 """[algorithm] of a recipe: which objective is optimised, and the presets that carry the names of papers.
 
-A preset is nothing but values for the keys below; a recipe may override any of them. Needs no torch.
+A preset is nothing but values for the keys below, and for some keys of [rollout]; a recipe may override any of them.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class AlgorithmSettings(Settings):
     advantage: AdvantageName = "group_std"
     """`group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go` (REINFORCE++), `gae` (PPO)."""
     normalize_advantages: bool = False
-    """Whether advantages are brought to mean 0 and deviation 1 over the policy tokens of the batch."""
+    """Whether advantages are brought to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the
+    batch."""
     aggregation: Aggregation = "sequence_mean"
     """Each trajectory the same weight (GRPO); `token_mean` each token (DAPO); `sequence_sum` the sum over tokens per
     trajectory (RLOO); `length_constant` that sum divided by rollout.max_new_tokens (Dr.GRPO)."""
@@ -48,9 +50,9 @@ class AlgorithmSettings(Settings):
     correction: CorrectionName = "token_tis"
     """How tokens sampled by another policy than the one that is trained are weighted (docs/algorithms.md)."""
     weight_cap: float = Field(default=2.0, ge=1)
-    """Largest importance weight: truncated to it, or by `icepop` dropped above it."""
+    """Largest importance weight: truncated to it, or by `icepop` dropped above it (5 unless given, as IcePop has)."""
     weight_floor: float = Field(default=0.5, ge=0, le=1)
-    """Smallest importance weight that `icepop` keeps."""
+    """Smallest importance weight that `icepop` keeps; 0 for no lower bound (AReaL)."""
     opsm_delta: float = Field(default=1e-4, ge=0)
     """Nats per token by which the policy may have left a bad trajectory behind before `opsm` drops it; 1e-4 is for
     engines that agree with the trainer to float32, bfloat16 engines want more."""
@@ -59,9 +61,10 @@ class AlgorithmSettings(Settings):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference model; 0 loads none."""
     kl_estimator: KlEstimator = "k3"
-    """`k1` log ratio, `k2` half its square, `k3` positive and unbiased (GRPO). In the loss k1's gradient has mean 0."""
+    """`k1` log ratio, `k2` half its square, `k3` positive and at most 10 (GRPO). In the loss k1's gradient has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL is a term of the loss, or is taken off the reward token by token."""
+    """Whether the KL is a term of the loss, or is taken off the reward token by token; there `group_std` scales it up
+    where a group's rewards are equal, and the run warns."""
     reference: str | None = None
     """Directory of the reference model; without it, the model the run begins with."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -89,9 +92,12 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, given: Any) -> Any:
+        preset = preset_of(given)
         given = {"name": given} if isinstance(given, str) else given
-        preset = PRESETS.get(given.get("name", "grpo")) if isinstance(given, dict) else None
-        return given if preset is None else {**preset.sets, **given}
+        if preset is None or not isinstance(given, dict):
+            return given
+        correction = CORRECTION_SETS.get(given.get("correction", ""), {})
+        return {**preset.sets, **correction, **given}
 
     @field_validator("name")
     @classmethod
@@ -145,12 +151,18 @@ class AlgorithmSettings(Settings):
         preset = AlgorithmSettings(name=self.name)
         return {key: value for key, value in self if value != getattr(preset, key)}
 
-    def notes(self) -> list[str]:
-        """Return what a user should know of this choice before the run, in sentences."""
+    def notes(self, rollout: Mapping[str, Any]) -> list[str]:
+        """Return what a user should know of this choice before the run, in sentences; `rollout` are the keys there."""
         found = []
-        if self.overrides:
-            changed = ", ".join(f"{key} = {value!r}" for key, value in self.overrides.items())
-            found.append(f"algorithm {self.name}, but with {changed}")
+        changed = self.overrides
+        for key, value in PRESETS[self.name].rollout.items():
+            if rollout[key] == value:
+                found.append(f"algorithm {self.name} sets rollout.{key} = {value!r}")
+            else:
+                changed[f"rollout.{key}"] = rollout[key]
+        if changed:
+            values = ", ".join(f"{key} = {value!r}" for key, value in changed.items())
+            found.append(f"algorithm {self.name}, but with {values}")
         if self.num_updates == 1 and self.correction != "bypass" and self.objective != "policy_gradient":
             found.append(
                 "one update per train step: every ratio to the proximal policy is 1 and clipping is idle "
@@ -158,6 +170,12 @@ class AlgorithmSettings(Settings):
             )
         if self.has_loss_kl and self.kl_estimator == "k1":
             found.append("algorithm.kl_estimator = 'k1' in the loss has a gradient of mean 0: k2 or k3 hold the policy")
+        if self.has_reward_kl and self.advantage == "group_std":
+            found.append(
+                "algorithm.kl_in = 'reward' with advantage = 'group_std': in a group of equal rewards only the KL "
+                "differs, and divided by its own deviation it gives advantages of about ±1 however small it is (such "
+                "as 5e-4); use kl_in = 'loss', or advantage = 'group_mean' or 'leave_one_out', which keep its size"
+            )
         return found
 
 
@@ -173,7 +191,12 @@ class Preset:
     """What its paper says of optimiser updates per batch."""
     sets: Mapping[str, Any] = field(default_factory=dict)
     """Keys whose values are not the defaults."""
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of [rollout] that are part of the algorithm. A recipe that gives them has its own."""
 
+
+CORRECTION_SETS: Mapping[str, Mapping[str, Any]] = {"icepop": {"weight_floor": 0.5, "weight_cap": 5.0}}
+"""Correction that a recipe names → keys that its paper gives with it."""
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(
@@ -198,6 +221,7 @@ PRESETS: Mapping[str, Preset] = {
             "overlong_frac": 0.2,
             "overlong_filter": True,
         },
+        {"dynamic_sampling": True},
     ),
     "gspo": Preset(
         "2507.18071",
@@ -263,9 +287,22 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "decoupled_ppo": Preset(
         "2110.00641",
-        "AReaL (2505.24298): the clip is around the policy of the step's start, and older samples are weighted to it.",
+        "AReaL (2505.24298): the clip is around the policy of the step's start; older samples are weighted to it, or "
+        "dropped where the weight exceeds 5.",
         "4 minibatches in AReaL",
-        {"aggregation": "token_mean", "num_minibatches": 4},
+        {
+            "aggregation": "token_mean",
+            "num_minibatches": 4,
+            "correction": "icepop",
+            "weight_floor": 0.0,
+            "weight_cap": 5.0,
+        },
     ),
 }
 """Name in `algorithm = "..."` → what it sets; the first is the default."""
+
+
+def preset_of(algorithm: Any) -> Preset | None:
+    """Return the preset that a recipe's `algorithm` names, however it is given; None for an unknown name."""
+    name = algorithm.get("name", "grpo") if isinstance(algorithm, Mapping) else getattr(algorithm, "name", algorithm)
+    return PRESETS.get(name) if isinstance(name, str) else None

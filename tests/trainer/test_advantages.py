@@ -91,6 +91,16 @@ def test_a_kl_taken_off_the_reward_counts_before_the_group_is_compared():
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [-1.0])
 
 
+def test_a_small_kl_is_all_there_is_in_a_group_of_equal_rewards():
+    """`group_std` makes of a KL of 5e-4 what it makes of a reward of 1; the others keep its size."""
+    penalties = [-5e-4, 0.0, 0.0, -5e-4]
+    given_in = [Outcome(0, f"0/{i}", 1.0, 1, token_rewards=np.array([p])) for i, p in enumerate(penalties)]
+    # ± 2.5e-4 / (5e-4 · √(1/3) + 1e-6) = ± 0.8630357
+    a, b = -0.8630357, 0.8630357
+    assert flat(group_std(given_in, SHAPE)) == pytest.approx([a, b, b, a], abs=1e-6)
+    assert flat(group_mean(given_in, SHAPE)) == pytest.approx([-2.5e-4, 2.5e-4, 2.5e-4, -2.5e-4])
+
+
 def test_a_group_that_cannot_be_compared_is_refused_by_name():
     with pytest.raises(UserError, match=r"group 5 has 1 members, allowed are 2 or more"):
         check_groups([make_group(5, [1.0])], 2)
@@ -130,7 +140,7 @@ def test_gae_with_lambda_1_is_the_return_less_the_value_and_with_0_the_td_error(
 
 
 def test_normalized_is_over_all_tokens_of_the_batch():
-    # 1, 1, 4: mean 2, variance (1 + 1 + 4) / 3 = 2
+    # 1, 1, 4: mean 2, variance (1 + 1 + 4) / 3 = 2 (with divisor N − 1 it would be 3)
     first, second = normalized([np.array([1.0, 1.0]), np.array([4.0])])
     assert first == pytest.approx([-0.7071063, -0.7071063], abs=1e-6)
     assert second == pytest.approx([1.4142126], abs=1e-6)

@@ -106,7 +106,7 @@ def test_gspo_with_mixed_versions_has_its_weights_by_token_and_its_ratio_over_th
     assert gradient == pytest.approx(np.array([[0.0, -0.275, -1.1]]))
 
 
-# Weights π_proximal / π_behavior ½, 4, 1: `icepop` within [½, 2], and `second_moment` with a cutoff of ½, drop the second.
+# Weights π_proximal / π_behavior ½, 4, 1: `icepop` within [½, 2] and `second_moment` with cutoff ½ drop the second.
 DROPPING = {"icepop": {}, "second_moment": {"cutoff": 0.5}}
 
 
