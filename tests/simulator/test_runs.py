@@ -107,7 +107,7 @@ def test_littles_law_of_what_is_carried() -> None:
 def test_more_staleness_keeps_the_trainer_busier_and_never_exceeds_its_bound() -> None:
     busy, mean = [], []
     for bound in (0, 1, 2, 4):
-        of = replace(setting("async", slots=16, steps=40), rules=rules("async", max_staleness=bound, stale="wait"))
+        of = replace(setting("async", slots=16, steps=40), rules=rules("async", max_staleness=bound, stale="drop"))
         result = summarise(of, simulate(of, Options(0)))
         assert max(result.staleness) <= bound
         assert result.masked_share == 0

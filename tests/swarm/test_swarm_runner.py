@@ -22,7 +22,7 @@ MODES = [
     ("async", {"on_new_version": "keep", "max_staleness": 2}),
     ("async", {"on_new_version": "resume", "max_staleness": 3, "publish_every": 2}),
     ("async", {"on_new_version": "resume", "max_staleness": 4, "max_lag": 3, "stale": "drop", "max_requeues": 1}),
-    ("async", {"on_new_version": "resume", "max_staleness": 2, "consume": "submission", "stale": "wait"}),
+    ("async", {"on_new_version": "resume", "max_staleness": 2, "consume": "submission", "stale": "drop"}),
 ]
 
 
