@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
-    ("types", "errors", "settings", "files"),
+    ("types", "errors", "settings", "files", "backoff"),
     ("cluster", "model", "workload", "plan"),
     ("metrics", "journal", "buffer", "cost", "trace"),
     ("policy",),

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from baton.backoff import retry_wait_s
 from baton.fleet.placement import Placement, Post, change
 
 # ---- events ----------------------------------------------------------------------------------------------------------
@@ -203,7 +204,8 @@ class Supervision:
         if watched.failures > self.rules.max_failures:
             self._give_up(watched, event.cause, commands)
             return
-        wait_s = min(self.rules.longest_wait_s, self.rules.first_wait_s * 2.0 ** (watched.failures - 1))
+        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
+        wait_s = retry_wait_s(watched.failures, first_s=first_s, longest_s=longest_s)
         watched.begin_s = event.at_s + wait_s
         commands.append(
             Say(f"{event.name} on {watched.post.machine} {event.cause}; beginning it again in {wait_s:g} s")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from baton.backoff import retry_wait_s
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
 from baton.simulator.rows import Grown, Row
@@ -88,7 +89,7 @@ class SimWorker:
         self._said: dict[int, int] = {}
         """Lease → tokens that were reported, with those it was given."""
         self._incarnation = -1
-        self._wait_s = 0.0
+        self._failures = 0
         self._beats = 0
         self._fetching_s = 0.0
 
@@ -152,10 +153,11 @@ class SimWorker:
         if not self.is_up or self.is_connected:
             return
         if self.is_frozen or not self._around.connects(self):
-            self._wait_s = min(LONGEST_WAIT_S, max(self._swarm.reconnect_s, 2 * self._wait_s))
-            self._clock.after(self._wait_s, self._connect)
+            self._failures += 1
+            wait_s = retry_wait_s(self._failures, first_s=self._swarm.reconnect_s, longest_s=LONGEST_WAIT_S)
+            self._clock.after(wait_s, self._connect)
             return
-        self._wait_s = 0.0
+        self._failures = 0
         self.is_connected = True
         if self._around.incarnation != self._incarnation:
             self._incarnation = self._around.incarnation

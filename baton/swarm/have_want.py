@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.backoff import retry_wait_s
 from baton.types import PolicyVersion
 
 # ---- events ----------------------------------------------------------------------------------------------------------
@@ -144,8 +145,8 @@ class HaveWant:
         if version != self.want:
             return self._go_on()  # a newer one is wanted anyway
         self.failures += 1
-        wait_s = min(self.rules.longest_wait_s, self.rules.first_wait_s * 2.0 ** (self.failures - 1))
-        self._retry_s = at_s + wait_s
+        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
+        self._retry_s = at_s + retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
         return [WakeAt(self._retry_s)]
 
     def _is_of_use(self, version: PolicyVersion) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.backoff import retry_wait_s
 from baton.errors import EngineFault
 
 MAX_RESTARTS = 5
@@ -72,7 +73,7 @@ class LocalWorkers:
                     raise EngineFault(f"local worker {index} ended {child.failures} times in a row: see {log}")
                 code = child.process.returncode
                 self._say(f"local worker {index} ended with exit code {code} ({log}); starting it again")
-                child.restart_s = now_s + 0.2 * 2.0**child.failures
+                child.restart_s = now_s + retry_wait_s(child.failures, first_s=0.4, longest_s=10.0)
             elif now_s >= child.restart_s:
                 child.process, child.since_s, child.restart_s = self._start(index), now_s, None
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import aiohttp
 
+from baton.backoff import retry_wait_s
 from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
@@ -113,7 +114,7 @@ class SwarmWorker:
         # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
-        wait_s, heard_s = 0.0, self._loop.time()
+        failures, heard_s = 0, self._loop.time()
         async with (
             aiohttp.ClientSession(connector=kept) as self._http,
             aiohttp.ClientSession(connector=once) as self._lines,
@@ -130,10 +131,11 @@ class SwarmWorker:
                         if self._is_leaving.is_set():
                             return
                         if self._was_served:
-                            wait_s, heard_s = 0.0, self._loop.time()
+                            failures, heard_s = 0, self._loop.time()
                         self._check_patience(self._loop.time() - heard_s)
-                        wait_s = min(LONGEST_WAIT_S, max(0.5, 2 * wait_s))
-                        waiting_s = wait_s * random.uniform(0.5, 1.0)
+                        failures += 1
+                        waiting_s = retry_wait_s(failures, first_s=0.5, longest_s=LONGEST_WAIT_S)
+                        waiting_s *= random.uniform(0.5, 1.0)
                         cause = str(error) or type(error).__name__
                         self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
                         with suppress(TimeoutError):

@@ -158,6 +158,19 @@ def test_waits_double_up_to_their_bound_and_begin_anew_with_another_version():
     assert machine.handle(FetchFailed(now_s, v(1), "gone")) == [Fetch(v(2))], "at once: it is another one"
 
 
+def test_a_version_that_fails_for_days_is_fetched_again_at_the_longest_wait():
+    """2 ** 1024 is no float: a wait computed from it ended the worker after 8 hours and a half."""
+    machine = HaveWant(HaveWantRules(first_wait_s=0.5, longest_wait_s=30.0))
+    now_s = 0.0
+    assert machine.handle(Wanted(now_s, v(1))) == [Fetch(v(1))]
+    for _ in range(1100):
+        (wake,) = machine.handle(FetchFailed(now_s, v(1), "gone"))
+        assert isinstance(wake, WakeAt)
+        assert wake.at_s - now_s <= 30.0
+        now_s = wake.at_s
+        assert machine.handle(Woken(now_s)) == [Fetch(v(1))]
+
+
 def test_what_is_on_its_way_is_let_finish_and_serves_until_the_newest_is_there():
     """Else a version a second would keep a worker from ever having one."""
     machine = HaveWant()
