@@ -237,6 +237,7 @@ class Loop:
         self.metrics.write(step, values)
         self.clock.trace.flush()
         self.observer.stepped(step, values)
+        self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
     def _is_evaluated(self, step: int) -> bool:
         return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
@@ -363,7 +364,12 @@ class Loop:
         if accuracy > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=accuracy)
         self.observer.evaluated(self.state.step, results)
+        self._warn(self.judge.warnings.take(f"evaluation after step {self.state.step}"))
         return results
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            self.observer.said(warning)
 
 
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -22,6 +23,8 @@ from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.progress import TerminalObserver
+from baton.report import print_report, summarise
+from baton.report.page import render
 from baton.runs import RunDirectory
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.types import FailureCause
@@ -60,6 +63,14 @@ def plain(prompt, response, answer):
 
 def raises(prompt, response, answer):
     raise RuntimeError("no licence")
+
+def raises_for_some(prompt, response, answer):
+    if int(prompt.messages[-1].content.split()[2]) % 3 == 0:
+        raise KeyError("no such test case")
+    return len(response) % 7
+
+def constant(prompt, response, answer):
+    return 0.0
 
 def breaks_later(prompt, response, answer):
     if (Path(__file__).parent / "broken").exists():
@@ -248,6 +259,49 @@ def test_one_hanging_judgement_is_counted_kept_and_not_trained(
     assert [m.judgement.cause for m in failed] == [FailureCause.TIMEOUT]
     assert row["tokens/trained"] == sum(m.trajectory.num_tokens for m in members if m.judgement.is_judged)
     assert row["tokens/generated"] - row["tokens/trained"] == failed[0].trajectory.num_tokens > 0
+
+
+def observed(tree: dict[str, Any]) -> tuple[RunDirectory, str]:
+    """A run, and what it printed."""
+    console = Console(file=io.StringIO(), width=400)
+    with TerminalObserver(console, tree["run"]["steps"]) as observer:
+        loop = build_loop(Recipe.model_validate(tree), observer, resume=False, overwrite=False)
+        loop.train()
+        loop.close()
+    return loop.run, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def printed_report(run: RunDirectory) -> str:
+    console = Console(file=io.StringIO(), width=400)
+    print_report(console, summarise(run))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_function_that_raises_for_some_is_told_with_its_cause_once_then_counted_and_is_in_the_report(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "raises_for_some")]}
+    tree["run"]["steps"], tree["judge"], tree["eval"] = 3, {"deadline_s": 60.0}, {"num_prompts": 4}
+    run, said = observed(tree)
+    assert said.count("raises_for_some' raised KeyError: 'no such test case' (functions.py, line ") == 1
+    rows = [row for row in read_metrics(run.path) if row.get("judge/failed")]
+    assert rows
+    for row in rows:
+        assert f"warning: step {row['step']}: {row['judge/failed']:.0f} of 16 responses could not be judged" in said
+    report = printed_report(run)
+    assert f"{sum(row['judge/failed'] for row in rows):.0f} of 48 responses could not be judged (raised " in report
+    assert "KeyError: 'no such test case' (functions.py, line " in report
+    assert "responses could not be judged (raised " in render(run)
+
+
+def test_a_run_without_any_difference_in_rewards_says_that_nothing_can_be_learned(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "constant")]}
+    tree["run"]["steps"], tree["judge"] = 4, {"deadline_s": 60.0}
+    run, said = observed(tree)
+    assert said.count("for 3 steps all responses to a prompt have had the same reward (0 everywhere)") == 1
+    assert "for 4 steps all responses to a prompt have had the same reward (0 everywhere)" in printed_report(run)
 
 
 def test_a_function_that_always_raises_stops_the_run_in_one_sentence(tree: dict[str, Any], tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def print_report(console: Console, report: RunReport) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
         f"read what it wrote: baton show {report.directory} --step {report.steps}\n"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from baton.errors import UserError
 from baton.evaluation import Evaluation
 from baton.metrics import read_metrics
 from baton.runs import RunDirectory
+from baton.tasks.reward_warnings import EQUAL_STEPS, by_cause, nothing_to_learn
+from baton.types import FailureCause
 
 WINDOW = 5
 """Steps averaged at either end of the reward curve."""
@@ -54,6 +57,8 @@ class RunReport(msgspec.Struct, frozen=True):
     """Time of all train steps, evaluations left out."""
     eval_time_s: float
     """Time of all evaluations."""
+    warnings: tuple[str, ...] = ()
+    """About rewards: responses that could not be judged, and steps without anything to learn from."""
 
 
 def summarise(run: RunDirectory) -> RunReport:
@@ -82,7 +87,29 @@ def summarise(run: RunDirectory) -> RunReport:
         generated / max(1e-9, train_time_s),
         train_time_s,
         _total(all_rows, "time/eval"),
+        tuple(_warnings(run, recipe, rows)),
     )
+
+
+def _warnings(run: RunDirectory, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    failed = {cause: _total(rows, f"judge/{cause}") for cause in FailureCause}
+    failed = {cause: count for cause, count in failed.items() if count}
+    if failed:
+        judged = len(rows) * recipe["rollout"]["batch_groups"] * recipe["rollout"]["group_size"]
+        yield (
+            f"{sum(failed.values()):.0f} of {judged} responses could not be judged ({by_cause(failed)}) and were not "
+            f"trained{_first_failure(run, rows)}"
+        )
+    equal = list(takewhile(lambda row: row.get("reward/zero_std_frac") == 1.0, reversed(rows)))
+    if len(equal) >= EQUAL_STEPS and run.has_groups(rows[-1]["step"]):
+        yield nothing_to_learn(len(equal), run.groups(rows[-1]["step"]))
+
+
+def _first_failure(run: RunDirectory, rows: Sequence[dict[str, Any]]) -> str:
+    step = next(row["step"] for row in rows if row.get("judge/failed"))
+    members = (m for g in run.groups(step) for m in g.members) if run.has_groups(step) else ()
+    failure = next((m.judgement.failure for m in members if not m.judgement.is_judged), None)
+    return f"; the first, in step {step}: {failure}" if failure else ""
 
 
 def _changes(run: RunDirectory) -> tuple[Change, ...]:

@@ -36,6 +36,7 @@ from baton.tasks.judging.functions import (
 )
 from baton.tasks.judging.mathematics import check_installed
 from baton.tasks.judging.settings import JudgeSettings
+from baton.tasks.reward_warnings import RewardWarnings
 from baton.tasks.task import Task
 from baton.types import FailureCause, Group, Judged, Judgement, Prompt, Trajectory
 
@@ -146,6 +147,8 @@ class Judge:
         self._waiting: dict[int, Trajectory] = {}
         self._next_id = 0
         self._unanswered: dict[str, int] = {}
+        self.warnings = RewardWarnings()
+        """Of all that was collected."""
         self._answered: dict[str, Calls] = {}
         """The last that each judge answered."""
         self._last_sign_s = 0.0
@@ -418,6 +421,8 @@ class Judge:
         places, said = finished
         trajectories = [self._waiting.pop(place) for place in places]
         judgements = said if isinstance(said, list) else said.result()
+        for judgement in judgements:
+            self.warnings.count(judgement)
         return [Judged(t, j) for t, j in zip(trajectories, judgements, strict=True)]
 
 

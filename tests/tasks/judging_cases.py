@@ -59,6 +59,13 @@ def leaves(prompt, response, answer):
 def eats(prompt, response, answer):
     return len(bytearray(1 << 34)) if response == "bad" else 1
 
+def raises_in_a_library(prompt, response, answer):
+    import json
+    return json.loads(response)
+
+def raises_with_escapes(prompt, response, answer):
+    raise ValueError("\\x1b[2J gone\\n2")
+
 def raises(prompt, response, answer):
     if response == "bad":
         raise KeyError("no such key")

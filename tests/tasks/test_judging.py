@@ -55,6 +55,12 @@ def judge_many(judge: Judge, responses: list[str]) -> list[Judgement]:
         ("segfaults", FailureCause.CRASHED, "was killed by SIGSEGV"),
         ("eats", FailureCause.RAISED, "raised MemoryError"),
         ("raises", FailureCause.RAISED, "raised KeyError: 'no such key' (judging_functions.py, line "),
+        (
+            "raises_in_a_library",
+            FailureCause.RAISED,
+            "raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) (judg",
+        ),
+        ("raises_with_escapes", FailureCause.RAISED, "raised ValueError: \\x1b[2J gone (judging_functions.py, line "),
         ("leaves", FailureCause.RAISED, "raised SystemExit: enough"),
         ("nothing", FailureCause.MALFORMED, "returned None (NoneType), which is no number"),
         ("not_a_number", FailureCause.MALFORMED, "returned nan (float), which is not finite"),

@@ -150,7 +150,10 @@ def told(error: BaseException, function: RewardFunction | None = None) -> str:
     function: whose file is named where it is among the callers, else the innermost caller is.
     """
     text = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    first = (
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[0][:200]) if text else ""
+    )  # may quote a response
+    said = f"{type(error).__name__}: {first}" if text else type(error).__name__
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if "importlib" not in f.filename]
     own = getattr(getattr(function, "__code__", None), "co_filename", None)
     where = next((f for f in frames if f.filename == own), frames[0] if frames else None)
