@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 
-from baton.config import Recipe, compare_for_resume, load_tasks
+from baton.config import Recipe, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
-from baton.files import atomic_directory
+from baton.files import tensor_files
 from baton.footprint import check_room
 from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
 from baton.launch.protocol import Start
 from baton.launch.ranks import LocalRanks
-from baton.loop import Clock, Loop, LoopState, Observer
+from baton.loop import Loop, LoopState, Observer
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.engines.kinds import engine_of_model
@@ -38,12 +38,15 @@ from baton.rollout.port import LocalPort, WorkerPort
 from baton.rollout.runner import Runner
 from baton.rollout.sweep import Sweep
 from baton.rollout.traced import TracedJudges
-from baton.runs import RunDirectory, without_none
+from baton.run_lock import RunLock
+from baton.runs import RunDirectory
 from baton.swarm.crew import Crew
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.trace import BEGIN, LeaseTrace, TraceWriter
-from baton.trainer.checkpoint import checkpoint_path, latest_checkpoint, prune_checkpoints
+from baton.trace import BEGIN, Clock, LeaseTrace, TraceWriter
+from baton.trainer.checkpoint import (
+    newest_intact_checkpoint,
+)
 from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
 from baton.trainer.ranked import RankedTrainer
@@ -52,26 +55,9 @@ from baton.trainer.trainer import Trainer
 from baton.turns import Turns
 from baton.types import PolicyVersion, SamplingParams
 
+logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
 """(how many, torch threads of each) → the ranks of a trainer."""
-LOOP_STATE = Path("baton") / "loop.json"
-"""Within a checkpoint: what the loop needs to go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a run begins or goes on."""
-
-    state: LoopState
-    checkpoint: Path | None
-    """None at the beginning."""
-    is_new: bool = True
-    """Whether there is nothing yet that could be used again."""
-
-    @property
-    def resume_step(self) -> int:
-        """The last step whose metrics stay; none at the beginning, not even those before the first step."""
-        return -1 if self.checkpoint is None else self.state.step
 
 
 def set_up_torch(threads: int, *, busy: int = 0) -> int:
@@ -100,7 +86,8 @@ def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTr
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    with tensor_files(path):
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def build_loop(
@@ -118,8 +105,31 @@ def build_loop(
     crew and start_ranks: workers and trainer ranks that somebody else starts, on other machines.
     Raises UserError for all that can be seen to be wrong before the first step, and leaves what was there as it was.
     """
+    path = recipe.run.path
     if not resume:
-        RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+        RunDirectory.check_free(path, overwrite=overwrite)
+    lock = RunLock.take(path, observer.said)
+    try:
+        if not resume or not (path / "run.json").exists():
+            RunDirectory.check_free(path, overwrite=overwrite)
+        return _build_loop(
+            recipe, observer, lock, resume=resume, should_stop=should_stop, crew=crew, start_ranks=start_ranks
+        )
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _build_loop(
+    recipe: Recipe,
+    observer: Observer,
+    lock: RunLock,
+    *,
+    resume: bool,
+    should_stop: Callable[[], bool],
+    crew: Crew | None,
+    start_ranks: StartRanks | None,
+) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
     _check_machine(recipe, crew)
@@ -129,15 +139,16 @@ def build_loop(
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = mixture.held_out(recipe.eval.num_prompts)
-    place = _place(recipe, observer) if resume else _Place(LoopState(), None)
+    place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
     trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
-    run, port, metrics, journal = _open(recipe, trainer, tokenizer, place, threads, observer, trace, crew)
+    run, port, metrics, journal = _open(recipe, lock, trainer, tokenizer, place, threads, observer, trace, crew)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal)
     return Loop(
         run=run,
+        lock=lock,
         stream=stream,
         held_out=held_out,
         judge=judge,
@@ -147,7 +158,7 @@ def build_loop(
         runner=runner,
         journal=journal,
         trainer=trainer,
-        save_checkpoint=_checkpoint_writer(recipe, run, trainer),
+        save_checkpoint=checkpoint_writer(recipe, run, trainer),
         metrics=metrics,
         observer=observer,
         rollout=recipe.rollout,
@@ -191,9 +202,10 @@ def _turns(recipe: Recipe, port: WorkerPort, trainer: Trainer) -> Turns | None:
 
 def _open(
     recipe: Recipe,
+    lock: RunLock,
     trainer: Trainer,
     tokenizer: Tokenizer,
-    place: _Place,
+    place: ResumePoint,
     threads: int,
     observer: Observer,
     trace: TraceWriter,
@@ -205,12 +217,13 @@ def _open(
         if not recipe.swarm.is_on:
             port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace))
             undo.callback(port.close)
-        run = _open_run(recipe, trainer, tokenizer, place, threads)
+        run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:
             port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, crew)
             undo.callback(port.close)
-        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log)
-        journal = Journal(run.journal, keeps_partials=recipe.rollout.mode != "sync")
+        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
+        keeps_partials = recipe.rollout.mode != "sync"
+        journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
         undo.pop_all()
     return run, port, metrics, journal
 
@@ -263,59 +276,6 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks 
     return RankedTrainer(ranks, setup, recipe.trainer.rank_timeout_s)
 
 
-def _checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Callable[[LoopState], Path]:
-    def save_checkpoint(state: LoopState) -> Path:
-        path = checkpoint_path(run.checkpoints, state.step)
-        with atomic_directory(path) as directory:
-            trainer.save(directory)
-            (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
-        prune_checkpoints(run.checkpoints, recipe.checkpoint.keep, keep_step=state.best_step)
-        return path
-
-    return save_checkpoint
-
-
-def _place(recipe: Recipe, observer: Observer) -> _Place:
-    """Find where to go on: after the latest checkpoint, or at the beginning where the run has not got that far."""
-    path = recipe.run.path
-    if not (path / "run.json").exists():
-        observer.said(f"{path} does not exist yet: beginning it")
-        return _Place(LoopState(), None)
-    run = RunDirectory.open(path)
-    for warning in compare_for_resume(run.recipe(), without_none(recipe.model_dump(mode="json"))):
-        observer.said(f"warning: {warning}")
-    if recipe.trainer.compile:
-        observer.said("warning: with trainer.compile the last bits may differ from those of a run never stopped")
-    checkpoint = latest_checkpoint(run.checkpoints)
-    if checkpoint is None:
-        observer.said(f"{path} has no checkpoint yet: beginning it again, with the rollouts it has")
-        return _Place(LoopState(), None, is_new=False)
-    state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
-    if state.step >= recipe.run.steps:
-        raise UserError(
-            f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
-            f"to go on, resume with a larger run.steps"
-        )
-    observer.said(f"going on after step {state.step}, from {checkpoint}")
-    return _Place(state, checkpoint, is_new=False)
-
-
-def _open_run(recipe: Recipe, trainer: Trainer, tokenizer: Tokenizer, place: _Place, threads: int) -> RunDirectory:
-    """Make the run's directory, or bring it and the trainer to where they go on. The last act of a start."""
-    resolved = without_none(recipe.model_dump(mode="json"))
-    if not place.is_new:
-        run = RunDirectory.open(recipe.run.path)
-        if place.checkpoint is not None:
-            trainer.restore(place.checkpoint)
-        run.cut_after(place.resume_step)
-        run.write_resume(resolved, step=place.state.step, threads=threads)
-        return run
-    run = RunDirectory.create(recipe.run.path)
-    run.write_start(resolved, seed=recipe.run.seed, threads=threads)
-    tokenizer.hf.save_pretrained(run.tokenizer)
-    return run
-
-
 def evaluate_model(
     path: Path,
     recipe_path: Path | None,
@@ -332,7 +292,7 @@ def evaluate_model(
         raise UserError(f"{path} is not part of a run, so its tasks are unknown: name a recipe with --recipe")
     model_path = path
     if run == path:
-        checkpoint = latest_checkpoint(RunDirectory(path).checkpoints)
+        checkpoint = newest_intact_checkpoint(RunDirectory(path).checkpoints, logger.warning)
         if checkpoint is None:
             raise UserError(f"{path} has no complete checkpoint to evaluate")
         model_path = checkpoint

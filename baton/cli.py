@@ -58,7 +58,14 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def sft(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False) -> None:
+def sft(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin again, removing a run of this name and its output.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Fine-tune a model on demonstrations, or make one from nothing: a warm start for reinforcement learning.
 
     The demonstrations are generated ([demonstrations]) or a JSONL file with prompt and completion (data = "...").
@@ -68,7 +75,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False) 
     loaded = load_recipe(WarmStart, recipe, overrides or ())
     from baton.warmstart import warm_start
 
-    result = warm_start(loaded, err if as_json else out)
+    result = warm_start(loaded, err if as_json else out, overwrite=overwrite)
     if as_json:
         print_json(result)
 

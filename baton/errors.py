@@ -2,12 +2,14 @@
 
     BatonError
     ├── UserError (also a ValueError)   the user can mend it: printed as one sentence, without a traceback
-    │   └── TaskExhausted               a task holds fewer distinct problems than were asked for
+    │   ├── TaskExhausted               a task holds fewer distinct problems than were asked for
+    │   └── Damaged                     a file is not what was written; names it
     ├── EngineFault                     an engine or its worker failed; names the worker and the lease
     ├── DeadlineExceeded                something was waited for too long; names who
     ├── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
     ├── RankLost                        a rank of a sharded trainer has ended or is silent; names it and its exit code
     ├── StorageFault                    a file could not be written; names it and where the run can go on from
+    ├── RunTakenOver                    another process has taken over the run's directory; names it
     └── WeightsFault                    a policy version cannot be published or fetched; names it and who is at fault
 
 Staleness, an abort and a full buffer are outcomes, not errors. Our own invariants are `assert` with a message.
@@ -24,6 +26,10 @@ class UserError(BatonError, ValueError):
 
 class TaskExhausted(UserError):
     """A task holds fewer distinct problems than were asked for."""
+
+
+class Damaged(UserError):
+    """A file is not what was written: it is cut short, or its bits have changed."""
 
 
 class EngineFault(BatonError):
@@ -44,6 +50,10 @@ class RankLost(BatonError):
 
 class StorageFault(BatonError):
     """A file could not be written: the disk is full, say."""
+
+
+class RunTakenOver(BatonError):
+    """Another process has taken over the run's directory; this one has written nothing since."""
 
 
 class WeightsFault(BatonError):

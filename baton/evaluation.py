@@ -131,6 +131,21 @@ def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluati
     )
 
 
+def evaluation_metrics(result: Evaluation) -> dict[str, float]:
+    """Metric names of one evaluation."""
+    if result.temperature == 0:
+        return {f"eval/{result.task}/greedy": result.accuracy.value}
+    values = {
+        f"eval/{result.task}/avg@{result.samples}": result.accuracy.value,
+        f"eval/{result.task}/response_length": result.mean_length_tokens,
+    }
+    if result.unjudged:
+        values[f"eval/{result.task}/unjudged"] = result.unjudged
+    if result.samples > 1:
+        values[f"eval/{result.task}/pass@{result.samples}"] = result.pass_at_k.value
+    return values
+
+
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     """95 % interval of the share of true outcomes, [prompts][samples].
 

@@ -1,41 +1,112 @@
-"""Files and directories that are whole or absent, whenever the process dies."""
+"""Files and directories that are whole or absent, whenever the process dies or the power fails.
+
+write_whole, atomic_directory   write beside the name, flush to the disk, rename, flush the directory
+append, read_rows               JSON lines: a process may die within the last one, and no other may be damaged
+seal, verify                    digests of a directory's files, written last and compared before they are used
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from blake3 import blake3
+from safetensors import SafetensorError
+
+from baton.errors import Damaged
+
+Row = TypeVar("Row")
+SEAL = Path("baton") / "manifest.json"
+"""Within a sealed directory: the digests of its files."""
+STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+"""Error numbers of a disk that is full, over quota, damaged or read-only."""
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class _File(msgspec.Struct, frozen=True):
+    size: int
+    blake3: str
+
+
+class _Seal(msgspec.Struct, frozen=True):
+    files: dict[str, _File]
+    """By path relative to the directory."""
+    blake3: str
+    """Of `files`, as JSON."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file's content in one step: a reader finds the old one or the new one."""
+    """Replace a file's content in one step: a reader finds the old one or the new one. It outlives a power cut."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_bytes(data)
     flush_to_disk(unfinished)
     unfinished.replace(path)
+    flush_to_disk(path.parent)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add bytes to the end of a file. They outlive a kill; a power cut may lose or tear the last ones."""
+    with path.open("ab", buffering=0) as file:
+        written = file.write(data)
+    if written != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Read a file of JSON lines; there may be none. The last line is left out where a process died within it.
+
+    Raises Damaged for any other line that cannot be read.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    decoder = msgspec.json.Decoder(kind)
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if number == len(lines):
+                break
+            raise Damaged(f"{path} is damaged: line {number} of {len(lines)} cannot be read ({error})") from error
+    return rows
+
+
+def make_directory(path: Path) -> list[Path]:
+    """Make a directory and those above it. They outlive a power cut. Return those that were not there, lowest first."""
+    missing = [each for each in (path, *path.absolute().parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush_to_disk(each.parent)
+    return missing
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield an empty directory beside `path`; when the block ends well, it takes that name in one step.
 
-    What already lay at `path` is replaced. When the block raises, `path` is as it was and the rest is removed.
+    What already lay at `path` is replaced. When the block or `before_rename` raises, `path` is as it was and the rest
+    is removed.
     """
     path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     unfinished, replaced = path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.replaced")
     for leftover in (unfinished, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir()
     try:
         yield unfinished
+        for entry in [*unfinished.rglob("*"), unfinished]:
+            flush_to_disk(entry)
+        before_rename()
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    for entry in [*unfinished.rglob("*"), unfinished]:
-        flush_to_disk(entry)
     if path.exists():
         path.rename(replaced)  # a directory cannot be renamed over a full one
     unfinished.rename(path)
@@ -47,11 +118,16 @@ def remove_directory(path: Path) -> None:
     """Remove a directory that is whole until it is gone."""
     doomed = path.with_name(f".{path.name}.removed")
     path.rename(doomed)
+    flush_to_disk(path.parent)  # else a power cut could bring the name back, with files missing
     shutil.rmtree(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what the functions above left in a directory when a process died within them."""
+    for replaced in directory.glob(".*.replaced"):
+        path = directory / replaced.name[1 : -len(".replaced")]
+        if not path.exists():
+            replaced.rename(path)
     for suffix in ("unfinished", "replaced", "removed"):
         for leftover in directory.glob(f".*.{suffix}"):
             if leftover.is_dir():
@@ -67,3 +143,58 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def seal(directory: Path) -> None:
+    """Write the digests of all files below a directory into it. The last write of whoever makes the directory."""
+    files = {
+        path.relative_to(directory).as_posix(): _File(path.stat().st_size, _digest(path))
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    file = directory / SEAL
+    file.parent.mkdir(exist_ok=True)
+    made = _Seal(files, blake3(msgspec.json.encode(files)).hexdigest())
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
+
+
+def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Compare the files of a directory with the digests that `seal` wrote; one without them is taken as it is.
+
+    wanted: which files, by their path relative to the directory. Raises Damaged, naming the first that differs.
+    """
+    file = directory / SEAL
+    if not file.is_file():
+        return
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Seal)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Damaged(f"{directory} is damaged: {SEAL} cannot be read ({error})") from error
+    if found.blake3 != blake3(msgspec.json.encode(found.files)).hexdigest():
+        raise Damaged(f"{directory} is damaged: {SEAL} does not have its own digest")
+    for name, expected in found.files.items():
+        path = directory / name
+        if not wanted(name):
+            continue
+        if not path.is_file():
+            raise Damaged(f"{directory} is damaged: {name} is missing")
+        if (size := path.stat().st_size) != expected.size:
+            raise Damaged(f"{directory} is damaged: {name} has {size} bytes, {expected.size} were written")
+        if _digest(path) != expected.blake3:
+            raise Damaged(f"{directory} is damaged: {name} does not have the digest that it was written with")
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3()  # on one thread: a pool of threads would not outlive a fork
+    hasher.update_mmap(path)
+    return hasher.hexdigest()
+
+
+@contextmanager
+def tensor_files(path: Path) -> Iterator[None]:
+    """Raise OSError where safetensors, within the context, raises its own error for a write that failed."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        raise OSError(int(found[1]) if found else errno.EIO, str(error), str(path)) from error

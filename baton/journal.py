@@ -1,46 +1,51 @@
 """The rollout side's memory on disk: what was issued, grown, finished, judged, consumed. A kill loses nothing.
 
 SQLite in WAL mode, in the run's directory. Each change is in the operating system's hands when `commit` returns: that
-outlives any kill of any process; a power cut may cost the last moments, which are then generated again.
+outlives any kill of any process. `settle` writes everything out to the disk: that outlives a power cut. The loop
+settles before it records a batch and before it renames a checkpoint, so a power cut costs at most the rollouts since
+the last batch, which are generated again.
 
 Groups that a checkpoint contains are forgotten; those of later batches stay, although `trajectories/` holds them whole,
-so that it is known which are open.
+so that it is known which are open. Every entry has a digest, which is compared when the journal is opened.
 """
 
 from __future__ import annotations
 
+import math
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from baton.errors import StorageFault
+from baton.files import flush_to_disk
 from baton.types import Judged, Prompt, Segment, Trajectory
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS groups (
-  group_id INTEGER PRIMARY KEY,
-  prompt BLOB NOT NULL,
-  prompt_ids BLOB NOT NULL,
-  group_size INTEGER NOT NULL,
-  opened_at INTEGER NOT NULL,
-  attempts INTEGER NOT NULL,
-  step INTEGER
-);
-CREATE TABLE IF NOT EXISTS segments (
-  group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, token_offset INTEGER NOT NULL, segments BLOB NOT NULL,
-  PRIMARY KEY (group_id, sample_index, token_offset)
-);
-CREATE TABLE IF NOT EXISTS finished (
-  group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, trajectory BLOB NOT NULL, judged BLOB,
-  PRIMARY KEY (group_id, sample_index)
-);
-CREATE TABLE IF NOT EXISTS discarded (group_id INTEGER PRIMARY KEY, cause TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS batches (step INTEGER PRIMARY KEY, metrics BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS stream (only INTEGER PRIMARY KEY, next_group_id INTEGER NOT NULL, position BLOB NOT NULL);
+FORMAT = 2
+"""Kept as SQLite's `user_version`."""
+_TABLE = """
+CREATE TABLE IF NOT EXISTS entries (
+  kind TEXT NOT NULL, number INTEGER NOT NULL, sample INTEGER NOT NULL, token_offset INTEGER NOT NULL,
+  content BLOB NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (kind, number, sample, token_offset)
+)
 """
+"""kind and what it is about → content:
+
+    group        group id                          Issued
+    segments     group id, sample, token offset    segments of an unfinished trajectory
+    finished     group id, sample                  Trajectory
+    judged       group id, sample                  Judged
+    consumed     group id                          the step whose batch has it
+    discarded    group id                          why
+    batch        step                              what the rollout side counted for it
+    place                                          StreamPlace
+    last_step                                      the last step whose batch was recorded
+"""
+_OF_A_GROUP = "('group', 'segments', 'finished', 'judged', 'consumed', 'discarded')"
 
 
 class Issued(msgspec.Struct, frozen=True):
@@ -76,141 +81,206 @@ class StreamPlace(msgspec.Struct, frozen=True):
 class Journal:
     """One run's journal. A single thread writes it."""
 
-    def __init__(self, path: Path, *, keeps_partials: bool) -> None:
-        """Open or make it. `keeps_partials`: unfinished trajectories are resumed; else generated again (sync)."""
-        self._path, self._keeps_partials = path, keeps_partials
-        try:
+    def __init__(self, path: Path, *, keeps_partials: bool, before_commit: Callable[[], None] = lambda: None) -> None:
+        """Open or make it. Raises StorageFault when it is damaged.
+
+        keeps_partials: unfinished trajectories are resumed; else generated again (sync).
+        before_commit: raises where this process may no longer write here.
+        """
+        self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
+        self._is_open = False
+        with self._faults():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # needs no shared memory: also on a network file system
+            self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.executescript(_TABLES)
-        except sqlite3.DatabaseError as error:
-            raise StorageFault(f"{path} cannot be used as the run's journal: {error}") from error
-        self._is_open = False
+            self._db.execute(_TABLE)
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
+            self._check_entries()
+        flush_to_disk(path.parent)
+
+    def _check_format(self) -> None:
+        (version,), (tables,) = (
+            self._db.execute(question).fetchone()
+            for question in ("PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+        if tables and version != FORMAT:
+            raise StorageFault(
+                f"{self._path} has format {version}, but this version of Baton reads format {FORMAT}: resume with the "
+                "version that wrote it, or remove it: the run then goes on from its last checkpoint and the batches "
+                "recorded since"
+            )
+
+    def _check_entries(self) -> None:
+        (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        for *key, content, digest in self._db.execute(
+            "SELECT kind, number, sample, token_offset, content, digest FROM entries"
+        ):
+            if digest != _digest(key, content):
+                raise sqlite3.DatabaseError(f"the entry {key} does not have the digest that it was written with")
 
     def issued(self, group: Issued, place: StreamPlace) -> None:
         """A group has been opened, and the stream of prompts is where it is."""
-        self._write(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, NULL)",
-            group.group_id,
-            _pack(group.prompt),
-            _pack(group.prompt_ids),
-            group.group_size,
-            group.opened_at,
-            group.attempts,
-        )
-        self._write("INSERT OR REPLACE INTO stream VALUES (0, ?, ?)", place.next_group_id, _pack(place.position))
+        self._put("group", group.group_id, content=group)
+        self._put("place", content=place)
 
     def grew(self, group_id: int, sample_index: int, token_offset: int, segments: Sequence[Segment]) -> None:
         """An unfinished trajectory has been reported on."""
         if self._keeps_partials and segments:
-            row = (group_id, sample_index, token_offset, _pack(segments))
-            self._write("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?)", *row)
+            self._put("segments", group_id, sample_index, token_offset, content=segments)
 
     def finished(self, trajectory: Trajectory) -> None:
         """A trajectory is complete."""
         key = (trajectory.group_id, trajectory.sample_index)
-        self._write("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, NULL)", *key, _pack(trajectory))
-        self._write("DELETE FROM segments WHERE group_id = ? AND sample_index = ?", *key)
+        self._remove("segments", *key)
+        self._remove("judged", *key)
+        self._put("finished", *key, content=trajectory)
 
     def judged(self, judged: Judged) -> None:
         """… and judged, or known to have no judgement."""
-        key = (judged.trajectory.group_id, judged.trajectory.sample_index)
-        self._write("UPDATE finished SET judged = ? WHERE group_id = ? AND sample_index = ?", _pack(judged), *key)
+        self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
     def revoked(self, group_id: int, sample_index: int) -> None:
         """A trajectory is not to be trusted: it begins again at its prompt."""
-        for table in ("segments", "finished"):
-            self._write(f"DELETE FROM {table} WHERE group_id = ? AND sample_index = ?", group_id, sample_index)
+        for kind in ("segments", "finished", "judged"):
+            self._remove(kind, group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
         """A group will not be trained."""
-        self._write("INSERT OR REPLACE INTO discarded VALUES (?, ?)", group_id, cause)
+        self._put("discarded", group_id, content=cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
         """What the rollout side counted for the batch of a step, which is about to be recorded."""
-        self._write("INSERT OR REPLACE INTO batches VALUES (?, ?)", step, _pack(metrics))
-        self.commit()
+        self._put("batch", step, content=metrics)
+        self.settle()
 
     def consumed(self, step: int, group_ids: Sequence[int]) -> None:
         """The batch of a step has been recorded elsewhere."""
         for group_id in group_ids:
-            self._write("UPDATE groups SET step = ? WHERE group_id = ?", step, group_id)
+            self._put("consumed", group_id, content=step)
+        self._put("last_step", content=step)
         self.commit()
 
-    def checkpointed(self, step: int) -> None:
-        """A checkpoint contains all batches up to a step: what belongs to them is forgotten."""
-        gone = "SELECT group_id FROM groups WHERE step <= ? UNION SELECT group_id FROM discarded"
-        for table in ("segments", "finished", "groups"):
-            self._write(f"DELETE FROM {table} WHERE group_id IN ({gone})", step)
-        self._write("DELETE FROM discarded")
-        self._write("DELETE FROM batches WHERE step <= ?", step)
+    def checkpointed(self, step: int, oldest_step: int) -> None:
+        """A checkpoint contains all batches up to a step: what belongs to them is forgotten.
+
+        oldest_step: of the checkpoints that the run may still go back to; the counts of later batches stay.
+        """
+        gone = [*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))]
+        for group_id in gone:
+            self._execute(f"DELETE FROM entries WHERE kind IN {_OF_A_GROUP} AND number = ?", group_id)
+        self._execute("DELETE FROM entries WHERE kind = 'batch' AND number <= ?", oldest_step)
         self.commit()
 
     def commit(self) -> None:
         """Make what was written outlive a kill."""
         if self._is_open:
-            self._db.execute("COMMIT")
+            self._before_commit()
+            with self._faults():
+                self._db.execute("COMMIT")
             self._is_open = False
+
+    def settle(self) -> None:
+        """Commit, and make everything committed so far outlive a power cut."""
+        self.commit()
+        with self._faults():
+            # SQLite writes the log out to the disk, then the database
+            (is_busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        assert not is_busy, f"somebody else reads {self._path}, which is open to one process only"
 
     def close(self) -> None:
         """Commit and close. May be called twice."""
         self.commit()
-        self._db.close()
+        with self._faults():
+            self._db.close()
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the rollout side counted for a recorded batch."""
-        row = self._db.execute("SELECT metrics FROM batches WHERE step = ?", (step,)).fetchone()
-        return msgspec.msgpack.decode(row[0], type=dict[str, float]) if row else {}
+        found = self._get("batch", dict[str, float], step)
+        return {} if found is None else found
 
     def place(self) -> StreamPlace | None:
         """Where the prompts go on; None where none was ever taken."""
-        row = self._db.execute("SELECT next_group_id, position FROM stream").fetchone()
-        return StreamPlace(row[0], msgspec.msgpack.decode(row[1], type=dict[str, int])) if row else None
+        found: StreamPlace | None = self._get("place", StreamPlace)
+        return found
 
-    def open_groups(self) -> list[OpenGroup]:
-        """The groups that are in no batch, in the order of their ids."""
-        rows = self._db.execute(
-            "SELECT group_id, prompt, prompt_ids, group_size, opened_at, attempts FROM groups "
-            "WHERE step IS NULL AND group_id NOT IN (SELECT group_id FROM discarded) ORDER BY group_id"
-        )
-        return [
-            self._open_group(
-                Issued(row[0], _unpack(row[1], Prompt), _unpack(row[2], tuple[int, ...]), row[3], row[4], row[5])
-            )
-            for row in rows.fetchall()
-        ]
+    def last_step(self) -> int:
+        """The last step whose batch was recorded; 0 where none was."""
+        return self._get("last_step", int) or 0
+
+    def open_groups(self, step: float = math.inf) -> list[OpenGroup]:
+        """The groups that are in no batch up to `step`, in the order of their ids."""
+        gone = {*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))}
+        groups = [_unpack(content, Issued) for number, content in self._entries("group") if number not in gone]
+        return [self._open_group(issued) for issued in groups]
+
+    def groups_of(self, step: int) -> list[int]:
+        """Ids of the groups in the batch of a step that no checkpoint contains."""
+        return [group_id for group_id, at in self._steps_by_group().items() if at == step]
+
+    def _steps_by_group(self, up_to: float = math.inf) -> dict[int, int]:
+        steps = {number: _unpack(content, int) for number, content in self._entries("consumed")}
+        return {group_id: step for group_id, step in steps.items() if step <= up_to}
 
     def _open_group(self, issued: Issued) -> OpenGroup:
         group_id = issued.group_id
         members = [Trajectory(group_id, index, issued.prompt_ids) for index in range(issued.group_size)]
-        found = self._db.execute(
-            "SELECT sample_index, token_offset, segments FROM segments WHERE group_id = ? ORDER BY 1, 2", (group_id,)
-        )
-        for index, offset, packed in found.fetchall():
-            if offset == members[index].num_tokens:
-                members[index] = members[index].extended(_unpack(packed, tuple[Segment, ...]))
         judged: dict[int, Judged] = {}
-        for index, packed, verdict in self._db.execute(
-            "SELECT sample_index, trajectory, judged FROM finished WHERE group_id = ?", (group_id,)
+        for kind, index, offset, content in self._db.execute(
+            "SELECT kind, sample, token_offset, content FROM entries WHERE number = ? "
+            "AND kind IN ('segments', 'finished', 'judged') ORDER BY kind = 'finished', sample, token_offset",
+            (group_id,),
         ).fetchall():
-            members[index] = _unpack(packed, Trajectory)
-            if verdict is not None:
-                judged[index] = _unpack(verdict, Judged)
+            if kind == "judged":
+                judged[index] = _unpack(content, Judged)
+            elif kind == "finished":
+                members[index] = _unpack(content, Trajectory)
+            elif offset == members[index].num_tokens:
+                members[index] = members[index].extended(_unpack(content, tuple[Segment, ...]))
         return OpenGroup(issued, tuple(members), judged)
 
-    def _write(self, statement: str, *values: Any) -> None:
-        try:
+    # ---- entries -----------------------------------------------------------------------------------------------------
+
+    def _put(self, kind: str, number: int = 0, sample: int = 0, offset: int = 0, *, content: Any) -> None:
+        key, packed = (kind, number, sample, offset), msgspec.msgpack.encode(content)
+        self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
+
+    def _remove(self, kind: str, number: int, sample: int) -> None:
+        self._execute("DELETE FROM entries WHERE kind = ? AND number = ? AND sample = ?", kind, number, sample)
+
+    def _get(self, kind: str, wanted: Any, number: int = 0) -> Any:
+        return next((_unpack(content, wanted) for at, content in self._entries(kind) if at == number), None)
+
+    def _entries(self, kind: str) -> Iterator[tuple[int, bytes]]:
+        with self._faults():
+            found = self._db.execute("SELECT number, content FROM entries WHERE kind = ? ORDER BY number", (kind,))
+            yield from found.fetchall()
+
+    def _execute(self, statement: str, *values: Any) -> None:
+        with self._faults():
             if not self._is_open:
                 self._db.execute("BEGIN")
                 self._is_open = True
             self._db.execute(statement, values)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
         except sqlite3.OperationalError as error:
-            raise StorageFault(f"the run's journal {self._path} could not be written: {error}") from error
+            raise StorageFault(f"the run's journal {self._path} could not be read or written: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise StorageFault(
+                f"{self._path} cannot be used as the run's journal, it is damaged: {error}; remove it and go on with "
+                "--resume: the rollouts since the last recorded batch are then generated again"
+            ) from error
 
 
-def _pack(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value)
+def _digest(key: Sequence[Any], content: bytes) -> bytes:
+    return blake3(msgspec.msgpack.encode((*key, content))).digest(length=16)
 
 
 def _unpack(data: bytes, kind: Any) -> Any:

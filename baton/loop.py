@@ -24,16 +24,16 @@ import errno
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from pydantic import Field
 
 from baton.errors import StorageFault, TrainingDiverged
-from baton.evaluation import EvalSettings, Evaluation, evaluate
+from baton.evaluation import EvalSettings, Evaluation, evaluate, evaluation_metrics
 from baton.journal import Journal, StreamPlace
 from baton.metrics import MetricsWriter
 from baton.policy.tokenizer import Tokenizer
@@ -42,11 +42,12 @@ from baton.rollout.port import WorkerPort
 from baton.rollout.runner import Runner
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.sweep import Sweep
+from baton.run_lock import RunLock
 from baton.runs import RunDirectory
 from baton.settings import Settings
 from baton.tasks.rewards import Judge, failure_metrics, require_judged
 from baton.tasks.stream import PromptStream
-from baton.trace import TraceWriter
+from baton.trace import Clock
 from baton.trainer.trainer import Trainer
 from baton.turns import Turns
 from baton.types import Batch, Group, Prompt, SamplingParams
@@ -75,6 +76,14 @@ class LoopState(msgspec.Struct, frozen=True):
     """Of the sampled responses, over all tasks."""
 
 
+class SavedCheckpoint(msgspec.Struct, frozen=True):
+    """A checkpoint that was just written, and which of the others may be gone back to."""
+
+    path: Path
+    oldest_step: int
+    """Of the latest checkpoints that are kept."""
+
+
 class Observer(Protocol):
     """Whoever watches a run: the terminal, or nobody."""
 
@@ -96,34 +105,12 @@ class Observer(Protocol):
 
 
 @dataclass(slots=True)
-class Clock:
-    """Seconds by stage since the last `take`; and in the trace, for good."""
-
-    trace: TraceWriter = field(default_factory=TraceWriter)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str, step: int, span: str = "") -> Any:
-        """Add the time of the context to a stage; `span` is what the trace calls it, where that is another name."""
-        begin_s = time.monotonic()
-        try:
-            yield
-        finally:
-            end_s = time.monotonic()
-            self.seconds[name] = self.seconds.get(name, 0.0) + end_s - begin_s
-            self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
-
-    def take(self) -> dict[str, float]:
-        """Return the times and begin again."""
-        taken, self.seconds = self.seconds, {}
-        return taken
-
-
-@dataclass(slots=True)
 class Loop:
     """The parts of a run, and the state between its steps."""
 
     run: RunDirectory
+    lock: RunLock
+    """Of the run's directory, until `close`."""
     stream: PromptStream
     held_out: Sequence[Prompt]
     judge: Judge
@@ -135,7 +122,7 @@ class Loop:
     """For training."""
     journal: Journal
     trainer: Trainer
-    save_checkpoint: Callable[[LoopState], Path]
+    save_checkpoint: Callable[[LoopState], SavedCheckpoint]
     """Writes a checkpoint of the trainer and this state, whole or not at all."""
     metrics: MetricsWriter
     observer: Observer
@@ -155,6 +142,8 @@ class Loop:
     """The engine's counters when the last step ended."""
     has_begun: bool = False
     """Whether the runner is at work; before, recorded batches are replayed."""
+    newest_group_id: int = -1
+    """Among the batches that this process has seen."""
 
     def train(self) -> list[Evaluation]:
         """Run from the current state to the last step, or until `should_stop`; return the last evaluation.
@@ -179,6 +168,7 @@ class Loop:
             self.judge.close()
 
     def _train(self) -> list[Evaluation]:
+        self._catch_up()
         self._publish()
         results: list[Evaluation] = []
         if self.state.step == 0:
@@ -194,16 +184,18 @@ class Loop:
                 self._save()
         if self.has_begun:
             with self.runner.paused():  # so that what the worker has not reported yet is in the journal
-                self.journal.commit()
+                self.journal.settle()
         return results
 
     def close(self) -> None:
         """End the worker and the trainer, and close the files."""
-        self.port.close(is_over=self.state.step >= self.num_steps)
-        self.trainer.close()
-        self.clock.trace.flush()
-        self.metrics.close()
-        self.journal.close()
+        with ExitStack() as parts:
+            parts.callback(self.lock.release)
+            parts.callback(self.journal.close)
+            parts.callback(self.metrics.close)
+            parts.callback(self.clock.trace.flush)
+            parts.callback(self.trainer.close)
+            parts.callback(self.port.close, is_over=self.state.step >= self.num_steps)
 
     def _way_back(self) -> str:
         there = self.last_checkpoint
@@ -248,7 +240,7 @@ class Loop:
             return None
         groups = self.run.groups(step)
         counted = self.journal.metrics(step)
-        self.journal.consumed(step, [group.group_id for group in groups])
+        self._consumed(step, groups)
         self.observer.said(f"step {step}: the recorded batch is used again")
         return groups, counted
 
@@ -268,8 +260,27 @@ class Loop:
             counted["rollout/overprovision"] = self.runner.scheduler.overprovision
         self.journal.counted(step, counted)  # before the batch can be found, so that it is never without
         self.run.write_groups(step, groups)
-        self.journal.consumed(step, [group.group_id for group in groups])
+        self._consumed(step, groups)
         return groups, counted
+
+    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
+        group_ids = [group.group_id for group in groups]
+        self.newest_group_id = max(self.newest_group_id, *group_ids)
+        self.journal.consumed(step, group_ids)
+
+    def _catch_up(self) -> None:
+        """Where the journal has lost its end, tell it which groups the checkpoint has been trained on."""
+        known, trained = self.journal.last_step(), self.state.step
+        if known >= trained:
+            return
+        self.observer.said(
+            f"warning: the journal of {self.run.path} ends at train step {known}, before the checkpoint of step "
+            f"{trained}: rollouts that were in no batch yet are generated again where it does not have them"
+        )
+        if self.journal.open_groups(trained):
+            for step in range(known + 1, trained + 1):
+                if self.run.has_groups(step):
+                    self._consumed(step, self.run.groups(step))
 
     def _begin(self) -> None:
         """Let the rollout side begin where prompts, group ids and open groups are."""
@@ -277,9 +288,9 @@ class Loop:
         if place is None or place.next_group_id < self.state.next_group_id:
             place = StreamPlace(self.state.next_group_id, self.state.position)
         self.stream.position.update(place.position)
-        carried = self.journal.open_groups()
-        newest = max(self.run.newest_group_ids(), default=-1)
-        if newest >= place.next_group_id:  # after a power cut the recorded batches may know more than the journal
+        carried = self.journal.open_groups(self.state.step)
+        newest = self.newest_group_id
+        if newest >= place.next_group_id:  # a journal that has lost its end knows less than the recorded batches
             self.stream.take(newest + 1 - place.next_group_id)
             place = StreamPlace(newest + 1, dict(self.stream.position))
         if carried:
@@ -298,9 +309,13 @@ class Loop:
             return future.result()
 
     def _save(self) -> None:
+        """Write a checkpoint. What it contains is known on the disk to be consumed before the checkpoint is there."""
         begin_s = time.monotonic()
-        self.last_checkpoint = self.save_checkpoint(self.state)
-        self.journal.checkpointed(self.state.step)
+        self.journal.settle()
+        self.metrics.flush()
+        saved = self.save_checkpoint(self.state)
+        self.last_checkpoint = saved.path
+        self.journal.checkpointed(self.state.step, saved.oldest_step)
         self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
 
     def _publish(self) -> None:
@@ -370,18 +385,3 @@ class Loop:
     def _warn(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
             self.observer.said(warning)
-
-
-def evaluation_metrics(result: Evaluation) -> dict[str, float]:
-    """Metric names of one evaluation."""
-    if result.temperature == 0:
-        return {f"eval/{result.task}/greedy": result.accuracy.value}
-    values = {
-        f"eval/{result.task}/avg@{result.samples}": result.accuracy.value,
-        f"eval/{result.task}/response_length": result.mean_length_tokens,
-    }
-    if result.unjudged:
-        values[f"eval/{result.task}/unjudged"] = result.unjudged
-    if result.samples > 1:
-        values[f"eval/{result.task}/pass@{result.samples}"] = result.pass_at_k.value
-    return values

@@ -9,7 +9,7 @@ import importlib
 import logging
 import tomllib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,11 @@ import msgspec
 from pydantic import Field, field_validator
 
 from baton.errors import UserError
-from baton.files import write_whole
+from baton.files import append, flush_to_disk, read_rows, write_whole
 from baton.settings import Settings
 
 logger = logging.getLogger(__name__)
+ROWS = "metrics.jsonl"
 
 
 class LogSettings(Settings):
@@ -60,19 +61,33 @@ class Sink(Protocol):
 class MetricsWriter:
     """Writes each row to every sink. Rows after a checkpoint are cut when a run is resumed from it."""
 
-    def __init__(self, directory: Path, *, resume_step: int = 0, log: LogSettings | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        resume_step: int = 0,
+        log: LogSettings | None = None,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the sinks of the run in `directory`, dropping rows later than `resume_step`.
 
+        before_write: raises where this process may no longer write there.
         Raises UserError when Weights & Biases is asked for and does not start.
         """
+        self._directory, self._before_write = directory, before_write
         self._sinks: list[Sink] = [JsonLines(directory, resume_step), TensorBoard(directory, resume_step)]
         if log is not None and log.wandb is not None:
             self._sinks.append(WeightsAndBiases(directory, log.wandb))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of one step; a step may be written in several rows."""
+        self._before_write()
         for sink in self._sinks:
             sink.write(step, values)
+
+    def flush(self) -> None:
+        """Have the rows written so far outlive a power cut."""
+        flush_to_disk(self._directory / ROWS)
 
     def close(self) -> None:
         """Flush and close."""
@@ -84,13 +99,12 @@ class JsonLines:
     """`metrics.jsonl`: one object per row."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
-        self._file = directory / "metrics.jsonl"
+        self._file = directory / ROWS
         kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
         write_whole(self._file, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        with self._file.open("ab") as file:
-            file.write(msgspec.json.encode({"step": step, **values}) + b"\n")
+        append(self._file, msgspec.json.encode({"step": step, **values}) + b"\n")
 
     def close(self) -> None:
         pass
@@ -183,11 +197,4 @@ def _wandb_id(directory: Path) -> str:
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl, in order; a half-written last row is left out, and there may be none yet."""
-    file = directory / "metrics.jsonl"
-    rows: list[dict[str, Any]] = []
-    for line in file.read_bytes().splitlines() if file.exists() else ():
-        try:
-            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.DecodeError:
-            break
-    return rows
+    return read_rows(directory / ROWS, dict[str, Any])

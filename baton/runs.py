@@ -11,17 +11,20 @@ runs/<name>/
   checkpoints/        step_000050/: a Hugging Face directory, with what a resume needs in baton/
   tokenizer/          to read the trajectories with
   report.json         the end's summary
+  lock, holder.json   which process writes here
 """
 
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tomllib
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -32,12 +35,15 @@ import msgspec
 import tomli_w
 
 import baton
-from baton.errors import UserError
+from baton.errors import Damaged, UserError
 from baton.evaluation import Evaluation
-from baton.files import remove_leftovers, write_whole
+from baton.files import make_directory, read_rows, remove_leftovers, write_whole
+from baton.run_lock import LOCK_FILES, RunLock
 from baton.types import Group
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
+_BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
+"""What a process that ends before its run has begun may leave in the directory."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
@@ -50,58 +56,85 @@ class RecordedEvaluation(msgspec.Struct, frozen=True):
 class RunDirectory:
     """Paths and files of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+        """lock: of a command that writes; without one nothing checks who else writes."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
         self.journal = path / "journal.sqlite"
+        self._lock = lock
         self._trajectories = path / "trajectories"
         self._evaluations = path / "evaluations.jsonl"
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError when there is a run already and it is not to be overwritten."""
-        if (path / "run.json").exists() and not overwrite:
+        """Raise UserError when there is a run already and it is not to be overwritten, or anything but a run."""
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory: choose another run.name")
+        if (path / "run.json").exists():
+            if not overwrite:
+                raise UserError(
+                    f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
+                    "or choose another run.name"
+                )
+            cls(path).facts()
+            return
+        foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in _BEFORE_A_RUN)
+        if foreign:
             raise UserError(
-                f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
-                "or choose another run.name"
+                f"{path} is not empty and not a run ({', '.join(foreign[:3])}{' …' if foreign[3:] else ''}): "
+                "choose another run.name, or empty it"
             )
 
     @classmethod
-    def create(cls, path: Path) -> RunDirectory:
-        """Make a new run's directory, in place of one that is there."""
-        if (path / "run.json").exists():
-            shutil.rmtree(path)
-        run = cls(path)
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
-        run._trajectories.mkdir(exist_ok=True)
-        return run
+    def create(cls, path: Path, lock: RunLock) -> RunDirectory:
+        """Begin a new run in a directory that `check_free` has let through, in place of the one that is there."""
+        lock.check()
+        last = path / "run.json"  # by it a run is known, so that one that is half removed still is
+        for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in LOCK_FILES:
+                entry.unlink()
+        return cls(path, lock)
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
+    def open(cls, path: Path, lock: RunLock | None = None) -> RunDirectory:
         """Open an existing run. Raises UserError when there is none."""
         if not (path / "run.json").is_file():
             raise UserError(f"{path} is not a run: there is no run.json in it")
-        return cls(path)
+        return cls(path, lock)
+
+    def check_held(self) -> None:
+        """Raise RunTakenOver where another process has taken over. Called before each durable write."""
+        if self._lock is not None:
+            self._lock.check()
 
     def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
         """Write the resolved recipe and the circumstances, before anything starts."""
-        write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
-        facts = {"seed": seed, **_circumstances(threads), "resumed": []}
-        write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+        self._write_circumstances(recipe, {"seed": seed, **_circumstances(threads), "resumed": []})
 
     def write_resume(self, recipe: dict[str, Any], *, step: int, threads: int) -> None:
         """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start."""
-        write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
         facts = self.facts()
         facts["resumed"].append({"step": step, **_circumstances(threads)})
+        self._write_circumstances(recipe, facts)
+
+    def _write_circumstances(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:
+        self.check_held()
+        write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
         write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+        make_directory(self.checkpoints)
+        make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
         """Forget metrics and evaluations after a step, and what was left half-written: a resumed run makes them again.
 
         Recorded trajectories stay: the loop replays them, so that nothing is generated or judged twice.
         """
+        self.check_held()
         for directory in (self.path, self.checkpoints, self._trajectories):
             remove_leftovers(directory)
         rows = [row for row in self.evaluations() if row.step <= step]
@@ -109,14 +142,29 @@ class RunDirectory:
 
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe the run goes by."""
-        return tomllib.loads((self.path / "recipe.toml").read_text(encoding="utf-8"))
+        file = self.path / "recipe.toml"
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise Damaged(f"{file} cannot be read: {error}") from error
+        if not found:
+            raise Damaged(f"{file} is empty")
+        return found
 
     def facts(self) -> dict[str, Any]:
         """What `write_start` recorded."""
-        return msgspec.json.decode((self.path / "run.json").read_bytes(), type=dict[str, Any])
+        file = self.path / "run.json"
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Damaged(f"{file} cannot be read: {error}") from error
+        if not {"seed", "resumed", "command"} <= found.keys():
+            raise Damaged(f"{file} cannot be read: it does not say how the run was started")
+        return found
 
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Keep every trajectory of a step."""
+        self.check_held()
         lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
         write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
 
@@ -127,8 +175,12 @@ class RunDirectory:
             steps = self.recorded_steps()
             there = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
             raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
-        lines = gzip.decompress(file.read_bytes()).splitlines()
-        return [msgspec.json.decode(line, type=Group) for line in lines]
+        try:
+            return [_group(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+        except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Damaged(
+                f"{file} is damaged: {error}; where the run is to go on, remove it: the batch is then made again"
+            ) from error
 
     def has_groups(self, step: int) -> bool:
         """Whether the trajectories of a step are kept."""
@@ -138,23 +190,16 @@ class RunDirectory:
         """Steps whose trajectories are kept, in order."""
         return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
 
-    def newest_group_ids(self) -> list[int]:
-        """Ids of the groups of the last recorded step; none where no step is recorded."""
-        steps = self.recorded_steps()
-        return [group.group_id for group in self.groups(steps[-1])] if steps else []
-
     def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
         """Keep the evaluations of a step, intervals included; a step written again replaces what follows it."""
+        self.check_held()
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def evaluations(self) -> list[RecordedEvaluation]:
         """All evaluations so far, in order."""
-        if not self._evaluations.exists():
-            return []
-        lines = self._evaluations.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=RecordedEvaluation) for line in lines]
+        return read_rows(self._evaluations, RecordedEvaluation)
 
     def write_report(self, report: dict[str, Any]) -> None:
         """Write the end's summary."""
@@ -162,6 +207,19 @@ class RunDirectory:
 
     def _groups_file(self, step: int) -> Path:
         return self._trajectories / f"step_{step:06d}.jsonl.gz"
+
+
+def _group(line: bytes) -> Group:
+    """Read a recorded group. JSON has no number for what is not finite: such a reward lies there as null."""
+    try:
+        return msgspec.json.decode(line, type=Group)
+    except msgspec.ValidationError:
+        tree = msgspec.json.decode(line)
+        for judgement in (member["judgement"] for member in tree["members"]):
+            parts = judgement["parts"]
+            judgement["reward"] = math.nan if judgement["reward"] is None else judgement["reward"]
+            judgement["parts"] = {name: math.nan if value is None else value for name, value in parts.items()}
+        return msgspec.convert(tree, Group)
 
 
 def _circumstances(threads: int) -> dict[str, Any]:

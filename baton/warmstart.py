@@ -15,13 +15,15 @@ from transformers import PreTrainedModel
 
 from baton.build import evaluate_model, set_up_torch
 from baton.config import WarmStart
+from baton.errors import UserError
 from baton.evaluation import Evaluation
-from baton.files import atomic_directory
+from baton.files import atomic_directory, tensor_files
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.report import print_evaluations
+from baton.run_lock import RunLock
 from baton.runs import RunDirectory
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
@@ -45,15 +47,41 @@ class WarmStartReport(msgspec.Struct, frozen=True):
     """Held-out accuracy of the result, sampled and greedy; empty where the recipe names no task."""
 
 
-def warm_start(recipe: WarmStart, console: Console) -> WarmStartReport:
-    """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all."""
+def warm_start(recipe: WarmStart, console: Console, *, overwrite: bool = False) -> WarmStartReport:
+    """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all.
+
+    Raises UserError where the run or the output is there already, and is not to be overwritten.
+    """
+    _check_output(Path(recipe.output), overwrite=overwrite)
+    RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+    lock = RunLock.take(recipe.run.path, lambda text: console.print(text, highlight=False, markup=False))
+    try:
+        RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+        return _warm_start(recipe, console, lock)
+    finally:
+        lock.release()
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    """Raise UserError where something is there already that is not to be overwritten, or is no model."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / "config.json").is_file():
+        raise UserError(f"output: {output} is there already and is not a model: choose another output, or remove it")
+    if not overwrite:
+        raise UserError(
+            f"output: {output} holds a model already: replace it with --overwrite, or choose another output"
+        )
+
+
+def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStartReport:
     if recipe.task:  # refused now, and not by the evaluation after the training
         TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts)
-    run = RunDirectory.create(recipe.run.path)
+    run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = _parts(recipe)
-    metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log)
+    metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)
     begin = time.perf_counter()
     losses: list[float] = []
     tokens = 0
@@ -86,7 +114,7 @@ def warm_start(recipe: WarmStart, console: Console) -> WarmStartReport:
         fine_tune(model, examples, recipe.sft, on_step=on_step)
     metrics.close()
     output = Path(recipe.output)
-    with atomic_directory(output) as directory:
+    with atomic_directory(output, before_rename=lock.check) as directory, tensor_files(output):
         model.save_pretrained(directory)
         tokenizer.hf.save_pretrained(directory)
     results: list[Evaluation] = []

@@ -13,8 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
-    ("types", "errors", "settings", "files", "backoff"),
-    ("cluster", "model", "workload", "plan"),
+    ("types", "errors", "settings", "backoff"),
+    ("files",),
+    ("cluster", "model", "workload", "plan", "run_lock"),
     ("metrics", "journal", "buffer", "cost", "trace"),
     ("policy",),
     ("tasks", "rollout", "trainer", "planner", "weights"),
@@ -24,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("show", "progress", "loop"),
     ("report",),
     ("config",),
-    ("hosting", "footprint"),
+    ("hosting", "footprint", "resume"),
     ("keys", "algorithms", "build", "planning"),
     ("warmstart", "bench", "profile", "simulator", "fleet", "terminal"),
     (

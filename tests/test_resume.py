@@ -80,8 +80,10 @@ def train(wanted: Recipe, *, resume: bool, should_stop: Any = lambda: False) -> 
     console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
     with TerminalObserver(console, wanted.run.steps) as observer:
         loop = build_loop(wanted, observer, resume=resume, overwrite=False, should_stop=should_stop)
-        loop.train()
-        loop.metrics.close()
+        try:
+            loop.train()
+        finally:
+            loop.close()
 
 
 def outcome(wanted: Recipe) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], list[Any], list[Any]]:
@@ -280,6 +282,7 @@ def test_a_full_disk_names_the_file_and_the_way_back(
     monkeypatch.setattr(loop.run, "write_groups", write_groups)
     with pytest.raises(StorageFault, match=r"full: step_000004.*after train step 3.*checkpoint is .*step_000002"):
         loop.train()
+    loop.close()
     train(wanted, resume=True)
     assert_equal_runs(unbroken, wanted)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from baton.errors import EngineFault, UserError
+from baton.errors import Damaged, EngineFault, UserError
 from baton.policy.settings import LoraSettings
 
 _NAME = "default"
@@ -127,7 +127,10 @@ def base_of_adapter(directory: Path) -> str | None:
     file = directory / "adapter_config.json"
     if not file.is_file():
         return None
-    return str(msgspec.json.decode(file.read_bytes(), type=dict[str, Any])["base_model_name_or_path"])
+    try:
+        return str(msgspec.json.decode(file.read_bytes(), type=dict[str, Any])["base_model_name_or_path"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+        raise Damaged(f"{file} cannot be read: {error}") from error
 
 
 def _check_peft() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from baton.errors import UserError
@@ -20,6 +21,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
     """
     base = base_of_adapter(Path(path))
     if base is not None:
+        check_model_path(path, holding="adapter_config.json")
         found = load_model(base, dtype=dtype, device=device, attention=attention)
         merged = merge_adapter(found, Path(path))
         merged.eval()  # type: ignore[no-untyped-call]
@@ -29,7 +31,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]

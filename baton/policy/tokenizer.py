@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from baton.errors import UserError
+from baton.files import verify
 from baton.types import Message
 
 
@@ -53,12 +54,17 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Raise UserError for a directory that is missing or holds no model; or a name that is not in the local cache."""
+    """Raise UserError for a directory that is missing or holds no model; or a name that is not in the local cache.
+
+    Raises Damaged for a checkpoint whose files are not what was written.
+    """
     directory = Path(path)
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()
     if directory.is_dir():
         if not (directory / holding).is_file():
             raise UserError(f"model.path: {path!r} is a directory without {holding}, so not a Hugging Face model")
+        has_weights = holding != "tokenizer_config.json"
+        verify(directory, lambda name: "/" not in name and (has_weights or not name.endswith(".safetensors")))
     elif looks_like_path:
         raise UserError(f"model.path: there is no directory {path!r} (seen from {Path.cwd()})")
     elif not isinstance(try_to_load_from_cache(path, holding), str):

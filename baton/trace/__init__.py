@@ -12,6 +12,7 @@ live run and a simulation write the same names:
 """
 
 from baton.trace.chrome import chrome_trace as chrome_trace
+from baton.trace.clock import Clock as Clock
 from baton.trace.file import TraceWriter as TraceWriter
 from baton.trace.file import read_trace as read_trace
 from baton.trace.leases import LeaseTrace as LeaseTrace

@@ -10,6 +10,8 @@
                                                                    the same of several ranks, each file one's shards
         baton/critic.safetensors                                   where there is a critic
         baton/state.json                                           `State`; nothing in here is pickled
+        baton/loop.json                                            `LoopState`, in a run
+        baton/manifest.json                                        size and blake3 of all other files, in a run
 
 A checkpoint is written beside its place, flushed to the disk and renamed into it. The hidden name of an unfinished
 one is never listed, and neither is a directory without `baton/state.json`.
@@ -19,7 +21,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +39,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
-from baton.errors import UserError
-from baton.files import atomic_directory, remove_directory
+from baton.errors import Damaged, UserError
+from baton.files import atomic_directory, flush_to_disk, remove_directory, tensor_files, verify
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
 from baton.policy.load import load_model
 from baton.policy.sharding import sharded_like
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.types import PolicyVersion
 
-_NAME = re.compile(r"step_(\d{6,})")
+_NAME = re.compile(r"step_\d{6,}")
 _FORMAT = 1
 _CRITIC = "critic.safetensors"
 _SHARDS = "optimizer"
@@ -82,19 +85,24 @@ def write_checkpoint(path: Path, parts: Parts, optimizer: Mapping[str, torch.Ten
     """Write a checkpoint atomically."""
     with atomic_directory(path) as directory:
         write_parts(directory, parts)
-        # A copy on the host: safetensors wants tensors that lie by themselves.
-        tensors = {name: tensor.cpu().clone() for name, tensor in optimizer.items()}
-        save_file(tensors, directory / "baton" / "optimizer.safetensors")
+        _save_tensors(optimizer, directory / "baton" / "optimizer.safetensors")
 
 
 def write_parts(directory: Path, parts: Parts) -> None:
     """Write all of a checkpoint but the optimiser's moments; the state last."""
-    parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
+    with tensor_files(directory):
+        parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
     parts.tokenizer.save_pretrained(directory)
     (directory / "baton").mkdir(exist_ok=True)
     if parts.critic is not None:
-        save_file({n: t.detach().cpu().clone() for n, t in parts.critic.items()}, directory / "baton" / _CRITIC)
+        _save_tensors(parts.critic, directory / "baton" / _CRITIC)
     (directory / "baton" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(parts.state)))
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    with tensor_files(path):
+        # A copy on the host: safetensors wants tensors that lie by themselves.
+        save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
 
 
 def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None:
@@ -185,19 +193,49 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
+def checkpoint_step(path: Path) -> int:
+    """Return the train step of the checkpoint at a path that `list_checkpoints` returned."""
+    return int(path.name[len("step_") :])
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Return the complete checkpoints under `root`, oldest first."""
-    found = []
-    for path in root.iterdir() if root.is_dir() else ():
-        matched = _NAME.fullmatch(path.name)
-        if matched and (path / "baton" / "state.json").is_file():
-            found.append((int(matched[1]), path))
-    return [path for _, path in sorted(found)]
+    there = root.iterdir() if root.is_dir() else ()
+    found = [path for path in there if _NAME.fullmatch(path.name) and (path / "baton" / "state.json").is_file()]
+    return sorted(found, key=checkpoint_step)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
     """Return the newest complete checkpoint under `root`, or None."""
     return next(reversed(list_checkpoints(root)), None)
+
+
+def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:
+    """Return the newest complete checkpoint whose files are what was written; None where there is none at all.
+
+    Raises Damaged when there are checkpoints and all are damaged.
+    """
+    found = list_checkpoints(root)
+    for path in reversed(found):
+        try:
+            verify(path)
+        except Damaged as error:
+            say(f"warning: {error}; falling back to the checkpoint before it")
+        else:
+            return path
+    if found:
+        raise Damaged(f"every checkpoint in {root} is damaged: remove them to begin the run again with its recipe")
+    return None
+
+
+def set_aside_checkpoints(root: Path, after_step: int) -> None:
+    """Rename the checkpoints of later steps, which are damaged, so that none is taken for a good one."""
+    for path in list_checkpoints(root):
+        if checkpoint_step(path) > after_step:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    flush_to_disk(root)
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from baton.errors import UserError
-from baton.evaluation import Evaluation, evaluate
-from baton.loop import evaluation_metrics
+from baton.evaluation import Evaluation, evaluate, evaluation_metrics
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.port import LocalPort

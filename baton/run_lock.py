@@ -1,0 +1,121 @@
+"""One process at a time writes into a run's directory.
+
+    lock          locked (flock) as long as the process lives; the operating system releases it, however it ends
+    holder.json   who holds it: epoch, process, host, since when, with which command
+
+On one machine, and on a network file system that carries locks between machines, a second process is refused. Where
+locks are not carried, a process on another machine can take the directory over: it writes the next epoch into
+holder.json, and the first process stops at its next durable write, because each is preceded by `check`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from baton.errors import RunTakenOver, UserError
+from baton.files import make_directory, write_whole
+
+LOCK_FILES = frozenset({"lock", "holder.json"})
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a run's directory."""
+
+    epoch: int
+    """One more than that of the process before."""
+    pid: int
+    host: str
+    since: str
+    command: tuple[str, ...]
+    is_over: bool = False
+    """Whether it has let the directory go."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}: {' '.join(self.command)}"
+
+
+class RunLock:
+    """A run's directory, held by this process."""
+
+    def __init__(self, directory: Path, file: IO[bytes], holder: Holder, made: Sequence[Path]) -> None:
+        """made: the directories that were not there before, lowest first."""
+        self._directory, self._file, self._holder, self._made = directory, file, holder, made
+
+    @classmethod
+    def take(cls, directory: Path, say: Callable[[str], None] = lambda text: None) -> RunLock:
+        """Hold a directory, which is made if it is not there. Raises UserError that names the process that has it."""
+        made = make_directory(directory)
+        file = _lock(directory)
+        before = _read(directory)
+        if before is not None and not before.is_over and before.host != socket.gethostname():
+            say(
+                f"warning: {directory} was held by {before}, which did not let it go; "
+                "if that process is still alive, it stops at its next write"
+            )
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        epoch = 1 if before is None else before.epoch + 1
+        holder = Holder(epoch, os.getpid(), socket.gethostname(), since, tuple(sys.argv))
+        _write(directory, holder)
+        return cls(directory, file, holder, made)
+
+    def check(self) -> None:
+        """Raise RunTakenOver where another process has taken the directory over. Called before each durable write."""
+        found = _read(self._directory)
+        if found != self._holder:
+            raise RunTakenOver(
+                f"{self._directory} is held by {found or 'nobody that can be read from holder.json'}; "
+                "this process writes nothing more into it"
+            )
+
+    def release(self) -> None:
+        """Let the directory go, and remove it where no run was begun in it. May be called twice."""
+        if self._file.closed:
+            return
+        with suppress(OSError), self._file:
+            if _read(self._directory) != self._holder:
+                return
+            if (self._directory / "run.json").exists():
+                _write(self._directory, msgspec.structs.replace(self._holder, is_over=True))
+                return
+            for name in LOCK_FILES:
+                (self._directory / name).unlink()
+            for directory in self._made:
+                directory.rmdir()
+
+
+def _lock(directory: Path) -> IO[bytes]:
+    path = directory / "lock"
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise UserError(
+                f"{directory} is in use by {_read(directory) or 'another process'}; wait until it ends, or stop it"
+            ) from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # its last holder has removed it
+
+
+def _read(directory: Path) -> Holder | None:
+    try:
+        return msgspec.json.decode((directory / "holder.json").read_bytes(), type=Holder)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _write(directory: Path, holder: Holder) -> None:
+    write_whole(directory / "holder.json", msgspec.json.encode(holder))
