@@ -17,12 +17,13 @@ import typer
 
 import baton
 from baton.cluster_command import cluster_app
+from baton.console import err, out, print_json
 from baton.errors import BatonError, UserError
 from baton.plan_command import plan as plan_command
 from baton.plan_command import profile
 from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
-from baton.terminal import Json, Overrides, RecipePath, err, out, print_json
+from baton.terminal import Json, Overrides, RecipePath, RunPath
 from baton.token_command import token_app
 from baton.trace_command import trace
 from baton.train_command import train
@@ -112,7 +113,7 @@ def evaluate(
 
 @app.command()
 def show(
-    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")],
+    run: RunPath,
     step: Annotated[int | None, typer.Option("--step", help="Train step; the default is the last one.")] = None,
     group: Annotated[int | None, typer.Option("--group", help="Only the group of this id.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
@@ -141,7 +142,7 @@ def show(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")],
+    run: RunPath,
     html: Annotated[bool, typer.Option("--html", help="Write a page with curves and examples.")] = False,
     page: Annotated[
         Path | None, typer.Argument(metavar="[PATH]", help="Where the page goes; the default is RUN/report.html.")

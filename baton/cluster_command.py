@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
+
+from baton.console import err, out, print_json
+from baton.terminal import Json
 
 cluster_app = typer.Typer(no_args_is_help=True, help="What a cluster consists of, for [bold]baton plan[/bold].")
 
@@ -31,7 +32,7 @@ def describe(
     with_cpus: Annotated[
         bool, typer.Option("--with-cpus", help="Machines without a GPU too, where others have one: a core is a device.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write down the machines of a Ray cluster as the file that `baton plan --cluster` reads.
 
@@ -46,15 +47,12 @@ def describe(
     text = as_toml(described)
     if write_to is not None:
         write_whole(write_to, text.encode())
-    err = Console(stderr=True)
     for note in described.notes:
         err.print(note, highlight=False, markup=False, soft_wrap=True)
     if as_json:
         content = described.settings.model_dump(exclude_none=True, exclude_defaults=True)
-        sys.stdout.write(
-            msgspec.json.format(msgspec.json.encode({**content, "notes": described.notes})).decode() + "\n"
-        )
+        print_json({**content, "notes": described.notes})
     elif write_to is not None:
-        Console().print(f"written: {write_to}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"written: {write_to}", highlight=False, markup=False, soft_wrap=True)
     else:
         sys.stdout.write(text)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
+
+from baton.console import err, out, print_json, wide_out
+from baton.terminal import Html, Json, Overrides, RecipePath
 
 Model = Annotated[Path, typer.Option(help="Hugging Face model directory, or its config.json; weights are not needed.")]
 Load = Annotated[Path, typer.Option(help="Workload TOML, or a run's directory to measure it from.")]
@@ -44,8 +46,6 @@ Lost = Annotated[
 Slack = Annotated[float, typer.Option(min=0, help="With --from: share of the step time given up to move less.")]
 Limit = Annotated[float, typer.Option(min=1, help="Seconds of search; then the gap so far is reported.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.", show_default=False)]
-Html = Annotated[Path | None, typer.Option(help="Write a page with pictures.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
 
 
 def plan(
@@ -77,17 +77,9 @@ def plan(
     asked = dict(locals())
     from baton.planning import Question, run
 
-    out = Console()
-    run(Question(**asked), out if out.is_terminal else Console(width=120))
+    run(Question(**asked), wide_out())
 
 
-Recipe = Annotated[
-    Path, typer.Argument(help="Recipe with the model, engine and trainer to measure.", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as engine.slots=128.", show_default=False),
-]
 FileUnder = Annotated[
     str | None, typer.Option(help="Name of the catalogue to file it under; the default is this device's.")
 ]
@@ -96,7 +88,7 @@ CalibrationOut = Annotated[Path, typer.Option("--out", help="Where the calibrati
 
 
 def profile(
-    recipe: Recipe,
+    recipe: RecipePath,
     overrides: Overrides = None,
     gpu: FileUnder = None,
     write_to: CalibrationOut = Path("calibration.toml"),
@@ -107,26 +99,22 @@ def profile(
 
     It takes the recipe's model, engine and trainer, about a minute for the quickstart. The planner reads the file.
     """
-    import msgspec
-
-    from baton.config import Recipe as RecipeSettings
-    from baton.config import load_recipe
+    from baton.config import Recipe, load_recipe
     from baton.profile import keep_busy, write_calibration
     from baton.profile import profile as measure
 
-    loaded = load_recipe(RecipeSettings, recipe, overrides or ())
+    loaded = load_recipe(Recipe, recipe, overrides or ())
     if as_load:
         keep_busy(loaded)
-    out = Console(stderr=as_json)
 
     def say(text: str) -> None:
-        out.print(text, highlight=False, markup=False, soft_wrap=True)
+        (err if as_json else out).print(text, highlight=False, markup=False, soft_wrap=True)
 
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
     found = measure(loaded, gpu, say, companion)
     write_calibration(found, write_to)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     for phase in ("decode", "prefill", "train"):
         errors = [abs(p.predicted_s / p.seconds - 1) for p in found.points if p.phase == phase]

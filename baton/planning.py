@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from baton.cluster import Cluster, ClusterSettings
 from baton.config import Recipe, load_recipe, without_removed
+from baton.console import print_json
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
 from baton.metrics import read_metrics
@@ -158,7 +158,7 @@ def run(question: Question, out: Console) -> None:
         curve = marked([*answer.spots, *price_curve(answer.inputs)])
         write_plan_page(question.html, answer.plan, answer.inputs.cluster, answer.rivals, answer.marginals, curve)
     if question.as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(_public(answer))).decode() + "\n")
+        print_json(_public(answer))
         return
     print_answer(out, answer.plan, answer.rivals, answer.marginals, answer.choice, answer.replanned)
     for path in (question.write_to, question.html):

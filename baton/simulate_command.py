@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as rollout.max_staleness=8.", show_default=False),
-]
+from baton.console import wide_out
+from baton.terminal import Html, Json, Overrides
+
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan, as baton plan --out writes it.")]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="A recipe, on this machine.")]
 Model = Annotated[Path | None, typer.Option(help="With --plan: the model it was made for.", show_default=False)]
@@ -32,9 +30,7 @@ SweepAxes = Annotated[
     typer.Option("--sweep", help="key=value,value,… of [rollout]; several make a table of all.", show_default=False),
 ]
 Trace = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace.", show_default=False)]
-Html = Annotated[Path | None, typer.Option(help="Write a page with pictures.", show_default=False)]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Write every event and command.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
 
 
 def simulate(
@@ -66,5 +62,4 @@ def simulate(
     asked = dict(locals())
     from baton.simulator.answer import Question, run
 
-    out = Console()
-    run(Question(**asked), out if out.is_terminal else Console(width=120))
+    run(Question(**asked), wide_out())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from baton.console import out, print_json
 from baton.errors import UserError
+from baton.terminal import Json
 
 if TYPE_CHECKING:
     from baton.rollout.engine import Engine
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 STATUS_DEADLINE_S = 10.0
 MAX_STATUS_BYTES = 16 * 1024 * 1024
-
-out = Console()
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Where the hub is, such as https://hub.example:7000.")]
 TokenPath = Annotated[
@@ -187,14 +185,14 @@ def status(
     token_file: TokenPath,
     insecure: Insecure = False,
     ca: Authority = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show a hub's workers, versions, leases, transfers and quarantine; needs a token of the role admin."""
     from baton.swarm.status import HubStatus
 
     body = _get(url, token_file, insecure, ca)
     if as_json:
-        sys.stdout.write(json.dumps(json.loads(body), indent=2) + "\n")
+        print_json(msgspec.json.decode(body))
         return
     _print_status(msgspec.json.decode(body, type=HubStatus))
 

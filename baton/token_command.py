@@ -13,9 +13,9 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from baton.console import err, print_json, wide_out
 from baton.errors import UserError
 from baton.swarm.audit import Audit
 from baton.swarm.auth import (
@@ -28,11 +28,11 @@ from baton.swarm.auth import (
     write_private,
 )
 from baton.swarm.quarantine import Quarantine
+from baton.terminal import Json
 
 token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke the tokens that open a hub.")
 
 File = Annotated[Path, typer.Option("--file", help="The hub's token file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
 
 
 class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,14 +82,14 @@ def create(
             raise
     if as_json:
         place = None if write_to is None else str(write_to)
-        _print_json(msgspec.structs.replace(_shown(made), token=None if place else text, written_to=place))
+        print_json(msgspec.structs.replace(_shown(made), token=None if place else text, written_to=place))
         return
     if write_to is None:
         typer.echo(text)
     where = "it is shown this once" if write_to is None else f"written: {write_to}"
     trust = ", trusted" if trusted else ""
     say = f"{made.name}: {role}{trust}, until {_utc(made.expires)} UTC; {where}; {file} keeps a hash"
-    Console(stderr=True).print(say, highlight=False, markup=False, soft_wrap=True)
+    err.print(say, highlight=False, markup=False, soft_wrap=True)
 
 
 @token_app.command(name="list")
@@ -97,7 +97,7 @@ def list_tokens(file: File = DEFAULT_TOKEN_FILE, as_json: Json = False) -> None:
     """List the tokens of a hub: whose, what for, until when."""
     found = [_shown(token) for token in TokenFile(file).tokens()]
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for heading in ("name", "role", "trusted", "created (UTC)", "expires (UTC)", "state"):
@@ -105,8 +105,7 @@ def list_tokens(file: File = DEFAULT_TOKEN_FILE, as_json: Json = False) -> None:
     for t in found:
         created, expires = (at.removesuffix("+00:00").replace("T", " ") for at in (t.created, t.expires))
         table.add_row(t.name, t.role, "yes" if t.trusted else "", created, expires, t.state)
-    out = Console()
-    (out if out.is_terminal else Console(width=120)).print(table)
+    wide_out().print(table)
 
 
 @token_app.command()
@@ -140,7 +139,3 @@ def _shown(token: Token) -> ShownToken:
 
 def _utc(at: int) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}"
-
-
-def _print_json(value: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())

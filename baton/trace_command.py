@@ -5,21 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
+from baton.console import print_json
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.runs import RunDirectory
+from baton.terminal import Json, RunPath
 from baton.trace import chrome_trace, read_trace
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.")],
+    run: RunPath,
     to: Annotated[
         Path | None, typer.Option("--out", help="Where the trace goes; the default is RUN/trace.json.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write who did what when in a run, for ui.perfetto.dev or chrome://tracing."""
     spans = read_trace(RunDirectory.open(run).path)
@@ -30,6 +31,6 @@ def trace(
         raise UserError(f"{path} is no place for a trace: allowed is a file in a directory that exists")
     write_whole(path, chrome_trace(spans))
     if as_json:
-        typer.echo(msgspec.json.encode({"trace": str(path), "spans": len(spans)}).decode())
+        print_json({"trace": str(path), "spans": len(spans)})
     else:
         typer.echo(f"{len(spans):,} spans: {path}; open it at https://ui.perfetto.dev")

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from baton.console import err, out, print_json
 from baton.errors import UserError
-from baton.terminal import Json, Overrides, RecipePath, err, out, print_json
+from baton.terminal import Json, Overrides, RecipePath
 
 Placed = Annotated[
     Path | None, typer.Option("--plan", help="With --ray: the plan to carry out, as baton plan --out wrote it.")

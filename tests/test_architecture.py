@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
-    ("types", "errors", "settings", "backoff"),
+    ("types", "errors", "settings", "backoff", "console"),
     ("files",),
     ("cluster", "model", "workload", "plan", "run_lock"),
     ("metrics", "journal", "buffer", "cost", "trace"),

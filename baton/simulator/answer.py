@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from baton.config import load_recipe
+from baton.console import print_json
 from baton.cost.efficiency import CalibrationSettings, Efficiencies
 from baton.errors import UserError
 from baton.files import write_whole
@@ -70,7 +70,7 @@ def run(question: Question, out: Console) -> None:
     setting = source.setting(wishes)
     result = _run_one(question, setting, options)
     if question.as_json:
-        _print_json(result)
+        print_json(result)
         return
     print_result(out, result)
     _say_written(question, out)
@@ -107,7 +107,7 @@ def _run_sweep(question: Question, source: Source, wishes: Wishes, options: Opti
 
         write_sweep_page(question.html, swept)
     if question.as_json:
-        _print_json(swept)
+        print_json(swept)
         return
     print_sweep(out, swept)
     _say_written(question, out)
@@ -117,10 +117,6 @@ def _say_written(question: Question, out: Console) -> None:
     for path in (question.log, question.html, question.trace):
         if path is not None:
             out.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
 
 def _source(question: Question) -> Source:
