@@ -26,6 +26,7 @@ from baton.swarm.crew import Crew, HubAccess, OwnWorkers
 from baton.swarm.desk import Outside, Span
 from baton.swarm.examiner import Author, Examiner, Scorer
 from baton.swarm.hub import Hub, HubParts
+from baton.swarm.identity import WorkerKeys
 from baton.swarm.inspector import Conviction, Inspector
 from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import Listen
@@ -49,6 +50,7 @@ from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
 
 LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400
+_SECRET_BYTES = 32
 HEARTBEATS = 6
 """In the time after which a silent worker is taken for dead."""
 
@@ -66,6 +68,7 @@ def check_swarm(recipe: Recipe, crew: Crew | None = None) -> Listen:
     listen.ssl_context()
     if _lets_others_join(recipe, crew):
         TokenFile(Path(swarm.token_file)).tokens()
+    torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -135,6 +138,7 @@ class _Host:
             end_ids=end_ids(model, tokenizer),
         )
         self.text = lambda ids: tokenizer.text(ids, keep_special=True)
+        self.secret = _secret(run / "inspection.secret")
         self.desk = TracedDesk(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
             Outside(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
@@ -148,7 +152,7 @@ class _Host:
         """Listen, and start this machine's workers."""
         swarm = self.recipe.swarm
         own_token = self._make_token("local")
-        authenticators = [Authenticator(self.scratch / "tokens.json")]
+        authenticators = [Authenticator(self.scratch / "tokens.json", is_own=True)]
         if _lets_others_join(self.recipe, self.crew):
             authenticators.append(Authenticator(Path(swarm.token_file)))
         self.hub = Hub(
@@ -167,8 +171,9 @@ class _Host:
                 on_joined=self._joined,
                 on_tick=self.examiner.tick,
                 admits=self._admits,
+                keys=WorkerKeys(self.secret),
                 is_banned=self.examiner.quarantine.reason,
-                weight=self.crew.weight if self.crew is not None else lambda name: 1.0,
+                weight=self._weight,
                 on_malformed=lambda peer, sentence: self._violated(peer.number, f"malformed: {sentence}"),
                 say=self.say,
             ),
@@ -240,8 +245,13 @@ class _Host:
 
         self.hub.call(all_of_them)
 
+    def _weight(self, grant: Grant) -> float:
+        return self.crew.weight(grant.name) if self.crew is not None and grant.is_own else 1.0
+
     def _numbers(self, name: str) -> list[int]:
-        return [peer.number for peer in self.hub.peers.values() if peer.grant.name == name]
+        """Of the run's own workers of a token: another's token of this name is none of theirs."""
+        grants = ((peer.number, peer.grant) for peer in self.hub.peers.values())
+        return [number for number, grant in grants if grant.is_own and grant.name == name]
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -255,7 +265,8 @@ class _Host:
         """Whether anything is scored again: what was generated while weights changed in flight cannot be."""
         inspection = self.recipe.inspection
         is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
-        return is_on and self.rules.on_new_version != "keep"
+        has_any = inspection.own or _lets_others_join(self.recipe, self.crew)
+        return is_on and has_any and self.rules.on_new_version != "keep"
 
     def _model_files(self, model: Any, tokenizer: Tokenizer) -> bytes:
         directory = self.scratch / "model"
@@ -281,16 +292,17 @@ class _Host:
         )
 
     def _make_examiner(self) -> Examiner:
-        secret = secrets.token_bytes(32)
         return Examiner(
             self._make_scorer,
-            Inspector(self.recipe.inspection, secret),
+            Inspector(self.recipe.inspection, self.secret),
             Calibration(),
             Quarantine(self.run / "quarantine.jsonl"),
             keep_versions=self._keep_versions,
             to_hub=lambda action: self.hub.call(action),
             on_release=self.desk.release,
+            on_remake=self.desk.remake,
             on_conviction=self._convicted,
+            say=self.say,
         )
 
     def _make_scorer(self) -> Scorer:
@@ -299,7 +311,7 @@ class _Host:
     def _make_rescorer(self) -> Rescorer:
         """In the engines' dtype: then honest tokens are mostly scored to the same bits, and small lies stand out."""
         dtype, attention = torch_dtype(self.recipe.engine.dtype), self.recipe.model.attention
-        device = torch_device(self.recipe.model.device)
+        device = torch_device(self.recipe.inspection.device)
         if self.recipe.lora is not None:
             return Rescorer(load_model(self.recipe.model.path, dtype=dtype, device=device, attention=attention))
         return Rescorer(load_skeleton(self.scratch / "model", dtype=dtype, device=device, attention=attention))
@@ -332,12 +344,12 @@ class _Host:
         return self.examiner.finished(lease, trajectory, [(self.authors[w], first, end) for w, first, end in spans])
 
     def _convicted(self, conviction: Conviction) -> None:
-        """Hang up on all workers of a token, and have everything made again that is not trained."""
-        reason = conviction.verdict.reason
-        self.say(f"workers of the token {conviction.worker!r} are in quarantine: {reason}")
-        workers = [number for number, author in self.authors.items() if author.name == conviction.worker]
+        """Hang up on a worker, or on all of its token's, and have everything made again that is not trained."""
+        self.say(f"worker {conviction.shown} is in quarantine: {conviction.verdict.reason}")
+        reasons = {n: self.examiner.quarantine.reason(a.grant, a.worker) for n, a in self.authors.items()}
+        workers = [number for number, reason in reasons.items() if reason is not None]
         for number in workers:
-            self.hub.hang_up(number, f"in quarantine: {reason}", is_final=True)
+            self.hub.hang_up(number, reasons[number] or "", is_final=True)
             self.desk.leave(number, "in quarantine")
         self.desk.revoke(frozenset(workers), "quarantine")
 
@@ -356,7 +368,16 @@ class _Host:
         return overview(hub, self.port, self.examiner, lineage=self.lineage)
 
     def _joined(self, peer: Peer) -> None:
-        self.authors[peer.number] = Author(peer.grant.name, peer.worker_class, peer.grant.is_trusted)
+        self.authors[peer.number] = Author(peer.worker, peer.grant, peer.name, peer.worker_class)
+
+
+def _secret(path: Path) -> bytes:
+    """Return the run's secret, made at its first start: with the same one a restarted hub checks the same draw."""
+    if path.exists() and len(known := path.read_bytes()) == _SECRET_BYTES:
+        return known
+    made = secrets.token_bytes(_SECRET_BYTES)
+    write_private(path, made)
+    return made
 
 
 class _TracedPublisher(Publisher):

@@ -121,7 +121,7 @@ def revoke(
 @token_app.command()
 def unquarantine(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, such as runs/NAME.")],
-    name: Annotated[str, typer.Argument(help="The worker, as baton status and RUN/quarantine.jsonl name it.")],
+    name: Annotated[str, typer.Argument(help="A worker's id or label, or a token's name, as in baton status.")],
 ) -> None:
     """Lift a quarantine that was a mistake: the worker may come again. A hub that runs takes it over within seconds."""
     kept = run / "quarantine.jsonl"

@@ -80,14 +80,14 @@ def torch_dtype(name: DTypeName) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def torch_device(name: str) -> torch.device:
-    """Resolve a recipe's device, `auto` included. Raises UserError when the named device is not there."""
+def torch_device(name: str, key: str = "model.device") -> torch.device:
+    """Resolve a recipe's device, `auto` included. Raises UserError naming the key when the device is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"model.device: got {name!r}, allowed auto, cpu, cuda or cuda:N") from error
+        raise UserError(f"{key}: got {name!r}, allowed auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"model.device: got {name!r}, but this torch ({torch.__version__}) sees no CUDA GPU")
+        raise UserError(f"{key}: got {name!r}, but this torch ({torch.__version__}) sees no CUDA GPU")
     return device

@@ -101,7 +101,14 @@ class Grant:
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Of the token, for `Authenticator.recheck`."""
+    """Of the token: who it is. The name is for people, and another token file may hold the same one."""
+    is_own: bool = False
+    """A worker that the run has started itself."""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.name} (own)" if self.is_own else self.name
 
 
 class Denied(BatonError):
@@ -237,9 +244,9 @@ class TokenFile:
 class Authenticator:
     """Says who a request comes from. It follows the token file while the hub runs."""
 
-    def __init__(self, path: Path, clock: Clock = time.time) -> None:
-        """Read the file. Raises UserError when it is missing or bad."""
-        self._file, self._clock = TokenFile(path, clock), clock
+    def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
+        """Read the file. Raises UserError when it is missing or bad. is_own: see `Grant.is_own`."""
+        self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
         """What is wrong with the file now; while it is, everybody is refused."""
         self._tokens: tuple[Token, ...] = ()
@@ -280,7 +287,7 @@ class Authenticator:
             raise Denied(401, f"{state} token", found.name)
         if found.role not in wanted:
             raise Denied(403, f"role {found.role} does not open this", found.name)
-        return Grant(found.name, found.role, found.is_trusted, found.digest)
+        return Grant(found.name, found.role, found.is_trusted, found.digest, self._is_own)
 
     def _follow_file(self) -> None:
         stamp = _stamp(self._file.path)

@@ -294,6 +294,12 @@ class Desk:
         if last is not None:
             self._outside.to_runner(last)
 
+    def remake(self, key: Key) -> None:
+        """Have a trajectory made again that was held back."""
+        if self._held.pop(key, None) is not None:
+            self._provenance.pop(key, None)
+            self._say_revoked(key, "not inspected")
+
     def _forget(self, number: int) -> None:
         for lease in self._tasks.pop(number).branches:
             del self._branches[lease]

@@ -5,8 +5,11 @@
                                                                                              └─ Conviction: quarantine
 
 A trajectory that is being checked is held back from training until its verdict. Each segment is scored under its own
-version, of which the last ones are kept here; what is older goes unchecked. `keep` exchanges weights under running
-trajectories, whose tokens no single version explains: then only trusted workers are admitted, and nothing is scored.
+version, of which the last ones are kept here. Where scoring fails, takes too long or has no version to score by, the
+trajectory is counted as not inspected, which a warning says. If a worker that is not trusted wrote in it, it is made
+again, at most `MAX_REMADE` times; then, or if all its authors are trusted, it is released. `keep` exchanges weights
+under running trajectories, whose tokens no single version explains: then only trusted workers are admitted, and nothing
+is scored.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from baton.rollout.rescored import Claim, Rescored
+from baton.swarm.auth import Grant
 from baton.swarm.desk import Key
 from baton.swarm.errands import Errands
 from baton.swarm.inspector import Conviction, Inspector
@@ -29,8 +33,12 @@ from baton.types import Lease, PolicyVersion, Trajectory
 
 MAX_BATCH = 64
 """Trajectories that are scored together."""
-PATIENCE_S = 120.0
-"""A trajectory whose verdict does not come in so long is released unchecked, and counted."""
+PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
+"""The verdict on a trajectory is waited for so long, and so much longer for each of its tokens."""
+MAX_REMADE = 2
+"""A trajectory that cannot be checked is made again at most so many times."""
+REMEMBERED_REMADE = 10_000
+"""Trajectories whose repetitions are counted."""
 
 
 class Scorer(Protocol):
@@ -49,10 +57,12 @@ class Scorer(Protocol):
 class Author:
     """Who wrote a part of a trajectory."""
 
-    name: str
-    """Of the token: all its workers have one account."""
+    worker: str
+    """Its id: see `identity.WorkerKeys`."""
+    grant: Grant
+    label: str
+    """For people."""
     worker_class: WorkerClass
-    is_trusted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,8 @@ class ExaminerCounters:
     tokens: int = 0
     seconds: float = 0.0
     unchecked: int = 0
-    """Wanted to be checked, and not: too old, or too late."""
-    by_name: dict[str, int] = field(default_factory=dict)
+    """Wanted to be checked, and not: scoring failed, took too long, or had not all of the versions."""
+    by_worker: dict[str, int] = field(default_factory=dict)
 
 
 class Examiner:
@@ -99,17 +109,24 @@ class Examiner:
         keep_versions: int,
         to_hub: Callable[[Callable[[], None]], None],
         on_release: Callable[[Key], None],
+        on_remake: Callable[[Key], None],
         on_conviction: Callable[[Conviction], None],
+        say: Callable[[str], None],
     ) -> None:
-        """make_scorer: called in the examiner's thread, when there is something to score. to_hub: see `Hub.call`."""
+        """make_scorer: called in the examiner's thread, when there is something to score. to_hub: see `Hub.call`.
+
+        on_release, on_remake: a trajectory that was held back may be trained, or is to be made again.
+        """
         self.inspector, self.calibration, self.quarantine = inspector, calibration, quarantine
         self.counters = ExaminerCounters()
-        self._on_release, self._on_conviction = on_release, on_conviction
-        self._make_scorer, self._to_hub = make_scorer, to_hub
+        self._on_release, self._on_remake, self._on_conviction = on_release, on_remake, on_conviction
+        self._make_scorer, self._to_hub, self._say = make_scorer, to_hub, say
         self._keep = keep_versions
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._held: dict[Key, tuple[_Case, float]] = {}
         """Trajectory → what is checked of it, until when its verdict is waited for."""
+        self._remade: OrderedDict[Key, int] = OrderedDict()
+        """Trajectory → how many times it was made again because it could not be checked."""
         self._cases: SimpleQueue[_Case] = SimpleQueue()
         self._errands = Errands("examiner")
         self._scorer: Scorer | None = None
@@ -140,72 +157,105 @@ class Examiner:
         key = (lease.noise_seed, trajectory.group_id, trajectory.sample_index)
         chosen: dict[str, bool] = {}
         for author, _, _ in parts:  # one may have written several parts: it has finished one trajectory
-            if author.name not in chosen and self.quarantine.reason(author.name) is None:
-                self.inspector.joined(author.name, is_trusted=author.is_trusted)
-                chosen[author.name] = self.inspector.finished(author.name, _name(key))
-        wanted = tuple(part for part in parts if chosen.get(part[0].name))
+            worker, grant = author.worker, author.grant
+            if worker in chosen or self.quarantine.reason(grant, worker) or not self.inspector.concerns(grant):
+                continue
+            self.inspector.joined(worker, is_trusted=grant.is_trusted)
+            chosen[worker] = self.inspector.finished(worker, _name(key)) or key in self._remade
+        wanted = tuple(part for part in parts if chosen.get(part[0].worker))
         if not wanted:
             return False
-        is_trusted = all(author.is_trusted for author, _, _ in parts)
+        is_trusted = all(author.grant.is_trusted for author, _, _ in parts)
         case = _Case(key, Claim(trajectory, lease.sampling, lease.noise_seed), wanted, is_trusted)
-        self._held[key] = case, time.monotonic() + PATIENCE_S
+        self._held[key] = case, time.monotonic() + PATIENCE_S + PATIENCE_S_PER_TOKEN * trajectory.num_tokens
         self._cases.put(case)
         self._errands.submit(self._run)
         return True
 
     def violated(self, author: Author, sentence: str, name: str) -> Conviction | None:
         """A worker has said what no honest one says."""
-        conviction = self.inspector.violated(author.name, name, violation(sentence))
-        if conviction is not None:
-            self._convict(conviction)
-        return conviction
+        conviction = self.inspector.violated(author.worker, name, violation(sentence))
+        return None if conviction is None else self._convict(conviction, author)
 
-    def tick(self) -> None:
-        """Release what has waited for its verdict too long, and forgive whose quarantine was lifted."""
+    def tick(self, delay_s: float = 0.0) -> None:
+        """Look at what has waited for its verdict too long, and forgive whose quarantine was lifted.
+
+        delay_s: what the hub was late by, which does not count.
+        """
         for worker in self.quarantine.follow():
             self.inspector.pardon(worker)
         now_s = time.monotonic()
-        for case, until_s in list(self._held.values()):
-            if now_s > until_s:
-                self.counters.unchecked += 1
-                self._release(case)
+        for key, (case, until_s) in list(self._held.items()):
+            self._held[key] = case, until_s + delay_s
+            if now_s > until_s + delay_s:
+                self._give_up([case], "its verdict has not come in time")
 
     def _rule(self, case: _Case, rulings: Sequence[Ruling]) -> None:
         """Take the verdicts on one trajectory."""
         for ruling in rulings:
-            name = ruling.author.name
-            self.counters.by_name[name] = self.counters.by_name.get(name, 0) + 1
+            worker = ruling.author.worker
+            self.counters.by_worker[worker] = self.counters.by_worker.get(worker, 0) + 1
             tolerance = self.calibration.tolerance(ruling.author.worker_class)
-            conviction = self.inspector.judged(name, _name(case.key), ruling.verdict, tolerance)
+            conviction = self.inspector.judged(worker, _name(case.key), ruling.verdict, tolerance)
             if conviction is not None:
-                self._convict(conviction)
-        self._release(case)
+                self._convict(conviction, ruling.author)
+        if self._is_held(case):
+            self._release(case)
 
-    def _convict(self, conviction: Conviction) -> None:
-        self.quarantine.add(conviction)
-        self._on_conviction(conviction)
+    def _convict(self, conviction: Conviction, author: Author) -> Conviction:
+        known = replace(conviction, token=author.grant.digest, label=author.label)
+        self.quarantine.add(known)
+        self._on_conviction(known)
+        return known
+
+    def _give_up(self, cases: Sequence[_Case], cause: str) -> None:
+        """Have trajectories made again that cannot be checked, or release them: see the top of this file."""
+        late = [case for case in cases if self._is_held(case)]
+        if not late:
+            return
+        self.counters.unchecked += len(late)
+        remade = 0
+        for case in late:
+            times = self._remade.pop(case.key, 0)
+            if case.is_trusted or times >= MAX_REMADE:
+                self._release(case)
+                continue
+            remade += 1
+            self._remade[case.key] = times + 1
+            while len(self._remade) > REMEMBERED_REMADE:
+                self._remade.popitem(last=False)
+            del self._held[case.key]
+            self.inspector.lost([_name(case.key)])
+            self._on_remake(case.key)
+        names = ", ".join(_name(case.key) for case in late[:4])
+        self._say(
+            f"warning: {len(late)} trajectories ({names}) were not inspected: {cause}; {remade} of them are made "
+            f"again, {len(late) - remade} are used as they are; {self.counters.unchecked} so far ([inspection])"
+        )
+
+    def _is_held(self, case: _Case) -> bool:
+        """Whether its verdict decides: what was made again meanwhile waits for a verdict of its own."""
+        held = self._held.get(case.key)
+        return held is not None and held[0] is case
 
     def _release(self, case: _Case) -> None:
-        """Let it be trained, unless it was made again meanwhile: the new one waits for its own verdict."""
-        held = self._held.get(case.key)
-        if held is not None and held[0] is case:
-            del self._held[case.key]
-            self._on_release(case.key)
+        """Let it be trained."""
+        del self._held[case.key]
+        self._remade.pop(case.key, None)
+        self._on_release(case.key)
 
     # ---- in the examiner's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._examine_all()
-        except Exception as error:  # noqa: BLE001  # unheard, it would end all checks without a word
-            self._to_hub(lambda error=error: _raise(error))  # type: ignore[misc]
-
-    def _examine_all(self) -> None:
         """Examine what waits, as many together as may be."""
         while cases := self._take():
-            self._scorer = self._scorer or self._make_scorer()
             begin_s = time.monotonic()
-            self._examine(self._scorer, cases)
+            try:
+                self._scorer = self._scorer or self._make_scorer()
+                self._examine(self._scorer, cases)
+            except Exception as error:  # noqa: BLE001  # such as a device without memory: no reason to end the run
+                cause = f"scoring them again failed: {type(error).__name__}: {error}"[:500]
+                self._to_hub(lambda cases=cases, cause=cause: self._give_up(cases, cause))  # type: ignore[misc]
             self.counters.seconds += time.monotonic() - begin_s
 
     def _take(self) -> list[_Case]:
@@ -229,7 +279,11 @@ class Examiner:
                 scores[index].append(one)
         for case, found in zip(cases, scores, strict=True):
             known = len({rescored.version for rescored in found})
-            self.counters.checked += known > 0
+            if not known:
+                cause = "none of their versions is kept any more"
+                self._to_hub(lambda case=case, cause=cause: self._give_up([case], cause))  # type: ignore[misc]
+                continue
+            self.counters.checked += 1
             self.counters.unchecked += known < len(set(case.claim.trajectory.policy_versions))
             self.counters.tokens += sum(len(rescored.places) for rescored in found)
             rulings = self._judged(case, found)
@@ -243,10 +297,6 @@ class Examiner:
             tolerance = self.calibration.tolerance(author.worker_class)
             rulings.append(Ruling(case.key, author, judge(scores, tolerance, first=first, end=end)))
         return rulings
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _name(key: Key) -> str:

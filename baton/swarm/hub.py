@@ -16,6 +16,7 @@ All in one event loop in a thread of its own, so that nothing here needs a lock 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,11 +32,13 @@ from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Denied, Grant, Role
 from baton.swarm.desk import Desk
 from baton.swarm.door import Door
+from baton.swarm.identity import WorkerKeys
 from baton.swarm.line import Line, Silent
 from baton.swarm.listen import Listen
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     SILENT_HEARTBEATS,
+    Admitted,
     Fault,
     FromHub,
     FromWorker,
@@ -80,13 +83,15 @@ class HubParts:
     on_served: Callable[[Hub], None] = lambda hub: None
     """A worker has come to serve another version."""
     on_joined: Callable[[Peer], None] = lambda peer: None
-    on_tick: Callable[[], None] = lambda: None
+    on_tick: Callable[[float], None] = lambda delay_s: None
+    """delay_s: what the hub was late by."""
     admits: Callable[[Hello, Grant], str | None] = lambda hello, grant: None
     """Why a worker is not wanted, or None."""
-    is_banned: Callable[[str], str | None] = lambda name: None
-    """Name of a token → why its workers are in quarantine."""
-    weight: Callable[[str], float] = lambda name: 1.0
-    """Name of a token → what is expected of one slot of its workers: see `WorkerJoined`."""
+    keys: WorkerKeys = field(default_factory=lambda: WorkerKeys(secrets.token_bytes(32)))
+    is_banned: Callable[[Grant, str], str | None] = lambda grant, worker: None
+    """(token, id of a worker or "") → why the worker, or all of the token's, are in quarantine."""
+    weight: Callable[[Grant], float] = lambda grant: 1.0
+    """What is expected of one slot of a token's workers: see `WorkerJoined`."""
     on_malformed: Callable[[Peer, str], None] = lambda peer, sentence: None
     """A worker that has its place said what is no message."""
     say: Callable[[str], None] = lambda text: None
@@ -123,7 +128,8 @@ class Hub:
         self.slots = 0
         """Of all workers that can be spoken to; read by the runner's thread."""
         self._requests, self._door = Requests(self), Door()
-        self._by_session: dict[str, int] = {}
+        self._by_worker: dict[str, int] = {}
+        """Id of a worker → its number."""
         self._next_worker = 0
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -196,7 +202,7 @@ class Hub:
         peer = self.peers.pop(worker, None)
         if peer is None:
             return
-        self._by_session.pop(peer.hello.session, None)
+        self._by_worker.pop(peer.worker, None)
         self.parts.say(f"worker {peer.name}: {cause}")
         if peer.outgoing is not None:
             peer.outgoing.put(Rejected(cause, is_final))
@@ -253,19 +259,19 @@ class Hub:
             for peer in list(self.peers.values()):
                 self._recheck(peer)
             self.parts.desk.tick(delay_s)
-            self.parts.on_tick()
+            self.parts.on_tick(delay_s)
 
     def _recheck(self, peer: Peer) -> None:
         """A token may expire, be revoked or be put into quarantine while its worker is connected."""
-        banned = self.parts.is_banned(peer.grant.name)
+        banned = self.parts.is_banned(peer.grant, peer.worker)
         try:
             if banned is not None:
-                raise Denied(403, banned, peer.grant.name)
+                raise Denied(403, banned, peer.grant.label)
             for authenticator in self.parts.authenticators:
                 with suppress(Denied):
                     authenticator.recheck(peer.grant)
                     return
-            raise Denied(401, "the token is no longer valid", peer.grant.name)
+            raise Denied(401, "the token is no longer valid", peer.grant.label)
         except Denied as denied:
             self.parts.audit.denied(denied, peer.address, "/worker")
             self.hang_up(peer.number, denied.reason, is_final=True)
@@ -326,7 +332,7 @@ class Hub:
 
     def _complain(self, event: str, error: Exception, grant: Grant, address: str) -> None:
         status = {"silent": 0, "malformed": 400, "unwanted": 403}.get(event, 500)
-        self.parts.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.name)
+        self.parts.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
 
     def _seat(self, hello: Hello, grant: Grant, address: str, outgoing: Outgoing) -> Peer:
         """Give a worker its place, or the one it had before a cut."""
@@ -335,20 +341,29 @@ class Hub:
         refusal = self.parts.admits(hello, grant)
         if refusal is not None:
             raise Unwanted(refusal)
-        now_s = time.monotonic()
-        known = self.peers.get(self._by_session.get(hello.session, -1))
-        if known is not None and known.grant.name == grant.name:
+        key, keys = hello.key, self.parts.keys
+        worker = keys.worker(grant.digest, key)
+        if worker is None:
+            key = keys.issue(grant.digest)
+            worker = keys.worker(grant.digest, key)
+            assert worker is not None, "a key that was just issued is known"
+            outgoing.put(Admitted(key))
+        banned = self.parts.is_banned(grant, worker)
+        if banned is not None:
+            raise Unwanted(banned)
+        known = self.peers.get(self._by_worker.get(worker, -1))
+        if known is not None:
             if known.outgoing is not None:
                 known.outgoing.close()  # nobody has told the hub yet that this connection is dead
             known.outgoing, known.hello, known.address = outgoing, hello, address
             peer = known
         else:
             number, self._next_worker = self._next_worker, self._next_worker + 1
-            peer = Peer(number, grant, hello, address, now_s, outgoing)
+            peer = Peer(number, grant, hello, address, time.monotonic(), outgoing, worker, key)
             self.peers[number] = peer
-            self._by_session[hello.session] = number
+            self._by_worker[worker] = number
             self.parts.on_joined(peer)
-            self.parts.desk.join(number, hello.slots, self.parts.weight(grant.name))
+            self.parts.desk.join(number, hello.slots, self.parts.weight(grant))
             self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()
         self.parts.desk.held(peer.number, hello.leases)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from baton.settings import Settings
+from baton.swarm.auth import Grant
 from baton.swarm.verify import Outcome, Tolerance, Verdict, pooled
 
 
@@ -33,6 +34,10 @@ class InspectionSettings(Settings):
     """A new worker's first finished trajectories are all checked."""
     after_suspect: int = Field(default=16, ge=0)
     """And so are as many that follow a suspect one."""
+    own: bool = False
+    """Check also the workers that the run has started itself: `--workers`, and those of a cluster."""
+    device: str = "cpu"
+    """Where trajectories are scored again. By default not on the trainer's accelerator."""
     remembered: int = Field(default=64, ge=1)
     """Checked trajectories of a worker that are judged together: the newest."""
 
@@ -42,6 +47,7 @@ class Conviction:
     """A worker is out. The record is kept as evidence."""
 
     worker: str
+    """Its id: see `identity.WorkerKeys`."""
     name: str
     """The trajectory whose check decided."""
     verdict: Verdict
@@ -52,6 +58,15 @@ class Conviction:
     num_trained: int
     num_checked: int
     num_finished: int
+    token: str = ""
+    """Digest of its token; empty in files of old, where `worker` is the token's name."""
+    label: str = ""
+    """For people: what the worker was called."""
+
+    @property
+    def shown(self) -> str:
+        """For people: its label, and the id by which a quarantine is lifted."""
+        return f"{self.label} ({self.worker})" if self.label else self.worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,10 @@ class Inspector:
     def quarantine(self) -> dict[str, Conviction]:
         """Convicted workers, by name."""
         return dict(self._quarantine)
+
+    def concerns(self, grant: Grant) -> bool:
+        """Whether the workers of a token are checked at all: the run's own only where it asks for that."""
+        return self._settings.own or not grant.is_own
 
     def joined(self, worker: str, *, is_trusted: bool = False) -> None:
         """A worker is here, for the first time or again; that neither clears its account nor its conviction."""

@@ -5,6 +5,7 @@
       ◀────────────────────────── Welcome      what engine to build, under which run
       ◀───────────────────────────── Want      the version to serve
       ── Hello ───────────────────────────▶    ready: places, version, leases held from before a cut
+      ◀───────────────────────── Admitted      the key to say Hello with after a cut
       ◀──────────────────── Lease · Abort · Dropped
       ── Report · Retry ──────────────────▶
       ◀─────────────────────────────── Ack      reports up to here need not be said again
@@ -26,7 +27,7 @@ from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when an older worker could misunderstand a newer hub."""
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """A longer frame ends the connection."""
@@ -98,6 +99,13 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
     """The run is complete: there is nothing more to do, now or later."""
 
 
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the first Hello of a worker."""
+
+    key: str
+    """Issued by the hub: after a cut the worker presents it and is the same worker."""
+
+
 class Heard(msgspec.Struct, frozen=True, tag=True):
     """The answer to a Heartbeat."""
 
@@ -116,8 +124,8 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The worker is ready."""
 
-    session: str
-    """Random, of the worker's process: the same after a cut."""
+    key: str
+    """As in `Admitted`; empty at first."""
     worker_class: WorkerClass
     """What decides how it rounds: logprobs are compared within a class."""
     model_digest: str
@@ -152,7 +160,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The worker goes, on purpose; all it had has been reported."""
 
 
-FromHub = Welcome | Want | Lease | Abort | Dropped | Ack | Heard | Rejected | RunOver
+FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | Heard | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
@@ -190,7 +198,7 @@ def decode_from_worker(frame: bytes) -> FromWorker:
 def _check_bounds(message: FromWorker) -> None:
     match message:
         case Hello(slots=slots, leases=leases, worker_class=kind):
-            texts = (message.session, kind.device, kind.dtype, kind.engine, message.model_digest)
+            texts = (message.key, kind.device, kind.dtype, kind.engine, message.model_digest)
             if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or not all(map(_is_plain, texts)):
                 raise Malformed(
                     f"a Hello with {slots} slots and {len(leases)} leases, or with texts that are not plain"

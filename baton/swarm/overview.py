@@ -43,6 +43,7 @@ def overview(hub: Hub, port: SwarmPort, examiner: Examiner, *, lineage: str) -> 
         malformed=counters.malformed,
         loop_delay_s=counters.loop_delay_s,
         notes=tuple(a.fault for a in hub.parts.authenticators if a.fault),
+        not_inspected=examiner.counters.unchecked,
     )
 
 
@@ -67,13 +68,13 @@ def _of_worker(hub: Hub, peer: Peer, examiner: Examiner) -> WorkerStatus:
         fetched_bytes=beat.fetched_bytes,
         fault=beat.fault,
         is_trusted=peer.grant.is_trusted,
-        checked=examiner.counters.by_name.get(peer.grant.name, 0),
+        checked=examiner.counters.by_worker.get(peer.worker, 0),
     )
 
 
 def _of_conviction(conviction: Conviction) -> QuarantineStatus:
     return QuarantineStatus(
-        conviction.worker,
+        conviction.shown,
         conviction.verdict.reason,
         tuple(sorted({step for _, step in conviction.trained})),
         conviction.num_trained,

@@ -58,6 +58,10 @@ class Peer:
     since_s: float
     outgoing: Outgoing | None
     """None while it is cut off."""
+    worker: str = ""
+    """Its id: see `identity.WorkerKeys`."""
+    key: str = ""
+    """What it presents after a cut."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     heard_s: float = 0.0
     served: int | None = None

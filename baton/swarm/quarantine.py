@@ -15,9 +15,13 @@ from pathlib import Path
 import msgspec
 
 from baton.errors import UserError
+from baton.swarm.auth import Grant
 from baton.swarm.inspector import Conviction
 
 logger = logging.getLogger(__name__)
+
+MAX_QUARANTINED = 3
+"""Workers of one token in quarantine, at which the token is: a worker that drops its key comes again as a new one."""
 
 
 class Lifted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,28 +55,37 @@ class Quarantine:
     def add(self, conviction: Conviction) -> None:
         """Keep one."""
         self.convictions.append(conviction)
-        self._append(conviction)
+        self._size += self._append(
+            conviction
+        )  # short of the file's where another process wrote: `follow` then reads it
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End the quarantine of a worker; return the workers' ids. at: Unix seconds.
+        """End the quarantine of a worker, by its id or label, or of all of a token's, by its name; return their ids.
 
-        Raises UserError where nobody of this name is in quarantine.
+        at: Unix seconds. Raises UserError where nobody of this name is in quarantine.
         """
         self.follow()
-        found = tuple(dict.fromkeys(one.worker for one in self.convictions if one.worker == name))
+        found = tuple(dict.fromkeys(one.worker for one in self.convictions if name in _names(one)))
         if not found:
-            known = ", ".join(dict.fromkeys(one.worker for one in self.convictions)) or "nobody"
+            known = ", ".join(dict.fromkeys(one.shown for one in self.convictions)) or "nobody"
             raise UserError(f"{name!r} is not in quarantine in {self._path}; in quarantine: {known}")
         self._append(Lifted(found, at))
         self.follow()
         return found
 
-    def reason(self, name: str) -> str | None:
-        """Why the workers of a token are in quarantine; None where they are not."""
-        found = next((c for c in self.convictions if c.worker == name), None)
-        return None if found is None else f"in quarantine: {found.verdict.reason}"
+    def reason(self, grant: Grant, worker: str = "") -> str | None:
+        """Return why a worker, or everybody with its token, is in quarantine; None where that is not so."""
+        for one in self.convictions:
+            is_old = not one.token and not grant.is_own  # of a file that named tokens: they were never the run's own
+            if one.worker == worker or (is_old and one.worker == grant.name):
+                return f"in quarantine: {one.verdict.reason}"
+        of_token = {one.worker: one for one in self.convictions if one.token and one.token == grant.digest}
+        if len(of_token) < MAX_QUARANTINED:
+            return None
+        last = [*of_token.values()][-1].verdict.reason
+        return f"in quarantine: {len(of_token)} workers of this token are; the last: {last}"
 
-    def _append(self, line: Conviction | Lifted) -> None:
+    def _append(self, line: Conviction | Lifted) -> int:
         data = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -81,9 +94,13 @@ class Quarantine:
                 data = b"\n" + data
             os.write(handle, data)
             os.fsync(handle)
-            self._size += len(data)  # short of the file's where another process wrote too: `follow` then reads it
+            return len(data)
         finally:
             os.close(handle)
+
+
+def _names(one: Conviction) -> tuple[str, ...]:
+    return one.worker, one.label, one.label.rpartition("#")[0]
 
 
 def _read(path: Path) -> list[Conviction]:

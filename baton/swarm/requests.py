@@ -64,10 +64,10 @@ class Requests:
             except Denied as error:
                 refusals.append(error)
                 continue
-            banned = self._hub.parts.is_banned(grant.name)
+            banned = self._hub.parts.is_banned(grant, "")
             if banned is None:
                 return grant
-            refusals.append(Denied(403, banned, grant.name))
+            refusals.append(Denied(403, banned, grant.label))
             break
         denied = max(refusals, key=lambda one: (one.status, one.name is not None))  # who knows the token knows why
         self._hub.counters.denied += 1

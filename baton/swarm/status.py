@@ -80,6 +80,8 @@ class HubStatus(msgspec.Struct, frozen=True):
     loop_delay_s: float
     """The longest that the hub was late by."""
     notes: tuple[str, ...] = ()
+    not_inspected: int = 0
+    """Trajectories that were to be scored again, and could not be."""
 
 
 class _StatusCollector:
@@ -110,6 +112,7 @@ class _StatusCollector:
         yield _gauge("quarantined", "Workers in quarantine", len(status.quarantine))
         yield _gauge("denied", "Requests without a valid token", status.denied)
         yield _gauge("malformed", "Connections ended for what was said", status.malformed)
+        yield _gauge("not_inspected", "Trajectories that could not be scored again", status.not_inspected)
         yield _gauge("loop_delay_seconds", "The longest that the hub was late by", status.loop_delay_s)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,6 +35,7 @@ from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     SILENT_HEARTBEATS,
     Ack,
+    Admitted,
     Dropped,
     Fault,
     FromHub,
@@ -93,7 +93,8 @@ class SwarmWorker:
 
     def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
         self._options, self._make_engine = options, make_engine
-        self._session = secrets.token_hex(16)
+        self._key = ""
+        """From the hub, for as long as this process lives."""
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
@@ -217,7 +218,7 @@ class SwarmWorker:
         settings = welcome.engine_settings()
         kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
         have, leases = self._refresher.have, self._outbox.leases
-        return Hello(self._session, kind, welcome.model_digest, slots, have, leases)
+        return Hello(self._key, kind, welcome.model_digest, slots, have, leases)
 
     async def _beat(self, line: WorkerLine, every_s: float) -> None:
         while True:
@@ -267,6 +268,8 @@ class SwarmWorker:
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
                 self._refresher.want(message)
+            case Admitted(key=key):
+                self._key = key
             case Heard():
                 pass
             case Rejected():

@@ -240,8 +240,8 @@ class BenchWorker:
     @property
     def is_ready(self) -> bool:
         """Whether it has its place at the hub, or has come to an end."""
-        sessions = {peer.hello.session for peer in list(self._bench.hub.peers.values())}
-        return self.is_over or (hasattr(self, "worker") and self.worker._session in sessions)
+        keys = {peer.key for peer in list(self._bench.hub.peers.values())}
+        return self.is_over or (hasattr(self, "worker") and self.worker._key in keys)
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -477,7 +477,7 @@ def quick() -> Iterator[None]:
         baton.swarm.hub.TICK_S, baton.swarm.worker.LONGEST_WAIT_S = known
 
 
-def hello(session: str, *, slots: int = 4, serves: PolicyVersion | None = None, leases: Sequence[int] = ()) -> Hello:
+def hello(key: str = "", *, slots: int = 4, serves: PolicyVersion | None = None, leases: Sequence[int] = ()) -> Hello:
     """What a worker says that is ready."""
     kind = baton.swarm.worker.WorkerClass("cpu", "float32", "fake")
-    return Hello(session, kind, model_digest(MODEL), slots, serves, tuple(leases))
+    return Hello(key, kind, model_digest(MODEL), slots, serves, tuple(leases))

@@ -59,6 +59,8 @@ def bench(tmp_path: Path) -> Iterator[SwarmBench]:
         keep_versions=2,
         to_hub=lambda action: None,
         on_release=lambda key: None,
+        on_remake=lambda key: None,
+        say=lambda text: None,
         on_conviction=lambda conviction: None,
     )
 

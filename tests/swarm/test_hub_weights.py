@@ -15,7 +15,9 @@ PLANNED = {"fast": 1.5, "slow": 0.75, "slower": 0.75}
 
 def shares(directory: Path, token_s: dict[str, float], num_steps: int) -> dict[str, float]:
     """Run sync steps of 16 trajectories on workers of these names and speeds; return who made which part of all."""
-    bench = SwarmBench(directory, "sync", batch_groups=4, group_size=4, parts={"weight": PLANNED.__getitem__})
+    bench = SwarmBench(
+        directory, "sync", batch_groups=4, group_size=4, parts={"weight": lambda grant: PLANNED[grant.name]}
+    )
     try:
         for name in PLANNED:
             token = bench.tokens.create(Role.WORKER, 3600, name=name, trusted=True)

@@ -13,7 +13,9 @@ from swarm_bench import hello
 from baton.errors import UserError
 from baton.rollout.engine import EngineStats
 from baton.swarm.messages import (
+    PROTOCOL,
     Ack,
+    Admitted,
     Dropped,
     Fault,
     Heartbeat,
@@ -44,11 +46,11 @@ VERSION = PolicyVersion("a", 3, "d" * 64)
 SEGMENT = Segment((1, 2), (-0.1, -1e-9), 3, routing=(b"\x00", b"\xff"))
 LEASE = Lease(4, Trajectory(1, 2, (5, 6), (SEGMENT,)), SamplingParams(9, stop=("\n",)), 7, 3, is_exact=False)
 WELCOME = Welcome(
-    1, "run", "i", "m", False, VERSION, "sdpa", {"slots": 8}, "keep", relay_secret="s", heartbeat_s=5.0,
+    PROTOCOL, "run", "i", "m", False, VERSION, "sdpa", {"slots": 8}, "keep", relay_secret="s", heartbeat_s=5.0,
     report_every_s=2.0,
 )  # fmt: skip
 FROM_HUB = [WELCOME, Want(VERSION, "/dev/shm/x", ("http://r",)), LEASE, Abort(3), Dropped(4), Ack(4, 9, True),
-            Rejected("no", True)]  # fmt: skip
+            Rejected("no", True), Admitted("k")]  # fmt: skip
 FROM_WORKER = [hello("s", serves=VERSION, leases=(1, 2)), Heartbeat(VERSION, EngineStats(1, 2, 3, 4), 5, 6, "f\n"),
                Report(4, 2, (SEGMENT,), FinishReason.STOP), Retry(4, -1), Fault("OSError", "a\nb"),
                Leaving()]  # fmt: skip
@@ -123,5 +125,5 @@ def test_what_goes_to_a_terminal_has_no_control_characters():
 
 def test_another_protocol_is_said_before_anything_is_misunderstood():
     check_protocol(WELCOME)
-    with pytest.raises(UserError, match="the hub speaks protocol 9 and this worker protocol 1"):
+    with pytest.raises(UserError, match="the hub speaks protocol 9 and this worker protocol 2"):
         check_protocol(msgspec.structs.replace(WELCOME, protocol=9))

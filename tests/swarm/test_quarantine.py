@@ -23,7 +23,7 @@ from baton.progress import TerminalObserver
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.engines.skeleton import skeleton_engine
 from baton.runs import RunDirectory
-from baton.swarm.auth import Role, TokenFile
+from baton.swarm.auth import Grant, Role, TokenFile
 from baton.swarm.messages import Welcome
 from baton.swarm.quarantine import Quarantine
 from baton.swarm.worker import SwarmWorker, WorkerOptions
@@ -184,7 +184,7 @@ def test_a_dishonest_worker_is_found_out_and_leaves_no_trace(
     wanted = recipe(model, tmp_path)
     weights = train(wanted, {"good": Honest, "bad": kind})
     convictions = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
-    assert [conviction.worker for conviction in convictions] == ["bad"]
+    assert [conviction.label.partition("#")[0] for conviction in convictions] == ["bad"]
     assert convictions[0].verdict.reason
     assert not convictions[0].trained, "what it wrote was held back until it was judged"
     assert all(torch.equal(weights[name], honest[name]) for name in honest), "as if it had never been there"
@@ -197,8 +197,42 @@ def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path)
     with TerminalObserver(Console(quiet=True), STEPS) as observer:
         loop = build_loop(again, observer, resume=True, overwrite=False)
         hub = loop.port._parts.hub  # type: ignore[attr-defined]
-        reason = hub.parts.is_banned("bad")
+        grants = {
+            t.name: Grant(t.name, t.role, False, t.digest) for t in TokenFile(Path(wanted.swarm.token_file)).tokens()
+        }
+        (conviction,) = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
+        reason = hub.parts.is_banned(grants["bad"], conviction.worker)
         loop.close()
     assert reason is not None
     assert reason.startswith("in quarantine")
-    assert hub.parts.is_banned("good") is None
+    assert conviction.token == grants["bad"].digest
+    assert hub.parts.is_banned(grants["bad"], "another worker") is None
+    assert hub.parts.is_banned(grants["good"], "") is None
+
+
+def test_the_secret_of_a_run_outlives_its_hub_and_is_nobody_elses_to_read(model: Path, tmp_path: Path) -> None:
+    """It decides which trajectories are checked, and by it workers are known again."""
+    wanted, secrets, keys = recipe(model, tmp_path), [], []
+    TokenFile(Path(wanted.swarm.token_file)).create(Role.WORKER, 3600)
+    for resume in (False, True):
+        with TerminalObserver(Console(quiet=True), STEPS) as observer:
+            loop = build_loop(wanted, observer, resume=resume, overwrite=False)
+            path = wanted.run.path / "inspection.secret"
+            secrets.append(path.read_bytes())
+            assert path.stat().st_mode & 0o777 == 0o600
+            keys.append(loop.port._parts.hub.parts.keys)  # type: ignore[attr-defined]
+            loop.close()
+    assert secrets[0] == secrets[1]
+    assert len(secrets[0]) == 32
+    key = keys[0].issue("token")
+    assert keys[1].worker("token", key) == keys[0].worker("token", key) is not None
+
+
+@pytest.mark.slow
+def test_a_stranger_whose_token_is_named_like_the_runs_own_takes_nobody_with_it(model: Path, tmp_path: Path) -> None:
+    wanted = recipe(model, tmp_path)
+    wanted = wanted.model_copy(update={"swarm": wanted.swarm.model_copy(update={"workers": 1})})
+    train(wanted, {"local": CutShort})
+    (conviction,) = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
+    (stranger,) = TokenFile(Path(wanted.swarm.token_file)).tokens()
+    assert conviction.token == stranger.digest

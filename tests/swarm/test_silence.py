@@ -37,7 +37,7 @@ def bench(tmp_path: Path) -> Iterator[SwarmBench]:
 async def connect(bench: SwarmBench, session: aiohttp.ClientSession, token: str) -> Any:
     headers = {"Authorization": f"Bearer {token}"}
     line = await session.ws_connect(bench.url + "/worker", headers=headers, max_msg_size=0)
-    await line.send_bytes(encode(hello("mute")))
+    await line.send_bytes(encode(hello()))
     return line
 
 
