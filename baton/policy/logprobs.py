@@ -12,23 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
+from baton.policy.head import Wanted, find_head, head_scores, score
 from baton.policy.packing import packed_hidden_states
 
 SDPA_FLOAT32 = "sdpa_float32"
 """Name under which transformers finds `_sdpa_float32`."""
-
-_ENTROPY_ROWS = 4096
-"""Positions whose [rows, V] probabilities exist at once while the entropy is summed."""
-
-MAX_LOGITS = 2**24
-"""Logits that exist at once in float32 (64 MiB); beyond it the head is computed piece by piece, and again backwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +34,7 @@ class TokenScores:
     entropy: torch.Tensor | None
     """[N] nats, over the whole vocabulary."""
     hidden: torch.Tensor | None
-    """[N, H] what the head turned into logits: of the place before each token."""
+    """[N, H] what the head turned into logits: of the place before each token. None where the head is not known."""
 
 
 def token_logprobs(
@@ -68,19 +62,21 @@ def padded_scores(
 
     Rows are padded on the right; what the padding's places hold is of no use. No attention mask is passed: behind a
     causal mask no token sees the padding after it, and without a mask the fast kernels apply. The last place predicts
-    nothing and is not fed at all. `with_hidden`, and more than MAX_LOGITS logits, need `has_plain_head`.
+    nothing and is not fed at all. A model whose head is not known (`find_head`) makes all logits at once; `with_hidden`
+    needs a known one.
     """
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
-    vocabulary = _head(model).weight.shape[0] if has_plain_head(model) else 0
-    if with_hidden or targets_BK.numel() * vocabulary > MAX_LOGITS:
+    wanted = Wanted(temperature, with_entropy, entropy_has_gradient)
+    if (head := find_head(model)) is not None:
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
-        return head_scores(model, hidden_BKH, targets_BK, temperature, with_entropy, entropy_has_gradient)
+        return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted), hidden_BKH)
+    assert not with_hidden, f"{type(model).__name__} has no known head"
     # Before the first place asked for, logits are not computed where the model can leave them out.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
-    return TokenScores(*_score(logits_BKV, targets_BK, temperature, with_entropy, entropy_has_gradient), None)
+    return TokenScores(*score(logits_BKV, targets_BK, wanted), None)
 
 
 def packed_scores(
@@ -97,20 +93,22 @@ def packed_scores(
     """Score the tokens at `places_N` of rows that are laid one behind the other, without padding: [N].
 
     `lengths` are the rows'; position_ids_T begin at 0 with each, so that no row sees another, also where attention is
-    another than `packing.py` has: transformers then makes a mask of it. Needs `has_plain_head`.
+    another than `packing.py` has: transformers then makes a mask of it. Needs a known head.
     """
+    head = find_head(model)
+    assert head is not None, f"{type(model).__name__} has no known head"
     hidden_TH = packed_hidden_states(model, input_ids_T, position_ids_T, lengths)
     hidden_NH, targets_N = hidden_TH[places_N - 1], input_ids_T[places_N]
-    return head_scores(model, hidden_NH, targets_N, temperature, with_entropy, entropy_has_gradient)
+    wanted = Wanted(temperature, with_entropy, entropy_has_gradient)
+    return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted), hidden_NH)
 
 
 def packs_as_it_pads(model: PreTrainedModel) -> bool:
     """Whether rows packed by `packed_scores` score as they do by themselves, found out on the device with three."""
-    if not has_plain_head(model):
+    if (head := find_head(model)) is None:
         return False
-    vocabulary = _head(model).weight.shape[0]
     lengths = [5, 2, 9]
-    ids = torch.arange(sum(lengths), device=model.device).mul(7).remainder(vocabulary)
+    ids = torch.arange(sum(lengths), device=model.device).mul(7).remainder(head.vocabulary)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
     places = (positions > 0).nonzero().squeeze(-1)
     with torch.no_grad():
@@ -129,90 +127,6 @@ def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.T
     """[B, S, H] of the model without its head."""
     hidden: torch.Tensor = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
     return hidden
-
-
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are the output embedding of the base model's last hidden state, and nothing else.
-
-    Found out on two tokens and remembered; false for a model that scales or caps its logits, for one.
-    """
-    known = getattr(model, "_baton_has_plain_head", None)
-    if known is None:
-        known = False
-        head = _head(model)
-        if head is not None and getattr(model, "base_model", model) is not model:
-            ids = torch.tensor([[0, 1]], device=model.device)
-            with torch.no_grad():
-                known = torch.allclose(
-                    head(hidden_states(model, ids)), model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-3
-                )
-        model._baton_has_plain_head = known  # type: ignore[assignment]
-    return bool(known)
-
-
-def head_scores(
-    model: PreTrainedModel,
-    hidden_NH: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
-    with_entropy: bool,
-    entropy_has_gradient: bool,
-) -> TokenScores:
-    """Turn hidden states into scores of their targets, never holding more than MAX_LOGITS logits.
-
-    What a piece computed is thrown away and computed again on the way back.
-    """
-    head = _head(model)
-    hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
-    size = max(1, MAX_LOGITS // head.weight.shape[0])
-
-    def piece(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _score(head(hidden), targets, temperature, with_entropy, entropy_has_gradient)
-
-    found = []
-    for begin in range(0, len(targets_T), size):
-        inputs = hidden_TH[begin : begin + size], targets_T[begin : begin + size]
-        found.append(
-            checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False)
-            if torch.is_grad_enabled() and len(targets_T) > size
-            else piece(*inputs)
-        )
-    logprobs = torch.cat([logprobs for logprobs, _ in found]).view(targets_N.shape)
-    entropies = [entropy for _, entropy in found if entropy is not None]
-    return TokenScores(logprobs, torch.cat(entropies).view(targets_N.shape) if entropies else None, hidden_NH)
-
-
-def _head(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
-
-
-def _score(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool, entropy_has_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of targets [N] from logits [N, V], and the entropy."""
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    # log_softmax followed by gather would hold a second [N, V]; gather − logsumexp holds two [N].
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[..., None]).squeeze(-1) - normaliser
-    if not with_entropy:
-        return logprobs, None
-    if entropy_has_gradient:
-        return logprobs, normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
-    return logprobs, entropy(logits.detach(), normaliser.detach())
-
-
-@torch.no_grad()
-def entropy(logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-    """Return −Σ_v p_v log p_v in nats, [N], with log p = logits − normaliser."""
-    logits_TV, normaliser_T = logits.reshape(-1, logits.shape[-1]), normaliser.reshape(-1)
-    parts = []
-    for begin in range(0, len(logits_TV), _ENTROPY_ROWS):
-        piece, norm = logits_TV[begin : begin + _ENTROPY_ROWS], normaliser_T[begin : begin + _ENTROPY_ROWS]
-        probs = (piece - norm[:, None]).exp_()
-        parts.append(norm - probs.mul_(piece).sum(-1))
-    return torch.cat(parts).view_as(normaliser)
 
 
 def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:

@@ -61,7 +61,7 @@ class AlgorithmSettings(Settings):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference model; 0 loads none."""
     kl_estimator: KlEstimator = "k3"
-    """`k1` log ratio, `k2` half its square, `k3` positive and at most 10 (GRPO). In the loss k1's gradient has mean 0."""
+    """`k1` log ratio, `k2` half its square, `k3` positive, at most 10 (GRPO). In the loss k1's gradient has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss, or is taken off the reward token by token; there `group_std` scales it up
     where a group's rewards are equal, and the run warns."""

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.head import find_head
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import (
     checkpoint_activations,
     compute_in,
-    has_plain_head,
     packs_as_it_pads,
     prefer_float32_attention,
 )
@@ -70,7 +70,7 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
     """Return the critic that an algorithm wants, or None. Raises UserError where the policy cannot carry its head."""
     if algorithm.advantage != "gae":
         return None
-    if algorithm.critic == "shared" and not has_plain_head(model):
+    if algorithm.critic == "shared" and find_head(model) is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but the hidden states of {type(model).__name__} are not what its logits "
             "are made of; allowed is 'separate'"
@@ -84,7 +84,7 @@ def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> 
         checkpoint_activations(model)
     if settings.compile:
         _check_compiler(model.device)
-        model.compile(dynamic=True)
+        model.base_model.compile(dynamic=True)  # the head is computed apart, piece by piece
 
 
 def _check_compiler(device: torch.device) -> None:

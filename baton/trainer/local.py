@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.adapters import add_adapters
-from baton.policy.logprobs import has_plain_head
+from baton.policy.head import find_head
 from baton.policy.memory import peak_bytes
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
@@ -118,7 +118,7 @@ class LocalTrainer:
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
         # Found out here and now, and not within a pass whose routing is recorded or replayed.
-        self._parallel.run(model, has_plain_head)
+        self._parallel.run(model, find_head)
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
         self._passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel

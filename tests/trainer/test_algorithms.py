@@ -18,7 +18,7 @@ from trainer_cases import (
     tiny_model,
 )
 
-from baton.policy.logprobs import has_plain_head
+from baton.policy.head import find_head
 from baton.trainer import passes
 from baton.trainer.algorithm import PRESETS
 from baton.types import Batch, FinishReason
@@ -363,13 +363,13 @@ def test_the_critic_gets_no_gradient_from_a_token_too_old():
 
 
 def test_the_head_computed_piece_by_piece_gives_the_same_update(monkeypatch):
-    from baton.policy import logprobs
+    from baton.policy import head
 
     batch = random_batch(1)
     whole, metrics = stepped(batch, temperature=0.8, entropy_coef=0.05)
-    sizes, original = [], logprobs._score
-    monkeypatch.setattr(logprobs, "_score", lambda logits, *a: sizes.append(logits.numel()) or original(logits, *a))
-    monkeypatch.setattr(logprobs, "MAX_LOGITS", 5 * VOCAB)
+    sizes, original = [], head.score
+    monkeypatch.setattr(head, "score", lambda logits, *a: sizes.append(logits.numel()) or original(logits, *a))
+    monkeypatch.setattr(head, "MAX_LOGITS", 5 * VOCAB)
     pieces, other = stepped(batch, temperature=0.8, entropy_coef=0.05)
     assert max(sizes) <= 5 * VOCAB
     assert len(sizes) > 20  # forwards, and again backwards
@@ -383,7 +383,7 @@ def test_activations_computed_again_give_the_same_update():
     plain, metrics = stepped(batch)
     model = tiny_model()
     model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    has_plain_head(model)
+    find_head(model)
     calls.clear()
     again, others = stepped(batch, model, activation_checkpointing=True, max_tokens_per_microbatch=100_000)
     assert len(calls) == 2  # forwards, and once more backwards

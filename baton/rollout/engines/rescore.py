@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 
 from baton.errors import EngineFault
 from baton.policy.adapters import BaseWeights, is_adapter
-from baton.policy.logprobs import has_plain_head, hidden_states
+from baton.policy.head import find_head
+from baton.policy.logprobs import hidden_states
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
 from baton.rollout.rescored import Claim, Rescored
 
@@ -116,7 +117,7 @@ class Rescorer:
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
         """Put rows of like length together, within the bound."""
         budget = self._max_tokens
-        if not has_plain_head(self.model):  # then all places have logits
+        if find_head(self.model) is None:  # then all places have logits
             budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
         batch: list[int] = []
         for i in sorted(indices, key=lambda i: len(rows[i].ids)):
@@ -136,15 +137,14 @@ class Rescorer:
         targets_N = torch.tensor([i for row in rows for i in row.token_ids], device=device)
         params_N = [row.claim.sampling for row in rows for _ in row.places]
         uniform_N = torch.from_numpy(np.concatenate([_draws(row) for row in rows])).to(device)
-        plain = has_plain_head(self.model)  # no mask: behind a causal one no token sees the padding after it
-        states = hidden_states(self.model, ids_BS) if plain else self.model(input_ids=ids_BS, use_cache=False).logits
+        head = find_head(self.model)  # no mask: behind a causal one no token sees the padding after it
+        states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
         states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
-        head: Any = self.model.get_output_embeddings() if plain else torch.nn.Identity()  # type: ignore[no-untyped-call]
         size = max(1, _MAX_LOGITS // self._vocabulary)
         parts = []
         for begin in range(0, len(targets_N), size):
             piece = slice(begin, begin + size)
-            logits_NV = head(states_N[piece])
+            logits_NV = head.logits(states_N[piece]) if head else states_N[piece]
             params = row_params(params_N[piece], logits_NV.shape[-1], device)
             parts.append(token_scores(logits_NV, targets_N[piece], uniform_N[piece], params))
         lengths = [len(row.places) for row in rows]

@@ -1,0 +1,257 @@
+"""The head of a causal LM: how hidden states become logits, log-probabilities and entropies, piece by piece.
+
+The products are computed in the dtype of the pass (bfloat16 in autocast), everything after them in float32, and the
+gradient of the head's weight is accumulated in float32: it does not depend on how many pieces a pass was cut into.
+Shapes: N tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGITS = 2**24
+"""Logits that exist at once in float32 (64 MiB); beyond it the head is computed piece by piece, and again backwards."""
+
+_ENTROPY_ROWS = 4096
+"""Positions whose [rows, V] probabilities exist at once while the entropy is summed."""
+
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Keys of a model's configuration that scale its logits (Cohere, Falcon-H1, Granite) → the exponent they enter with."""
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys whose value c caps logits x as c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
+
+_PROBE_LOGIT = 100.0
+"""Largest logit of the check of a head: far above the caps in use, so that a missing or unknown one is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """logits = cap · tanh(scale · linear(hidden) / cap), without the tanh where there is no cap."""
+
+    linear: torch.nn.Linear
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """V"""
+        return self.linear.weight.shape[0]
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, V] float32."""
+        return self.shaped(self.linear(hidden_NH))
+
+    def shaped(self, products_NV: torch.Tensor) -> torch.Tensor:
+        """[N, V] float32 from what the linear layer gave."""
+        logits = products_NV.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
+def find_head(model: PreTrainedModel) -> Head | None:
+    """Return what turns the base model's last hidden states into logits; None for a head that is not known.
+
+    Scale and cap are read from the configuration, and the result is compared once with the model's own forward. Whoever
+    gets None uses that forward, with the logits of a whole pass at once; a warning says so.
+    """
+    module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
+    known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
+    if known is None or known[0] is not module:  # adapters may have taken its place
+        known = module, _checked(model, _configured(model, module))
+        if known[1] is None:
+            logger.warning(
+                "the head of %s is not known (a linear layer on the last hidden states, scaled or capped by %s): its "
+                "own forward is used, which holds all logits of a microbatch at once",
+                type(model).__name__,
+                ", ".join((*_FACTORS, *_CAPS)),
+            )
+        model._baton_head = known  # type: ignore[assignment]
+    return known[1]
+
+
+def _configured(model: PreTrainedModel, module: Any) -> Head | None:
+    if type(module) is not torch.nn.Linear:
+        return None
+    config: PretrainedConfig = model.config.get_text_config()
+    try:
+        scale = 1.0
+        for key, power in _FACTORS.items():
+            scale *= float(getattr(config, key, None) or 1.0) ** power
+        caps = [float(cap) for key in _CAPS if (cap := getattr(config, key, None))]
+    except (TypeError, ValueError):
+        return None
+    return Head(module, scale, caps[0] if caps else None)
+
+
+@torch.no_grad()
+def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
+    """Return the head if the model's own forward makes the same logits of hidden states as large as logits get."""
+    base: Any = getattr(model, "base_model", model)
+    if head is None or base is model:
+        return None
+    seen: list[torch.Tensor] = []
+
+    def enlarge(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        states = output.last_hidden_state
+        largest = head.linear(states).abs().max().clamp(min=1e-6) * abs(head.scale)
+        output.last_hidden_state = states * (_PROBE_LOGIT / largest)
+        seen.append(output.last_hidden_state)
+        return output
+
+    hook = base.register_forward_hook(enlarge)
+    try:
+        logits = model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False).logits.float()
+    finally:
+        hook.remove()
+    if len(seen) != 1 or logits.shape[-1] != head.vocabulary:
+        return None
+    tolerance = max(1e-3, 4 * torch.finfo(head.linear.weight.dtype).eps)
+    return head if torch.allclose(head.logits(seen[0]), logits, rtol=tolerance, atol=tolerance) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of the head beside the log-probabilities."""
+
+    temperature: float
+    with_entropy: bool
+    entropy_has_gradient: bool
+
+
+def head_scores(
+    head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: Wanted
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log π of targets, and the entropy, both [N] float32, never holding more than MAX_LOGITS logits.
+
+    N is any shape. What a piece computed is thrown away and computed again on the way back, unless there is only one.
+    """
+    hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
+    device = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.linear.weight.dtype
+    with torch.autocast(device, enabled=False):
+        logprobs, entropies = _HeadScores.apply(  # type: ignore[no-untyped-call]
+            hidden_TH, head.linear.weight, head.linear.bias, targets_T, head, wanted, dtype
+        )
+    return logprobs.view(targets_N.shape), None if entropies is None else entropies.view(targets_N.shape)
+
+
+class _HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_T: torch.Tensor,
+        head: Head,
+        wanted: Wanted,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        pieces = _pieces(len(targets_T), head.vocabulary)
+        found, products = [], None
+        for piece in pieces:
+            products = linear(hidden_TH[piece].to(dtype), weight, bias)
+            found.append(score(head.shaped(products), targets_T[piece], wanted))
+        # The weight is saved as it came, not as it was cast: where it is sharded it is gathered again for the way back.
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, products if len(pieces) == 1 else None)
+        ctx.rest = head, wanted, dtype
+        logprobs = torch.cat([logprobs for logprobs, _ in found])
+        entropies = [entropy for _, entropy in found if entropy is not None]
+        if not entropies:
+            return logprobs, None
+        entropy = torch.cat(entropies)
+        if not wanted.entropy_has_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        hidden_TH, weight_VH, bias_V, targets_T, kept = ctx.saved_tensors
+        head, wanted, dtype = ctx.rest
+        weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
+        of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
+        for piece in _pieces(len(targets_T), head.vocabulary):
+            hidden = hidden_TH[piece].to(dtype)
+            products = (linear(hidden, weight, bias) if kept is None else kept).float()
+            of_products = _gradient(
+                head, products, targets_T[piece], wanted, [g if g is None else g[piece] for g in gradients]
+            )
+            if of_hidden is not None:
+                of_hidden[piece] = (of_products.to(dtype) @ weight).to(of_hidden.dtype)
+            if of_weight is not None:
+                _add_product(of_weight, of_products, hidden)
+            if of_bias is not None:
+                of_bias += of_products.sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight_VH.dtype),
+            None if of_bias is None else of_bias.to(bias_V.dtype),
+            *[None] * 4,
+        )
+
+
+def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
+    size = max(1, MAX_LOGITS // vocabulary)
+    return [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
+
+
+@torch.enable_grad()
+def _gradient(
+    head: Head, products: torch.Tensor, targets: torch.Tensor, wanted: Wanted, gradients: list[torch.Tensor | None]
+) -> torch.Tensor:
+    """[n, V] float32 of what the linear layer gave, from those of log-probabilities and entropies."""
+    leaf = products.detach().requires_grad_()
+    scores = score(head.shaped(leaf), targets, wanted)
+    pairs = [
+        (s, g) for s, g in zip(scores, gradients, strict=True) if s is not None and g is not None and s.requires_grad
+    ]
+    return torch.autograd.grad([s for s, _ in pairs], leaf, [g for _, g in pairs])[0]
+
+
+def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add of_productsᵀ · hidden in float32, on CUDA from factors in the dtype of the pass."""
+    if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
+        total_VH += torch.mm(of_products.to(hidden.dtype).T, hidden, out_dtype=torch.float32)
+    else:
+        total_VH.addmm_(of_products.T, hidden.float())
+
+
+def score(logits: torch.Tensor, targets: torch.Tensor, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log π of targets [N] from logits [N, V], and the entropy."""
+    logits = logits.float()
+    if wanted.temperature != 1.0:
+        logits = logits / wanted.temperature
+    # log_softmax followed by gather would hold a second [N, V]; gather − logsumexp holds two [N].
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[..., None]).squeeze(-1) - normaliser
+    if not wanted.with_entropy:
+        return logprobs, None
+    if wanted.entropy_has_gradient:
+        return logprobs, normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
+    return logprobs, entropy(logits.detach(), normaliser.detach())
+
+
+@torch.no_grad()
+def entropy(logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+    """Return −Σ_v p_v log p_v in nats, [N], with log p = logits − normaliser."""
+    logits_TV, normaliser_T = logits.reshape(-1, logits.shape[-1]), normaliser.reshape(-1)
+    parts = []
+    for begin in range(0, len(logits_TV), _ENTROPY_ROWS):
+        piece, norm = logits_TV[begin : begin + _ENTROPY_ROWS], normaliser_T[begin : begin + _ENTROPY_ROWS]
+        probs = (piece - norm[:, None]).exp_()
+        parts.append(norm - probs.mul_(piece).sum(-1))
+    return torch.cat(parts).view_as(normaliser)

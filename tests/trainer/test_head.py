@@ -1,0 +1,148 @@
+"""A head's scale and cap come from the configuration, its pieces make what the whole makes, its gradient is float32."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from baton.policy import head
+from baton.policy.head import Wanted, find_head, head_scores
+from baton.policy.logprobs import compute_in, padded_scores
+from baton.policy.settings import LoraSettings
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILIES = {
+    "llama": ({}, 1.0, None),
+    "qwen3": ({}, 1.0, None),
+    "gemma2": ({"final_logit_softcapping": 30.0, "sliding_window": 4}, 1.0, 30.0),
+    "gemma3_text": ({"final_logit_softcapping": 5.0, "sliding_window": 4}, 1.0, 5.0),
+    "granite": ({"logits_scaling": 8.0}, 0.125, None),
+    "cohere": ({"logit_scale": 0.0625}, 0.0625, None),
+    "cohere2": ({"logit_scale": 0.25, "sliding_window": 4}, 0.25, None),
+}
+WANTED = Wanted(temperature=0.7, with_entropy=True, entropy_has_gradient=True)
+
+
+def family(name, **changes):
+    """Of the initial size that a new model has: its logits are small."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SHAPE, **FAMILIES[name][0], **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def by_the_models_own_forward(model, ids, first):
+    logits = model(input_ids=ids, use_cache=False).logits[:, first - 1 : -1].double() / WANTED.temperature
+    table = logits.log_softmax(-1)
+    return table.gather(-1, ids[:, first:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("initializer_range", [0.02, 1.0])  # small logits, and some far above every cap
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_scores_as_its_own_forward_without_all_logits_at_once(name, initializer_range, monkeypatch):
+    model = family(name, initializer_range=initializer_range)
+    found = find_head(model)
+    assert (found.scale, found.cap) == FAMILIES[name][1:]
+    sizes, original = [], head.score
+    monkeypatch.setattr(head, "score", lambda logits, *a: sizes.append(logits.numel()) or original(logits, *a))
+    monkeypatch.setattr(head, "MAX_LOGITS", 3 * VOCAB)
+    ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
+    wants = {"temperature": 0.7, "with_entropy": True, "entropy_has_gradient": True}
+    scores = padded_scores(model, ids, first=2, **wants)
+    logprobs, entropy = by_the_models_own_forward(model, ids, 2)
+    torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scores.entropy.double(), entropy, atol=1e-4, rtol=1e-4)
+    places = torch.linspace(-1, 1, logprobs.numel(), dtype=torch.float64).view_as(logprobs)
+    expected = torch.autograd.grad((logprobs * places + entropy * places**2).sum(), list(model.parameters()))
+    objective = (scores.logprobs * places.float() + scores.entropy * places.float() ** 2).sum()
+    for gradient, same in zip(torch.autograd.grad(objective, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(gradient, same, atol=1e-3 * same.abs().max().item() + 1e-7, rtol=1e-3)
+    assert max(sizes) <= 3 * VOCAB
+    assert len(sizes) == 2 * 5  # 14 tokens by 3, forwards and backwards
+
+
+def test_a_gemma_with_small_logits_does_not_pass_for_a_model_without_a_cap():
+    """Its logits are as good as those of its linear layer; a cap that the configuration does not name is seen too."""
+    capped, plain = family("gemma2"), family("gemma2", final_logit_softcapping=None)
+    ids = torch.tensor([[2, 3, 4]])
+    torch.testing.assert_close(capped(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-4, rtol=1e-3)
+    assert (find_head(capped).cap, find_head(plain).cap) == (30.0, None)
+
+
+class Capped(LlamaForCausalLM):
+    """A head that no key of the configuration tells of."""
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits = 40.0 * (found.logits / 40.0).tanh()
+        return found
+
+
+def test_a_head_that_is_not_known_falls_back_to_the_models_own_forward_and_says_so(caplog):
+    torch.manual_seed(0)
+    model = Capped(AutoConfig.for_model("llama", **SHAPE)).eval()
+    for _ in range(2):
+        assert find_head(model) is None
+    assert caplog.text.count("the head of Capped is not known") == 1
+    ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
+    scores = padded_scores(model, ids, first=2, temperature=0.7, with_entropy=True)
+    logprobs, entropy = by_the_models_own_forward(model, ids, 2)
+    torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy.double(), entropy, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_in_the_head_are_not_passed_over():
+    pytest.importorskip("peft")
+    model = tiny_model(tie_word_embeddings=False)
+    assert find_head(model) is not None
+    trainer = make_trainer(model, lora=LoraSettings(rank=2, targets=("lm_head", "q_proj")))
+    assert find_head(model) is None
+    trainer.step(random_batch(1))
+    moved = [name for name, p in model.named_parameters() if "lm_head.lora_B" in name and p.abs().max() > 0]
+    assert len(moved) == 1
+
+
+@pytest.mark.parametrize("num_pieces", [1, 128])
+def test_in_bfloat16_the_heads_gradient_is_that_of_float64_whatever_the_cut(num_pieces, monkeypatch):
+    """The logits are bfloat16's; from there on the reference is computed in float64."""
+    torch.manual_seed(0)
+    tokens, width, vocabulary = 512, 64, 256
+    layer = torch.nn.Linear(width, vocabulary)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    targets = torch.randint(vocabulary, (tokens,))
+    weights = torch.linspace(-1, 1, tokens, dtype=torch.float64)
+    rounded = hidden.detach().bfloat16()
+    with torch.no_grad():
+        products = linear(rounded, layer.weight.bfloat16(), layer.bias.bfloat16())
+    leaf = products.double().requires_grad_()
+    table = (leaf * 0.5 / WANTED.temperature).log_softmax(-1)
+    (table.gather(-1, targets[:, None]).squeeze(-1) * weights).sum().backward()
+    expected = leaf.grad.T @ rounded.double()
+    monkeypatch.setattr(head, "MAX_LOGITS", tokens // num_pieces * vocabulary)
+    with compute_in(torch.bfloat16, torch.device("cpu")):
+        logprobs, _ = head_scores(head.Head(layer, scale=0.5), hidden, targets, WANTED)
+    (logprobs * weights.float()).sum().backward()
+    assert (layer.weight.grad - expected).norm() < 1e-5 * expected.norm()
+    assert (layer.bias.grad - leaf.grad.sum(0)).norm() < 1e-5 * leaf.grad.sum(0).norm()
+    of_hidden = leaf.grad @ layer.weight.detach().double()
+    assert (hidden.grad - of_hidden).norm() < 1e-2 * of_hidden.norm()  # a product in bfloat16
+
+
+def test_a_frozen_head_gets_no_gradient_and_hands_on_that_of_the_hidden_states():
+    model = tiny_model(tie_word_embeddings=False)
+    model.lm_head.weight.requires_grad_(False)
+    padded_scores(model, torch.tensor([[2, 3, 4]]), first=1, temperature=1.0).logprobs.sum().backward()
+    assert model.lm_head.weight.grad is None
+    assert model.model.norm.weight.grad.abs().max() > 0
