@@ -50,6 +50,15 @@ def test_exact_equals_trying_everything(seed: int) -> None:
     assert solved(asked) == pytest.approx(brute_step_s(asked), rel=2e-4)
 
 
+@pytest.mark.parametrize("seed", range(CASES // 4))
+def test_pipelines_of_several_stages_equal_trying_everything(seed: int) -> None:
+    """Machines of one or two GPUs with little memory: a third of them needs a pipeline of three or four stages."""
+    draw = random.Random(seed)
+    nodes = [(draw.choice(["Fast", "Slow"]), draw.choice([1, 1, 2])) for _ in range(draw.randint(4, 5))]
+    asked = inputs(cluster(*nodes, fast_gb=draw.choice([0.1, 0.12]), slow_gb=draw.choice([0.1, 0.12])))
+    assert solved(asked) == pytest.approx(brute_step_s(asked), rel=2e-4)
+
+
 @pytest.mark.parametrize("seed", range(CASES // 2))
 def test_decomposition_bounds_what_it_does_not_enumerate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if crossing pipelines were too many to look at: the bound stays below the optimum, the plan not above the
