@@ -1,4 +1,4 @@
-# make demo: install, then train the shipped model in minutes.  make test, make check, make test-vllm, make chaos: for developers.
+# make demo: install, then train the shipped model in minutes.  For developers: make test, test-slow, test-machines, check, mutants, test-vllm, chaos.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
 
-.PHONY: install demo test test-vllm check chaos clean
+.PHONY: install demo test test-slow test-machines test-vllm check mutants chaos clean
 
 install: $(VENV)/.installed
 
@@ -28,7 +28,19 @@ demo: install
 	$(BIN)/baton train recipes/quickstart.toml --overwrite
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+# what starts real processes and waits for them: kills and resumes, workers, clusters
+test-slow: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# as other machines would run them: other instruction sets, thread counts, and beside busy processes; takes hours
+test-machines: $(VENV)/.installed-dev
+	$(BIN)/python tests/machines.py $(MACHINES)
+
+# whether a changed operator, constant or condition of the decisions and the mathematics is noticed by a test
+mutants: $(VENV)/.installed-dev
+	nice -n 10 $(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 # a real vLLM on a CPU, in an environment of its own: it wants one very torch and transformers, and several GB
 VLLM := .venv-vllm

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from baton import cli
 from baton.errors import UserError
 
+pytestmark = pytest.mark.timing
+
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("train", "sft", "eval", "show", "tasks", "keys", "plan", "profile")
 
@@ -210,6 +212,7 @@ def test_the_program_prints_a_mistake_as_one_line_without_traceback_and_exits_wi
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_program_evaluates(small: Any) -> None:
     done = baton("eval", small.run, "-n", 2, "--json")
     assert done.returncode == 0, done.stderr
@@ -217,6 +220,7 @@ def test_the_program_evaluates(small: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_terminated_run_finishes_its_step_says_so_with_its_exit_code_and_goes_on(small: Any, tmp_path: Path) -> None:
     arguments = ["train", small.recipe, f"run.directory={tmp_path}", "run.steps=100000", "eval.num_prompts=2"]
     run = tmp_path / "small"

@@ -28,6 +28,8 @@ from baton.trainer.offload import Offload
 from baton.turns import Turns
 from baton.types import PolicyVersion
 
+pytestmark = pytest.mark.numerics
+
 COLOCATED = 'rollout.placement="colocated"'
 PARTIAL = ('rollout.mode="partial"', "rollout.overprovision=2.0", "rollout.max_new_tokens=24", "reward.0.isolate=false")
 """Judged in this process: when a batch is complete must not hang on another process's pace."""

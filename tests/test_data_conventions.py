@@ -29,7 +29,7 @@ from baton.runs import RunDirectory
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.types import FailureCause
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
 
 FUNCTIONS = """
 import asyncio, time
@@ -216,6 +216,7 @@ def test_one_train_step_from_a_file_in_each_convention(
     assert all(set(m.judgement.parts) == {function, "correct"} for group in groups for m in group.members)
 
 
+@pytest.mark.slow
 def test_the_command_finds_functions_beside_the_recipe_and_data_without_references(
     tree: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:

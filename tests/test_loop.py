@@ -27,6 +27,8 @@ from baton.runs import RunDirectory
 from baton.trainer.checkpoint import list_checkpoints
 from tests.small_reward import evenness
 
+pytestmark = pytest.mark.numerics
+
 EVERY_STEP = {
     "reward/mean",
     "reward/std",

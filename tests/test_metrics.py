@@ -16,6 +16,8 @@ from baton.config import Recipe, load_recipe
 from baton.errors import UserError
 from baton.metrics import LogSettings, MetricsWriter, read_metrics
 
+pytestmark = pytest.mark.timing
+
 
 class FakeWandb(ModuleType):
     """Remembers what it was told; fails where a test says so."""

@@ -26,6 +26,8 @@ from baton.runs import RunDirectory
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
 from baton.types import Group
 
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
 NUM_KILLS = int(os.environ.get("BATON_TEST_KILLS", "20"))
 TIMES = ("time/", "perf/")
 
@@ -139,6 +141,7 @@ def test_stopping_after_any_step_and_resuming_changes_nothing(
     assert [r["step"] for r in resumed] == [1, 4, 5]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_equals_unbroken(
     tiny_model: Path, tmp_path: Path, unbroken: Recipe
 ) -> None:
@@ -296,6 +299,7 @@ def test_a_full_disk_names_the_file_and_the_way_back(
     ],
     ids=["partial", "async", "keep"],
 )
+@pytest.mark.slow
 def test_a_killed_run_that_carries_rollouts_loses_none_that_was_finished(
     tiny_model: Path, tmp_path: Path, rollout: dict[str, Any], processes: int
 ) -> None:

@@ -21,6 +21,8 @@ from baton.run_lock import Holder, RunLock
 from baton.runs import RunDirectory
 from tests.test_journal import issue
 
+pytestmark = pytest.mark.timing
+
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -23,6 +23,8 @@ from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Message
 from baton.warmstart import warm_start
 
+pytestmark = pytest.mark.numerics
+
 SHAPE = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 ROWS = [("1+1", "2"), ("1+2", "<think>1+2=3</think>3"), ("2+2", "4"), ("3-1-1+2", "<think>so</think>3")]
 

@@ -24,7 +24,7 @@ from baton.metrics import read_metrics
 from baton.plan import Plan, write_plan
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0

@@ -14,6 +14,8 @@ import pytest
 
 from baton.launch.frames import FrameSocket, frame_sockets, ready
 
+pytestmark = pytest.mark.timing
+
 PATIENCE_S = 60.0
 MEGABYTE = 1_000_000
 CHILD = """

@@ -18,6 +18,8 @@ from baton.launch.ranks import LocalRanks
 from baton.trainer.ranks import Fault, Listen, Ready, Restore, Stepped, error_of
 from baton.types import PolicyVersion
 
+pytestmark = pytest.mark.timing
+
 PATIENCE_S = 60.0
 
 

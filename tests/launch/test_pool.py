@@ -28,6 +28,8 @@ from baton.rollout.port import LocalPort
 from baton.rollout.sweep import Request, Sweep
 from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
 
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
+
 SETTINGS = EngineSettings(slots=16, max_context_tokens=96)
 VERSION = PolicyVersion("test", 0)
 REQUESTS = [Request(group, (5, 6 + group, 7), 5) for group in range(9)]  # 45 trajectories for 2 × 16 slots

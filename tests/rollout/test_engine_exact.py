@@ -18,6 +18,8 @@ from baton.rollout.engines.network import Network, prefill_shape
 from baton.rollout.engines.sampling import noise_key, uniforms
 from baton.types import PolicyVersion, Segment
 
+pytestmark = pytest.mark.numerics
+
 
 def prompts(lengths, seed=0):
     rng = random.Random(seed)

@@ -10,6 +10,8 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.types import Author, FinishReason, PolicyVersion, Retry
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.fixture
 def same_weights(load):

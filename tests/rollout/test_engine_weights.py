@@ -9,6 +9,8 @@ from transformers import DynamicCache
 from baton.errors import EngineFault
 from baton.types import FinishReason, PolicyVersion
 
+pytestmark = pytest.mark.numerics
+
 PROMPT = [5, 6, 7, 8, 9, 10]
 V1 = PolicyVersion("run", 1)
 

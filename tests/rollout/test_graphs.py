@@ -10,6 +10,8 @@ from torch import Tensor
 
 from baton.rollout.engines.graphs import GraphedSteps, Step
 
+pytestmark = pytest.mark.numerics
+
 IDS, POSITIONS = torch.tensor([3, 5]), torch.tensor([7, 9])
 
 

@@ -6,6 +6,8 @@ from torch import nn
 
 from baton.rollout.engines.packed import PackedLinears
 
+pytestmark = pytest.mark.numerics
+
 
 def layers(dtype: torch.dtype) -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(0)

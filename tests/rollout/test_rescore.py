@@ -18,6 +18,8 @@ from baton.rollout.engines.sampling import row_params, sample
 from baton.rollout.rescored import Claim
 from baton.types import Author, PolicyVersion, SamplingParams, Segment, Trajectory
 
+pytestmark = pytest.mark.numerics
+
 CPU = torch.device("cpu")
 PROMPT = [5, 6, 7, 8, 9, 10]
 WAYS = [

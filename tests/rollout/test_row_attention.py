@@ -14,6 +14,8 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines import row_attention
 from baton.rollout.engines.network import Network
 
+pytestmark = pytest.mark.numerics
+
 
 class Kernel:
     """What `varlen_attn` promises, by its documentation; it looks at no position that a row does not use."""

@@ -9,6 +9,8 @@ import torch
 from baton.rollout.engines.sampling import _mix, _pick, noise_key, row_params, sample, uniforms
 from baton.types import SamplingParams
 
+pytestmark = pytest.mark.numerics
+
 CPU = torch.device("cpu")
 
 

@@ -23,6 +23,8 @@ from baton.rollout.engines.sglang_engine import SglangEngine
 from baton.rollout.engines.sglang_wire import load_of
 from baton.types import FinishReason, Lease, PolicyVersion, Report, Retry, Trajectory
 
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
 PROMPT = [5, 6, 7, 8]
 V1 = PolicyVersion("run", 1)
 

@@ -12,6 +12,8 @@ from sglang_server import SglangServer
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import Engine
 
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
 
 @pytest.fixture
 def any_engine(embedded: Any, sglang: Any) -> Iterator[Callable[..., Engine]]:

@@ -26,6 +26,8 @@ from baton.types import (
     Trajectory,
 )
 
+pytestmark = pytest.mark.timing
+
 VERSION = 4
 REQUESTS = [Request(group_id, (9, group_id), 4) for group_id in (10, 11, 12)]
 

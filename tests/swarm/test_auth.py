@@ -29,6 +29,8 @@ from baton.swarm.auth import (
     write_private,
 )
 
+pytestmark = pytest.mark.timing
+
 DAY_S = 86_400
 EVERYONE = set(Role)
 

@@ -9,6 +9,8 @@ import pytest
 
 from baton.swarm.errands import Errands
 
+pytestmark = pytest.mark.timing
+
 
 def alive(name: str) -> bool:
     return any(thread.name == name for thread in threading.enumerate())

@@ -30,6 +30,8 @@ from tests.swarm.swarm_processes import (
     worker_of,
 )
 
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
+
 NUM_KILLS = int(os.environ.get("BATON_TEST_KILLS", "1"))
 NUM_REFRESHES = int(os.environ.get("BATON_TEST_REFRESHES", "45"))
 SLOW = WorkerFaults(token_delay_s=0.01)

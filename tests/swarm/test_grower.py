@@ -16,6 +16,8 @@ from baton.rollout.engines.fake import FakeEngine
 from baton.swarm.grower import EngineThread, Grower
 from baton.types import FromWorker, Lease, PolicyVersion, Report, Retry, SamplingParams, Trajectory
 
+pytestmark = pytest.mark.timing
+
 
 def lease(number: int, version: int = 0, *, is_exact: bool = False) -> Lease:
     return Lease(number, Trajectory(number, 0, (7, 8)), SamplingParams(MAX_NEW_TOKENS), 1, version, is_exact)

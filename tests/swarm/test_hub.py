@@ -26,6 +26,8 @@ from baton.swarm.quarantine import Quarantine
 from baton.swarm.status import HubStatus, prometheus
 from baton.swarm.verify import Calibration, violation
 
+pytestmark = pytest.mark.timing
+
 ROUTES = {
     "/worker": {Role.WORKER},
     "/model": {Role.WORKER, Role.RELAY},

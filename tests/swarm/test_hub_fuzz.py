@@ -38,6 +38,8 @@ from baton.swarm.messages import (
 from baton.types import FinishReason, PolicyVersion, Report, Retry, Segment
 from baton.weights.store import Store
 
+pytestmark = pytest.mark.timing
+
 MESSAGES = [
     hello("fuzz"),
     Heartbeat(None, EngineStats(1, 2, 3, 4), 3, 99, "fault"),

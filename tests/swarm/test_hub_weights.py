@@ -9,6 +9,8 @@ from swarm_bench import SwarmBench, wait_until
 
 from baton.swarm.auth import Role
 
+pytestmark = pytest.mark.timing
+
 PLANNED = {"fast": 1.5, "slow": 0.75, "slower": 0.75}
 """Of a slot: half of the batch for one, a quarter for each of the others."""
 

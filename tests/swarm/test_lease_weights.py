@@ -10,6 +10,8 @@ from baton.swarm import lease_events as ev
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 
+pytestmark = pytest.mark.timing
+
 
 class Yard:
     """A table with workers of 100 slots, who grow what they are given at speeds of their own."""

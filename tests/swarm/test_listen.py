@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from baton.errors import UserError
 from baton.swarm.listen import Listen, check_url, client_ssl, is_loopback
 
+pytestmark = pytest.mark.timing
+
 
 def refused(text: str, **options: object) -> str:
     with pytest.raises(UserError) as caught:

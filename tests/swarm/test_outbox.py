@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.swarm.outbox import Outbox
 from baton.types import FinishReason, Report, Segment
+
+pytestmark = pytest.mark.timing
 
 
 def said(lease: int, offset: int, count: int, finish: FinishReason | None = None, *, aborted: bool = False) -> Report:

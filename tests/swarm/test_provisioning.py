@@ -7,6 +7,8 @@ import pytest
 from baton.swarm.pace import Pace
 from baton.swarm.provisioning import Provisioning
 
+pytestmark = pytest.mark.timing
+
 
 def test_enough_workers_by_hand():
     """κ = 2, T = 10 s, broadcast 4 s, R = 64: 128 trajectories in 16 s."""

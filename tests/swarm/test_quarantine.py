@@ -30,6 +30,8 @@ from baton.swarm.worker import SwarmWorker, WorkerOptions
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.types import FinishReason, FromWorker, Lease, PolicyVersion, Report
 
+pytestmark = pytest.mark.timing
+
 STEPS = 4
 
 

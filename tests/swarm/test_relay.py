@@ -27,6 +27,8 @@ from baton.weights.publish import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
 
+pytestmark = pytest.mark.timing
+
 TOKEN, SECRET = "the relay's token", "the workers' secret"
 
 

@@ -23,6 +23,8 @@ from baton.swarm.quarantine import Quarantine
 from baton.swarm.verify import violation
 from baton.token_command import token_app
 
+pytestmark = pytest.mark.timing
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[SwarmBench]:

@@ -15,6 +15,8 @@ from swarm_bench import BenchWorker, SwarmBench, quick, wait_until
 from baton.errors import DeadlineExceeded, EngineFault
 from baton.swarm import port as port_module
 
+pytestmark = pytest.mark.timing
+
 MODES = [
     ("sync", {}),
     ("partial", {"overprovision": 2.0}),

@@ -40,6 +40,8 @@ from baton.swarm.verify import (
 )
 from baton.types import FinishReason
 
+pytestmark = pytest.mark.numerics
+
 BF16 = WorkerClass("a processor", "bfloat16", "embedded")
 WAYS = [{}, {"temperature": 1.5}, {"temperature": 0.5}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 10}]
 

@@ -19,6 +19,8 @@ from baton.metrics import read_metrics
 from tests.swarm.shaping_proxy import Shape, ShapingProxy
 from tests.swarm.swarm_processes import Outcome, Swarm, assert_same, outcome, swarm
 
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
+
 ONE_WAY_S = 0.04
 BYTES_PER_S = 20e6 / 8
 

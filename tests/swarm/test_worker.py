@@ -10,6 +10,8 @@ import pytest
 from baton.errors import DeadlineExceeded
 from baton.swarm.worker import SwarmWorker, WorkerOptions
 
+pytestmark = pytest.mark.timing
+
 
 def test_a_worker_that_finds_no_hub_gives_up_when_its_patience_ends_and_says_which_hub() -> None:
     with socket.socket() as free:

@@ -21,7 +21,11 @@ from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.types import FailureCause, Judgement, Prompt
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+pytestmark = [
+    pytest.mark.timing,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from baton.tasks.rewards import Judge, RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.types import FailureCause, Prompt
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

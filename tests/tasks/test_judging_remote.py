@@ -18,7 +18,7 @@ from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.types import FailureCause, Judgement
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(60)]
 
 
 class Handler(BaseHTTPRequestHandler):

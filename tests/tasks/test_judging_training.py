@@ -33,6 +33,8 @@ from baton.types import (
     Trajectory,
 )
 
+pytestmark = pytest.mark.timing
+
 GRPO = AlgorithmSettings()
 FAILED = {
     cause: Judgement(0.0, {}, False, None, f"the judge {cause}", cause)

@@ -22,6 +22,8 @@ from baton.trainer.advantages import (
 )
 from baton.trainer.algorithm import GROUP_RELATIVE, AlgorithmSettings
 
+pytestmark = pytest.mark.numerics
+
 SHAPE = AdvantageShape()
 
 

@@ -23,6 +23,8 @@ from baton.trainer import passes
 from baton.trainer.algorithm import PRESETS
 from baton.types import Batch, FinishReason
 
+pytestmark = pytest.mark.numerics
+
 
 def stepped(batch, model=None, **settings):
     trainer = make_trainer(model, max_grad_norm=math.inf, **settings)

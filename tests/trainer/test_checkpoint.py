@@ -21,6 +21,8 @@ from baton.trainer.checkpoint import (
 from baton.trainer.local import LocalTrainer
 from baton.types import PolicyVersion
 
+pytestmark = pytest.mark.numerics
+
 SETTINGS = {"num_minibatches": 2, "weight_decay": 0.1, "warmup_steps": 3, "decay": "cosine"}
 
 

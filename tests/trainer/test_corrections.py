@@ -11,6 +11,8 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff, weights
 from baton.trainer.losses import LossInputs, LossShape, clipped
 
+pytestmark = pytest.mark.numerics
+
 # A trajectory of two versions and a token that is not trained. The first two tokens are of an older version:
 BEHAVIOR = [0.5, 0.1, 0.25, 0.9]
 PROXIMAL = [0.25, 0.4, 0.25, 0.1]  # weights ½, 4, 1

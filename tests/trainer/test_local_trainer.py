@@ -27,6 +27,8 @@ from baton.policy.tensors import weights_digest
 from baton.trainer import local, passes, update
 from baton.types import Batch, PolicyVersion
 
+pytestmark = pytest.mark.numerics
+
 
 def stepped(batch, model=None, **settings):
     trainer = make_trainer(model, **settings)

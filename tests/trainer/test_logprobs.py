@@ -6,6 +6,8 @@ from trainer_cases import VOCAB, tiny_model
 
 from baton.policy.logprobs import compute_in, prefer_float32_attention, token_logprobs
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS, FIRST = (11, 7, 5), 2
 
 

@@ -17,6 +17,8 @@ from baton.policy.tensors import policy_tensors
 from baton.rollout.engines.network import Network
 from baton.types import PolicyVersion
 
+pytestmark = pytest.mark.numerics
+
 LORA = LoraSettings(rank=4, alpha=8.0)
 IDS = torch.tensor([[2, 3, 4, 5, 6]])
 

@@ -8,6 +8,8 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.losses import OBJECTIVES, Anchor, LossInputs, LossShape, divisor
 from baton.trainer.losses import clipped as objective
 
+pytestmark = pytest.mark.numerics
+
 # Row 0, A = +1, ratios 1.1, 1.5, 0.9: min with clip to [0.8, 1.2] → 1.1, 1.2 (clipped), 0.9; mean 3.2 / 3
 # Row 1, A = −2, ratios 0.5, 1.5, one masked: min(−1, −1.6) = −1.6 (clipped), min(−3, −2.4) = −3; mean −4.6 / 2
 RATIOS = [[1.1, 1.5, 0.9], [0.5, 1.5, 7.0]]

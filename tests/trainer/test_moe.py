@@ -23,6 +23,8 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import cut, rows
 from baton.types import Batch, Group, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Segment, Trajectory
 
+pytestmark = pytest.mark.numerics
+
 CPU = torch.device("cpu")
 
 SHAPE = {

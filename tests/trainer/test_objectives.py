@@ -10,6 +10,8 @@ import torch
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape
 from baton.trainer.losses import OBJECTIVES, Anchor, LossInputs, LossShape, aggregate, divisor, kl
 
+pytestmark = pytest.mark.numerics
+
 AGGREGATIONS = ["sequence_mean", "token_mean", "sequence_sum", "length_constant"]
 LONGEST = 10
 CORRECTION = CorrectionShape(cap=2.0, floor=0.5, delta=0.1)

@@ -13,6 +13,8 @@ from baton.trainer.optimizer import (
     set_learning_rate,
 )
 
+pytestmark = pytest.mark.numerics
+
 
 def rates(steps, **changes):
     settings = {"lr": 1.0, "warmup_steps": 2, "decay": "constant", "total_steps": 6, "min_lr_frac": 0.2, **changes}

@@ -14,6 +14,8 @@ from baton.policy.logprobs import compute_in, packed_scores, packs_as_it_pads, p
 from baton.policy.packing import PACKED, prefer_packed_attention
 from baton.trainer import fitting
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS = [9, 3, 6, 2]
 SHAPE = {
     "vocab_size": VOCAB,

@@ -23,6 +23,8 @@ from baton.progress import TerminalObserver
 from baton.runs import RunDirectory
 from baton.trainer.checkpoint import latest_checkpoint
 
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
 STEPS = 3
 
 
@@ -72,6 +74,7 @@ def weights(wanted: Recipe) -> dict[str, torch.Tensor]:
     return load_file(found / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_by_ranks_that_is_stopped_and_resumed_equals_one_never_stopped(
     run_model: Path, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,8 @@ from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import Trainer
 from baton.types import Batch, PolicyVersion
 
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
 TIMEOUT_S = 60.0
 
 
@@ -289,6 +291,7 @@ def test_what_ranks_cannot_do_is_refused_in_a_sentence(settings: dict[str, Any],
         TrainerSettings(ranks=2, **settings)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_a_step_is_named_at_once_and_none_is_left(model_path: str) -> None:
     """It is stopped first, so that the other has begun and waits for it in a collective when it dies."""
     ranks = LocalRanks(2)

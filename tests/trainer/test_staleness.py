@@ -19,6 +19,8 @@ from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.types import Batch, PolicyVersion
 
+pytestmark = pytest.mark.numerics
+
 NOW = 3
 
 

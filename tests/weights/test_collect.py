@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from weights_cases import Run, are_bit_equal, changed
 from baton.weights.fetch import Fetcher
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.store import Store
+
+pytestmark = pytest.mark.timing
 
 ACTION = st.one_of(
     st.tuples(st.just("publish"), st.integers(1, 3)),

@@ -20,6 +20,8 @@ from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.store import Store
 
+pytestmark = pytest.mark.timing
+
 
 def flipped(data: bytes) -> bytes:
     return bytes([data[0] ^ 1]) + data[1:]
