@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from baton.config import Recipe, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
-from baton.files import tensor_files
+from baton.files import writing
 from baton.footprint import check_room
 from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
@@ -86,7 +86,7 @@ def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTr
 
 
 def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
-    with tensor_files(path):
+    with writing(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 

@@ -19,6 +19,7 @@ import baton
 from baton.cluster_command import cluster_app
 from baton.console import err, out, print_json
 from baton.errors import BatonError, UserError
+from baton.files import STORAGE_ERRORS
 from baton.plan_command import plan as plan_command
 from baton.plan_command import profile
 from baton.simulate_command import simulate
@@ -48,6 +49,11 @@ def main() -> None:
         sys.exit(2)
     except BatonError as error:
         err.print(f"[bold red]{type(error).__name__}:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        err.print(f"[bold red]StorageFault:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

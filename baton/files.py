@@ -45,18 +45,18 @@ class _Seal(msgspec.Struct, frozen=True):
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file's content in one step: a reader finds the old one or the new one. It outlives a power cut."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(data)
-    flush_to_disk(unfinished)
-    unfinished.replace(path)
-    flush_to_disk(path.parent)
+    with writing(path):
+        unfinished.write_bytes(data)
+        flush_to_disk(unfinished)
+        unfinished.replace(path)
+        flush_to_disk(path.parent)
 
 
 def append(path: Path, data: bytes) -> None:
     """Add bytes to the end of a file. They outlive a kill; a power cut may lose or tear the last ones."""
-    with path.open("ab", buffering=0) as file:
-        written = file.write(data)
-    if written != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    with writing(path), path.open("ab", buffering=0) as file:
+        while data:  # a disk that is nearly full takes a part, and refuses the rest
+            data = data[file.write(data) :]
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
@@ -140,7 +140,8 @@ def flush_to_disk(path: Path) -> None:
     """Have the operating system write a file or directory out."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with writing(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -155,7 +156,8 @@ def seal(directory: Path) -> None:
     file = directory / SEAL
     file.parent.mkdir(exist_ok=True)
     made = _Seal(files, blake3(msgspec.json.encode(files)).hexdigest())
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
+    with writing(file):
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
 
 
 def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
@@ -191,10 +193,13 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def tensor_files(path: Path) -> Iterator[None]:
-    """Raise OSError where safetensors, within the context, raises its own error for a write that failed."""
+def writing(path: Path) -> Iterator[None]:
+    """Let an OSError of the context name a file, and let it be one where safetensors raises its own error."""
     try:
         yield
     except SafetensorError as error:
         found = _OS_ERROR.search(str(error))
         raise OSError(int(found[1]) if found else errno.EIO, str(error), str(path)) from error
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -95,8 +95,8 @@ class Journal:
             self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA user_version={FORMAT}")  # before the table: a process may die between them
             self._db.execute(_TABLE)
-            self._db.execute(f"PRAGMA user_version={FORMAT}")
             self._check_entries()
         flush_to_disk(path.parent)
 

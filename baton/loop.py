@@ -32,8 +32,9 @@ from typing import Protocol
 import msgspec
 from pydantic import Field
 
-from baton.errors import StorageFault, TrainingDiverged
+from baton.errors import BatonError, StorageFault, TrainingDiverged, UserError
 from baton.evaluation import EvalSettings, Evaluation, evaluate, evaluation_metrics
+from baton.files import STORAGE_ERRORS
 from baton.journal import Journal, StreamPlace
 from baton.metrics import MetricsWriter
 from baton.policy.tokenizer import Tokenizer
@@ -142,6 +143,8 @@ class Loop:
     """The engine's counters when the last step ended."""
     has_begun: bool = False
     """Whether the runner is at work; before, recorded batches are replayed."""
+    has_failed: bool = False
+    """Whether `train` has raised."""
     newest_group_id: int = -1
     """Among the batches that this process has seen."""
 
@@ -153,19 +156,27 @@ class Loop:
         """
         try:
             return self._train()
-        except TrainingDiverged as error:
-            raise TrainingDiverged(
-                f"{error}; its batch is in {self.run.path}, step {self.state.step + 1}; {self._way_back()}"
-            ) from error
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            self.has_failed = True
+            if error.errno not in STORAGE_ERRORS:
                 raise
-            raise StorageFault(
-                f"the disk is full: {error.filename or self.run.path} could not be written after train step "
-                f"{self.state.step}; make room, then go on with --resume; {self._way_back()}"
-            ) from error
+            raise self._storage_fault(error) from error
+        except StorageFault as error:
+            self.has_failed = True
+            raise StorageFault(f"{error}; {self._way_back()}") from error
+        except BaseException:
+            self.has_failed = True
+            raise
         finally:
             self.judge.close()
+
+    def _storage_fault(self, error: OSError) -> StorageFault:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return StorageFault(
+            f"{'the disk is full' if is_full else error.strerror}: {error.filename or self.run.path} could not be "
+            f"written after train step {self.state.step}; {'make room' if is_full else 'mend it'}, then go on with "
+            f"--resume; {self._way_back()}"
+        )
 
     def _train(self) -> list[Evaluation]:
         self._catch_up()
@@ -188,14 +199,22 @@ class Loop:
         return results
 
     def close(self) -> None:
-        """End the worker and the trainer, and close the files."""
-        with ExitStack() as parts:
-            parts.callback(self.lock.release)
-            parts.callback(self.journal.close)
-            parts.callback(self.metrics.close)
-            parts.callback(self.clock.trace.flush)
-            parts.callback(self.trainer.close)
-            parts.callback(self.port.close, is_over=self.state.step >= self.num_steps)
+        """End the worker and the trainer, and close the files. What fails here hides no error of `train`."""
+        try:
+            with ExitStack() as parts:
+                parts.callback(self.lock.release)
+                parts.callback(self.journal.close)
+                parts.callback(self.metrics.close)
+                parts.callback(self.clock.trace.flush)
+                parts.callback(self.trainer.close)
+                parts.callback(self.port.close, is_over=self.state.step >= self.num_steps)
+        except (OSError, BatonError) as error:
+            if self.has_failed:
+                self.observer.said(f"and when it was closed: {error}")
+            elif isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+                raise self._storage_fault(error) from error
+            else:
+                raise
 
     def _way_back(self) -> str:
         there = self.last_checkpoint
@@ -205,7 +224,6 @@ class Loop:
         begin = time.perf_counter()
         step = self.state.step + 1
         groups, counted = self._recorded(step) or self._next_batch(step)
-        require_judged(groups, f"train step {step}")
         if self.turns is not None:
             with self.clock.stage("turns", step):
                 self.turns.to_trainer()
@@ -301,6 +319,16 @@ class Loop:
         self._publish()
 
     def _train_on(self, batch: Batch) -> dict[str, float]:
+        try:
+            require_judged(batch.groups, f"train step {batch.step}")
+            return self._trained(batch)
+        except (TrainingDiverged, UserError) as error:
+            raise type(error)(
+                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to leave the batch "
+                f"out and have another made: --resume --skip-batch {batch.step}"
+            ) from error
+
+    def _trained(self, batch: Batch) -> dict[str, float]:
         if self.rollout.mode != "async" or not self.has_begun:
             return self.trainer.step(batch)
         with ThreadPoolExecutor(1, "trainer") as pool:

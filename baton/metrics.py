@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 import tomllib
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ import msgspec
 from pydantic import Field, field_validator
 
 from baton.errors import UserError
-from baton.files import append, flush_to_disk, read_rows, write_whole
+from baton.files import append, flush_to_disk, read_rows, write_whole, writing
 from baton.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -91,8 +93,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush and close."""
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as sinks:
+            for sink in self._sinks:
+                sinks.callback(sink.close)
 
 
 class JsonLines:
@@ -111,24 +114,32 @@ class JsonLines:
 
 
 class TensorBoard:
-    """`tensorboard/`: event files."""
+    """`tensorboard/`: event files. Written at once, as a thread that writes later would hide its errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
-        from tensorboardX import SummaryWriter  # which imports torch, and a recipe must load without
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
-        first = resume_step + 1
-        self._board = SummaryWriter(
-            str(directory / "tensorboard"),
-            purge_step=first,
-            filename_suffix=f".from_{first:06d}",  # else a resume within the second would write over its predecessor
-        )
+        self._event, self._scalar, first = Event, scalar, resume_step + 1
+        self._directory = directory / "tensorboard"
+        with writing(self._directory):
+            self._directory.mkdir(exist_ok=True)
+            # with the step in its name, else a resume within the second would write over its predecessor
+            self._file = EventsWriter(str(self._directory / "events"), f".from_{first:06d}")
+            self._file.write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        event = self._event(step=step, wall_time=time.time())
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            event.summary.value.extend(self._scalar(name, value).value)
+        with writing(self._directory):
+            self._file.write_event(event)
+            self._file.flush()
 
     def close(self) -> None:
-        self._board.close()
+        with writing(self._directory):
+            self._file.close()
 
 
 class WeightsAndBiases:

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.config import Recipe, compare_for_resume
 from baton.errors import Damaged, UserError
-from baton.files import atomic_directory, seal
+from baton.files import atomic_directory, seal, writing
 from baton.loop import LoopState, Observer, SavedCheckpoint
 from baton.policy.tokenizer import Tokenizer
 from baton.run_lock import RunLock
@@ -53,7 +53,8 @@ def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Ca
         path = checkpoint_path(run.checkpoints, state.step)
         with atomic_directory(path, before_rename=run.check_held) as directory:
             trainer.save(directory)
-            (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
+            with writing(directory / LOOP_STATE):
+                (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
             seal(directory)
         prune_checkpoints(run.checkpoints, keep, keep_step=state.best_step)
         return SavedCheckpoint(path, checkpoint_step(list_checkpoints(run.checkpoints)[-keep:][0]))
@@ -105,7 +106,7 @@ def open_run(
         run = RunDirectory.create(recipe.run.path, lock)
         run.write_start(resolved, seed=recipe.run.seed, threads=threads)
     if not run.tokenizer.is_dir():
-        with atomic_directory(run.tokenizer, before_rename=run.check_held) as directory:
+        with atomic_directory(run.tokenizer, before_rename=run.check_held) as directory, writing(directory):
             tokenizer.hf.save_pretrained(directory)
             seal(directory)
     return run

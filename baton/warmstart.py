@@ -17,7 +17,7 @@ from baton.build import evaluate_model, set_up_torch
 from baton.config import WarmStart
 from baton.errors import UserError
 from baton.evaluation import Evaluation
-from baton.files import atomic_directory, tensor_files
+from baton.files import atomic_directory, writing
 from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device
 from baton.policy.scratch import scratch_model, scratch_tokenizer
@@ -114,7 +114,7 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
         fine_tune(model, examples, recipe.sft, on_step=on_step)
     metrics.close()
     output = Path(recipe.output)
-    with atomic_directory(output, before_rename=lock.check) as directory, tensor_files(output):
+    with atomic_directory(output, before_rename=lock.check) as directory, writing(output):
         model.save_pretrained(directory)
         tokenizer.hf.save_pretrained(directory)
     results: list[Evaluation] = []

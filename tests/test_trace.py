@@ -217,8 +217,8 @@ def test_a_trace_never_outgrows_its_limit_and_keeps_beginning_and_end(tmp_path: 
     head, tail = stretches(read_trace(tmp_path))
     assert [s.facts["group"] for s in head] == list(range(len(head)))
     assert [s.facts["group"] for s in tail] == list(range(2300 - len(tail), 2300)), "the end has no hole"
-    assert len(head) > 100
-    assert len(tail) > 100
+    assert len(head) > 80, "how many fit depends on the digits of the time"
+    assert len(tail) > 80
 
 
 def test_a_short_trace_has_no_gap(tmp_path: Path):

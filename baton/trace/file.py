@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from baton.files import append, writing
 from baton.trace.spans import GAP, Span
 
 _PART = "part"
@@ -74,8 +75,7 @@ class TraceWriter:
         self._append(lines)
 
     def _append(self, lines: bytearray) -> None:
-        with self._path.open("ab") as file:
-            file.write(lines)
+        append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
         """Find where an earlier process ended; the line in which it may have died is closed."""
@@ -97,7 +97,8 @@ class TraceWriter:
             last.replace(before)
         self._part += 1
         head = msgspec.json.encode(Span(_PART, "trace", 0, at_s, at_s, {_PART: self._part})) + b"\n"
-        last.write_bytes(head)
+        with writing(last):
+            last.write_bytes(head)
         self._path, self._room, self._size = last, self._limit // 4, len(head)
 
 

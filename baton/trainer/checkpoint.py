@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
 from baton.errors import Damaged, UserError
-from baton.files import atomic_directory, flush_to_disk, remove_directory, tensor_files, verify
+from baton.files import atomic_directory, flush_to_disk, remove_directory, verify, writing
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
 from baton.policy.load import load_model
 from baton.policy.sharding import sharded_like
@@ -90,17 +90,19 @@ def write_checkpoint(path: Path, parts: Parts, optimizer: Mapping[str, torch.Ten
 
 def write_parts(directory: Path, parts: Parts) -> None:
     """Write all of a checkpoint but the optimiser's moments; the state last."""
-    with tensor_files(directory):
+    with writing(directory):
         parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
-    parts.tokenizer.save_pretrained(directory)
+        parts.tokenizer.save_pretrained(directory)
     (directory / "baton").mkdir(exist_ok=True)
     if parts.critic is not None:
         _save_tensors(parts.critic, directory / "baton" / _CRITIC)
-    (directory / "baton" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(parts.state)))
+    state = directory / "baton" / "state.json"
+    with writing(state):
+        state.write_bytes(msgspec.json.format(msgspec.json.encode(parts.state)))
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    with tensor_files(path):
+    with writing(path):
         # A copy on the host: safetensors wants tensors that lie by themselves.
         save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
 

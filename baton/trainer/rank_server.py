@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import BatonError
-from baton.files import tensor_files
+from baton.files import writing
 from baton.policy.load import torch_device
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
@@ -160,6 +160,6 @@ class RankServer:
             shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
             self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=shared))
         path = self._scratch / f"{weights.version.lineage}-{weights.version.number}.safetensors"
-        with tensor_files(path):
+        with writing(path):
             save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
         return Published(weights.version, str(path))

@@ -1,0 +1,272 @@
+"""The power fails after any write, rename or flush of a run: no group is trained twice, none promised is lost.
+
+A real loop, runner, journal and checkpoint writer, with a scripted engine and a trainer that remembers what it was
+trained on; see `power_cut.py` for what a cut leaves.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.config import Recipe
+from baton.errors import UserError
+from baton.journal import Journal
+from baton.loop import Loop
+from baton.metrics import MetricsWriter, read_metrics
+from baton.resume import ResumePoint, checkpoint_writer, open_run, resume_point
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.fake import FakeEngine
+from baton.rollout.parts import Parts
+from baton.rollout.port import LocalPort
+from baton.rollout.runner import Runner
+from baton.run_lock import RunLock
+from baton.runs import RunDirectory
+from baton.trainer.trainer import Weights
+from baton.types import Batch, PolicyVersion, SamplingParams
+from tests.power_cut import KEEPS, Remains, recorded
+from tests.rollout.test_runner import LateJudges, Prompts, length
+
+STEPS, GROUPS = 5, 2
+MODES = {
+    "sync": {"mode": "sync"},
+    "partial": {"mode": "partial", "overprovision": 2.0, "max_staleness": 4},
+}
+
+
+class Trainer:
+    """Remembers the groups that it was trained on; its checkpoint is that list."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+        self.num_steps = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion("a", self.num_steps)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.trained += [group.group_id for group in batch.groups]
+        self.num_steps = batch.step
+        return {"policy/loss": 0.5}
+
+    def publish(self) -> Weights:
+        return Weights(self.version, {})
+
+    def save(self, directory: Path) -> None:
+        (directory / "baton").mkdir()
+        (directory / "model.safetensors").write_bytes(bytes(self.trained))
+        (directory / "baton" / "state.json").write_bytes(msgspec.json.encode([self.num_steps, self.trained]))
+
+    def restore(self, directory: Path) -> None:
+        self.num_steps, self.trained = msgspec.json.decode((directory / "baton" / "state.json").read_bytes())
+
+    def close(self) -> None:
+        pass
+
+
+class Watcher:
+    """Nobody."""
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Any]:
+        yield lambda done: None
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def said(self, text: str) -> None:
+        pass
+
+
+class Scripted(Loop):
+    """A loop without evaluations."""
+
+    def evaluate(self) -> list[Any]:
+        return []
+
+
+def recipe(directory: Path, mode: str) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run": {"name": "r", "directory": str(directory), "steps": STEPS, "threads": 1},
+            "model": {"path": "none", "device": "cpu"},
+            "task": [{"name": "chain_sum"}],
+            "rollout": {"batch_groups": GROUPS, "group_size": 2, "max_new_tokens": 6, **MODES[mode]},
+            "engine": {"slots": 8, "max_context_tokens": 64},
+            "checkpoint": {"every": 2, "keep": 1},
+            "log": {"trace": False},
+        }
+    )
+
+
+def build(wanted: Recipe) -> Scripted:
+    """As `build.build_loop` does, with scripted parts."""
+    path, watcher, trainer = wanted.run.path, Watcher(), Trainer()
+    lock = RunLock.take(path)
+    if not (path / "run.json").exists():
+        RunDirectory.check_free(path, overwrite=False)
+    point: ResumePoint = resume_point(wanted, watcher)  # type: ignore[arg-type]
+    tokenizer: Any = SimpleNamespace(
+        hf=SimpleNamespace(save_pretrained=lambda where: (where / "tokenizer.json").write_text("{}"))
+    )
+    run = open_run(wanted, lock, trainer, tokenizer, point, 1)
+    metrics = MetricsWriter(path, resume_step=point.resume_step, before_write=lock.check)
+    journal = Journal(run.journal, keeps_partials=wanted.rollout.mode != "sync", before_commit=lock.check)
+    engine = FakeEngine(EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=2), trainer.version, length)
+    port, source = LocalPort(engine), Prompts(point.state.position.get("numbers", 0))
+    parts = Parts(
+        port,
+        source,
+        LateJudges(),
+        prompt_ids=lambda prompt: (7, 1000 + int(prompt.prompt_id)),
+        text=lambda ids: " ".join(map(str, ids)),
+        sampling=lambda group_id, sample_index: SamplingParams(6),
+        noise_seed=1,
+        journal=journal,
+    )
+    judge: Any = SimpleNamespace(
+        close=lambda: None, warnings=SimpleNamespace(take=lambda at: [], stepped=lambda *at: [])
+    )
+    nothing: Any = None
+    return Scripted(
+        run=run,
+        lock=lock,
+        stream=source,  # type: ignore[arg-type]
+        held_out=[],
+        judge=judge,
+        tokenizer=tokenizer,
+        port=port,
+        sweep=nothing,
+        runner=Runner(parts, wanted.rules()),
+        journal=journal,
+        trainer=trainer,
+        save_checkpoint=checkpoint_writer(wanted, run, trainer),
+        metrics=metrics,
+        observer=watcher,  # type: ignore[arg-type]
+        rollout=wanted.rollout,
+        eval=wanted.eval,
+        checkpoint=wanted.checkpoint,
+        num_steps=STEPS,
+        state=point.state,
+        last_checkpoint=point.checkpoint,
+    )
+
+
+class Promises:
+    """What a run has promised, and since which entry of the log."""
+
+    def __init__(self, loop: Scripted, log: list[Any], patch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[int, str, Any]] = []
+        write_groups, settle, save = loop.run.write_groups, loop.journal.settle, loop.save_checkpoint
+
+        def wrote(step: int, groups: Any) -> None:
+            write_groups(step, groups)
+            self.made.append((len(log), "batch", (step, list(groups))))
+
+        def settled() -> None:
+            settle()
+            kept = [t for g in loop.journal.open_groups() for t in g.members if t.finish_reason is not None]
+            self.made.append((len(log), "finished", kept))
+
+        def saved(state: Any) -> Any:
+            made = save(state)
+            self.made.append((len(log), "checkpoint", state.step))
+            return made
+
+        patch.setattr(loop.run, "write_groups", wrote)
+        patch.setattr(loop.journal, "settle", settled)
+        loop.save_checkpoint = saved
+
+    def check(self, cut: int, resumed: dict[str, Any]) -> None:
+        """Compare what had been promised when the power failed with what a resume made of it."""
+        batches = resumed["batches"]
+        members = {m.trajectory.name: m.trajectory for batch in batches.values() for g in batch for m in g.members}
+        for at, kind, promised in self.made:
+            if at > cut:
+                continue
+            if kind == "batch":
+                assert batches[promised[0]] == promised[1], f"the batch of step {promised[0]} is another"
+            elif kind == "finished":
+                assert all(members[t.name].token_ids == t.token_ids for t in promised), "a finished one is lost"
+            else:
+                assert resumed["began_at"] >= promised, f"the checkpoint of step {promised} is lost"
+
+
+def resume(wanted: Recipe) -> dict[str, Any]:
+    """Resume to the end, and return what was made."""
+    loop = build(wanted)
+    began_at = loop.state.step
+    loop.train()
+    loop.close()
+    trainer: Any = loop.trainer
+    batches = {step: loop.run.groups(step) for step in loop.run.recorded_steps()}
+    ids = [group.group_id for step in sorted(batches) for group in batches[step]]
+    assert trainer.trained == ids, "it was trained on what is recorded, in that order"
+    assert len(set(ids)) == len(ids) == STEPS * GROUPS, "each group once"
+    prompts = {group.prompt.prompt_id for batch in batches.values() for group in batch}
+    assert len(prompts) == STEPS * GROUPS, "each prompt once"
+    rows = [row["step"] for row in read_metrics(loop.run.path) if "policy/loss" in row]
+    assert rows == list(range(1, STEPS + 1)), "metrics have every step once"
+    return {"began_at": began_at, "batches": batches}
+
+
+@pytest.fixture
+def fast_disk() -> Iterator[Path]:
+    """A directory in memory where there is one: the power fails in our books, so nothing need reach a disk."""
+    memory = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="baton-test-", dir=memory if memory.is_dir() else None))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_power_cut_after_any_write_trains_no_group_twice_and_loses_none(
+    mode: str, fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.runs._circumstances", lambda threads: {"command": []})  # else git is asked each time
+    (fast_disk / "disk").mkdir()
+    wanted = recipe(fast_disk / "disk", mode)
+    with recorded(fast_disk / "disk") as recorder:
+        loop = build(wanted)
+        promises = Promises(loop, recorder.log, monkeypatch)
+        loop.train()
+        loop.close()
+    log, seen = recorder.log, {}
+    cuts = 0
+    for cut in range(len(log) + 1):
+        for keeps in KEEPS:
+            remains = Remains(log[:cut], keeps, seed=cut)
+            key = remains.key
+            if key not in seen:
+                shutil.rmtree(fast_disk / "disk")
+                remains.write(fast_disk / "disk")
+                try:
+                    seen[key] = resume_or_complete(wanted)
+                except Exception as error:
+                    raise AssertionError(f"cut {cut} of {len(log)}, keeping {keeps}: {log[cut - 1]!s:.200}") from error
+            promises.check(cut, seen[key])
+            cuts += 1
+    print(f"{mode}: {cuts} power cuts at {len(log)} operations, {len(seen)} of them different")
+    assert len(log) > 200
+    assert len(seen) > 200
+
+
+def resume_or_complete(wanted: Recipe) -> dict[str, Any]:
+    """A run that had ended cannot be resumed, but what it recorded is there."""
+    try:
+        return resume(wanted)
+    except UserError as error:
+        if "is complete" not in str(error):
+            raise
+        run = RunDirectory(wanted.run.path)
+        return {"began_at": STEPS, "batches": {step: run.groups(step) for step in run.recorded_steps()}}
