@@ -179,6 +179,7 @@ class Loop:
         )
 
     def _train(self) -> list[Evaluation]:
+        self._warn([kept] if (kept := self.judge.start()) else [])
         self._catch_up()
         self._publish()
         results: list[Evaluation] = []

@@ -158,6 +158,15 @@ class Judge:
         self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
         """Whether all trajectories of a group are to be submitted together: a reward function compares them."""
 
+    def start(self) -> str:
+        """Start a worker process where one will be needed; return in a line what those are kept from, else nothing.
+
+        Raises UserError when it cannot load what it is to judge with.
+        """
+        if not self._specs:
+            return ""
+        return self._background().run(self._background().start_call()).result(self._patience_s)
+
     def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> Judgement:
         """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
         begun = self._begin(prompt, [response], [token_ids])

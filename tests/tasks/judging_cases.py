@@ -134,13 +134,52 @@ def crashes_once(prompt, response, answer):
         os._exit(9)
     return 1
 
+SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
+
 def starts_another_and_spins(prompt, response, answer):
-    child = subprocess.Popen(["sleep", "1000"])
-    Path(response).write_text(f"{os.getpid()} {child.pid}")
+    subprocess.Popen([*SLEEP, response])
+    Path(response).touch()
     return 9**9**9
 
-def who(prompt, response, answer):
-    Path(response).write_text(str(os.getpid()))
+def starts_escapees_and_spins(prompt, response, answer):
+    subprocess.Popen([*SLEEP, response], start_new_session=True)
+    if os.fork() == 0:  # a daemon: in a session of its own, and an orphan
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [*SLEEP, response])
+        os._exit(0)
+    Path(response).touch()
+    return 9**9**9
+
+def starts_escapees_and_exits(prompt, response, answer):
+    subprocess.Popen([*SLEEP, response], start_new_session=True)
+    Path(response).touch()
+    os._exit(3)
+
+def looks_around(prompt, response, answer):
+    import json, resource, socket
+    def reach(address):
+        with socket.socket() as s:
+            s.settimeout(5)
+            try:
+                s.connect(address)
+                return "connected"
+            except OSError as error:
+                return type(error).__name__
+    def parent_secrets():
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                found += [str(file)] * (b"BATON_TEST_SECRET" in file.read_bytes())
+            except OSError:
+                pass
+        return found
+    Path("left-behind").write_text("x")
+    Path(response.splitlines()[0]).write_text(json.dumps({
+        "environ": dict(os.environ), "cwd": os.getcwd(), "secrets": parent_secrets(),
+        "reach": reach(("127.0.0.1", int(answer))), "files": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+        "uid": os.getuid(),
+    }))
     return 1
 
 def prints(prompt, response, answer):
@@ -229,6 +268,19 @@ def children() -> set[int]:
             continue
         if int(parent) == os.getpid() and state != "Z":
             found.add(int(stat.parent.name))
+    return found
+
+
+def running_with(text: str) -> set[int]:
+    """Processes, but this one, whose command line has a text; whatever namespace they are in."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes()
+        except OSError:
+            continue
+        if text.encode() in line and int(file.parent.name) != os.getpid() and is_running(int(file.parent.name)):
+            found.add(int(file.parent.name))
     return found
 
 

@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judging_cases import PROMPT, SomeTask, children, is_running, judge_with, trajectory, wait_until, write_functions
+from judging_cases import (
+    PROMPT,
+    SomeTask,
+    children,
+    is_running,
+    judge_with,
+    running_with,
+    trajectory,
+    wait_until,
+    write_functions,
+)
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.tasks import rewards
@@ -199,23 +209,15 @@ def test_a_crash_is_tried_again_and_a_raise_is_not(functions: str, tmp_path: Pat
     assert time.monotonic() - begin < 10
 
 
-def test_killing_a_judge_kills_what_it_started(functions: str, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    (judgement,) = judge_many(judge_with(functions, "starts_another_and_spins"), [str(pids)])
-    assert judgement.cause is FailureCause.TIMEOUT
-    judge_pid, grandchild = map(int, pids.read_text().split())
-    assert wait_until(lambda: not is_running(judge_pid) and not is_running(grandchild))
-
-
-def test_a_worker_that_dies_between_two_calls_is_replaced(functions: str, tmp_path: Path) -> None:
-    with judge_with(functions, "who", workers=1) as judge:
-        assert judge.judge(PROMPT, str(tmp_path / "a")).reward == 1.0
-        first = int((tmp_path / "a").read_text())
+def test_a_worker_that_dies_between_two_calls_is_replaced(functions: str) -> None:
+    before = children()
+    with judge_with(functions, "length", workers=1, deadline_s=60) as judge:
+        assert judge.judge(PROMPT, "abc").reward == 3.0
+        (first,) = children() - before
         os.kill(first, signal.SIGKILL)
         assert wait_until(lambda: not is_running(first))
-        time.sleep(0.2)
-        assert judge.judge(PROMPT, str(tmp_path / "b")).reward == 1.0
-        assert int((tmp_path / "b").read_text()) != first
+        assert wait_until(lambda: judge.judge(PROMPT, "ab").is_judged)  # the run notices soon after
+        assert children() - before != {first}
 
 
 def test_workers_are_few_lazy_of_one_thread_and_print_to_stderr(
@@ -238,26 +240,22 @@ def test_workers_are_few_lazy_of_one_thread_and_print_to_stderr(
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_run_however_it_ends(functions: str, tmp_path: Path, end: signal.Signals) -> None:
     """The run is killed while its judge and the judge's own child hang."""
-    pids = tmp_path / "pids"
+    mark = tmp_path / "mark"
     script = tmp_path / "run.py"
     script.write_text(
         f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs begin with it ignored
         "from judging_cases import *\n"
-        f"judge_with({functions!r}, 'starts_another_and_spins', deadline_s=500).judge(PROMPT, {str(pids)!r})\n"
+        f"judge_with({functions!r}, 'starts_escapees_and_spins', deadline_s=500).judge(PROMPT, {str(mark)!r})\n"
     )
     root = str(Path(rewards.__file__).parents[2])
     run = subprocess.Popen(
         [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE
     )
-    assert wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 30)
-    judge_pid, grandchild = map(int, pids.read_text().split())
-    assert is_running(judge_pid)
-    assert is_running(grandchild)
+    assert wait_until(lambda: mark.exists() and len(running_with(str(mark))) == 2)
     run.send_signal(end)  # Ctrl-C reaches the run alone: its workers have sessions of their own
     run.communicate(timeout=60)
-    assert wait_until(lambda: not is_running(judge_pid))
-    assert wait_until(lambda: not is_running(grandchild))
+    assert wait_until(lambda: not running_with(str(mark)))
 
 
 def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_again(functions: str) -> None:

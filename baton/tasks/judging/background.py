@@ -75,6 +75,10 @@ class Background:
 
         return await self._retrying(FailureCause.UNREACHABLE)(attempt)
 
+    async def start_call(self) -> str:
+        """Start a worker process, and return what worker processes are kept from."""
+        return await self._pool.start()
+
     def close(self) -> None:
         """Drop what is being waited for, kill the worker processes, end the thread."""
         try:

@@ -103,6 +103,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     error: str | None = None
     """Why something could not be loaded."""
+    isolation: str = ""
+    """What the process is kept from."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

@@ -35,11 +35,14 @@ from baton.tasks.judging.calls import (
     failed,
     frame,
 )
+from baton.tasks.judging.isolation import environment
 from baton.tasks.judging.settings import JudgeSettings
 from baton.types import FailureCause
 
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
+KILL_S = 5.0
+"""What a keeper gets to kill its judge and all that it started, before it is killed itself."""
 GRACE_S = 1.0
 """What a shared process gets beyond a call's deadline to say itself that it is over."""
 
@@ -59,6 +62,7 @@ class WorkerPool:
         self._launched: set[asyncio.Task[_Worker]] = set()
         self._shared: asyncio.Task[_Worker] | None = None
         self._unloadable: str | None = None
+        self._isolation = ""
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
         """Make one call. Raises UserError when a worker process cannot load what it is to judge with."""
@@ -68,6 +72,11 @@ class WorkerPool:
                 return await worker.ask(spec, calls, deadline_s, deadline_s + GRACE_S)
             worker.kill()
         return await self._ask_alone(spec, calls, deadline_s)
+
+    async def start(self) -> str:
+        """Start a process, and return what it is kept from. Raises UserError as `ask` does."""
+        self._idle.append(await self._start())
+        return self._isolation
 
     async def close(self) -> None:
         """Kill every worker process and wait until they are gone."""
@@ -106,13 +115,13 @@ class WorkerPool:
     async def _start(self) -> _Worker:
         if self._unloadable:
             raise UserError(self._unloadable)
-        launch = asyncio.create_task(_Worker.launch())
+        launch = asyncio.create_task(_Worker.launch(self._settings))
         self._launched = {task for task in self._launched if not _is_over(task)} | {launch}
         worker = await asyncio.shield(launch)  # asyncio may hang where the start of a process is cancelled; see close
         timeout_s = self._settings.load_timeout_s
         try:
             ready = await asyncio.wait_for(worker.set_up(self._setup), timeout_s)
-            self._unloadable = ready.error
+            self._unloadable, self._isolation = ready.error, ready.isolation
         except TimeoutError:
             names = ", ".join(map(str, self._setup.specs))
             self._unloadable = f"a worker process has not loaded {names} within judge.load_timeout_s = {timeout_s:g} s"
@@ -140,16 +149,22 @@ class _Worker:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def launch(cls) -> _Worker:
+    async def launch(cls, settings: JudgeSettings) -> _Worker:
         root = str(Path(baton.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "baton.tasks.judging.worker",
+            *(["--network"] if settings.network else []),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                **environment(settings.env, os.environ),
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             start_new_session=True,
         )
         return cls(process)
@@ -174,12 +189,18 @@ class _Worker:
             self._waiting.pop(call_id, None)
 
     def kill(self) -> None:
-        """Kill the process and everything it started."""
+        """Kill the process and everything it started: its keeper does, on SIGTERM."""
         if not self.is_alive:
             return
         self.is_alive = False
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGTERM)  # asyncio's own terminate() may take the exit code from itself
+        asyncio.get_running_loop().call_later(KILL_S, self._kill_keeper)
+
+    def _kill_keeper(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     async def ended(self) -> None:
         """Wait until a killed process is gone."""
@@ -201,7 +222,9 @@ class _Worker:
             pass
         self.kill()
         code = await self.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        number = -code if code < 0 else code - 128
+        is_signal = number in signal.valid_signals()
+        how = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
         unanswered: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
         for future in unanswered:
             if not future.done():

@@ -1,8 +1,8 @@
 """A process that makes calls for a run and may be killed at any moment: `python -m baton.tasks.judging.worker`.
 
-It leads a session of its own, so that a killed judge takes along the processes it started, and the terminal's Ctrl-C
-stays with the run. It ends with the run, however the run ends and whatever the judge is doing: a fork that does nothing
-else sees the input close and kills the session.
+It ends with the run, however the run ends and whatever the judge is doing, and so does all that the judge starts; what
+it is kept from is said in `isolation.py`. The terminal's Ctrl-C stays with the run. Calls are made in a directory that
+is removed with the process; modules are imported from the run's own.
 Synchronous functions run in its main thread, one at a time; asynchronous ones share its event loop.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
-import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -34,6 +34,7 @@ from baton.tasks.judging.calls import (
     frame,
 )
 from baton.tasks.judging.functions import call_function, import_function, number, told
+from baton.tasks.judging.isolation import keep
 from baton.types import FailureCause
 
 Judge = Callable[[tuple[Call, ...]], Awaitable[tuple[Outcome, ...]]]
@@ -42,7 +43,7 @@ Message = TypeVar("Message", Setup, Ask)
 
 def main() -> None:
     """Serve until the input closes."""
-    _end_with_the_run()
+    isolation = keep(network="--network" in sys.argv)
     inbox, outbox = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a reward function prints must not meet our messages
@@ -50,7 +51,7 @@ def main() -> None:
     setup = _receive(inbox, Setup)
     if setup is None:
         return
-    sys.path[:] = setup.sys_path
+    sys.path[:] = [str(Path(place).absolute()) for place in setup.sys_path]
     _limit_memory(setup.memory_bytes)
     judges: list[Judge] = []
     for spec in setup.specs:
@@ -59,7 +60,9 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001 - whatever an import raises, the run has to hear of it
             _send(outbox, Ready(f"{spec} cannot be loaded in a worker process: {told(error)}"))
             return
-    _send(outbox, Ready())
+    os.chdir(isolation.scratch)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
+    _send(outbox, Ready(isolation=isolation.description))
     asyncio.run(_serve(judges, inbox, outbox))
 
 
@@ -144,15 +147,6 @@ def _limit_memory(memory_bytes: int) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-
-
-def _end_with_the_run() -> None:
-    if os.fork() == 0:
-        os.close(1)  # so that the run sees this process end, not its watch
-        watch = select.poll()
-        watch.register(0, 0)
-        watch.poll()  # the other end has closed
-        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,262 @@
+"""What keeps a judge to itself, as far as the platform allows. It bounds accidents; it is no sandbox for hostile code.
+
+      run ══ pipes ══▶ keeper ──forks──▶ judge ──starts──▶ whatever a reward function starts
+
+The keeper runs none of the user's code. It kills the judge and all that came of it when the run asks (SIGTERM), when
+the run is gone (the pipe closes) and when the judge ends:
+
+* On Linux with user namespaces the judge is in a PID namespace of its own, whose end kills every process in it, also
+  those in sessions of their own. User, mount, IPC and, unless the recipe allows it, network namespaces come with it.
+* On Linux without them the keeper is the subreaper of its descendants: orphans become its children, and it kills
+  children until there are none.
+* Elsewhere it kills the judge's session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import UserError
+
+_ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON\w*|COVERAGE_\w+|"
+    r"(OMP|MKL|OPENBLAS|NUMEXPR|CUDA|NVIDIA|TRANSFORMERS|XDG)_\w+|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_\w+)|NLTK_DATA"
+)
+"""Variables of the run's environment that every judge gets; they say where things are, and hold no secret."""
+MAX_FILE_BYTES = 2**30
+MAX_OPEN_FILES = 4096
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What a judge is kept from."""
+
+    scratch: Path
+    """Its working directory, which goes with it."""
+    description: str
+    """One line for people."""
+
+
+def environment(names: Iterable[str], run: Mapping[str, str]) -> dict[str, str]:
+    """Return what a judge gets of the run's environment: where things are, and the variables that the recipe names.
+
+    Raises UserError for a named variable that is not set.
+    """
+    missing = [name for name in names if name not in run]
+    if missing:
+        raise UserError(f"judge.env: got {missing[0]!r}, which is not set; set it, or leave it out")
+    chosen = set(names)
+    return {name: value for name, value in run.items() if name in chosen or _ALLOWED.fullmatch(name)}
+
+
+def keep(*, network: bool) -> Isolation:
+    """Split this process: the keeper stays in here and ends with what it keeps; the judge returns."""
+    wake = _wake_on_signals()
+    refusal = _enter_namespaces(network=network)
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    scratch = Path(tempfile.mkdtemp(prefix="baton-judge-"))
+    child = os.fork()
+    if child:
+        code = _wait(child, wake)
+        if refusal is not None:
+            _kill_descendants(child)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(code)
+    _forget_signals()
+    _die_with_the_parent()
+    if refusal is None:
+        _mount_proc()
+        child = os.fork()
+        if child:  # the first process of the namespace: takes in orphans, and takes all along when it ends
+            os._exit(_reap(child))
+        _die_with_the_parent()
+    else:
+        os.setsid()
+    _limit()
+    return Isolation(scratch, _described(refusal, network=network))
+
+
+def _described(refusal: str | None, *, network: bool) -> str:
+    reach = "with network" if network else "without network (judge.network = true opens it)"
+    if refusal is None:
+        return (
+            f"judges: in namespaces of their own, {reach}, without the secrets of the run's environment; what they "
+            "start ends with them"
+        )
+    return (
+        f"judges: no namespaces here ({refusal}), so the network is open to them; they get no secrets of the run's "
+        "environment, and what they start is killed with them"
+    )
+
+
+# ---- the keeper ------------------------------------------------------------------------------------------------------
+
+
+def _wake_on_signals() -> int:
+    """Have SIGTERM and the end of a child make a file descriptor readable; return it."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    return readable
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wait(child: int, wake: int) -> int:
+    """Wait for the child's end, or kill it when the run asks or is gone; return its exit code, 128 + n for a signal."""
+    poll = select.poll()
+    poll.register(0, 0)  # only whether the other end has closed: the judge reads it
+    poll.register(wake, select.POLLIN)
+    while True:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return 0
+            if pid == child:
+                return _exit_code(status)
+            if not pid:
+                break
+        ready = dict(poll.poll())
+        if 0 in ready or signal.SIGTERM in os.read(wake, 64):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 128 + signal.SIGKILL
+
+
+def _kill_descendants(session: int) -> None:
+    """Kill until nobody is left: the orphans of those that are killed become children of this process."""
+    while True:
+        _kill_group(session)
+        for pid in _children():
+            _kill(pid)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Children of this process, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _reap(child: int) -> int:
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return _exit_code(status)
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+# ---- what the platform has -------------------------------------------------------------------------------------------
+
+
+def _enter_namespaces(*, network: bool) -> str | None:
+    """Enter new namespaces; return why there are none, where there are none. The next fork begins the PID namespace."""
+    if sys.platform != "linux":
+        return f"not on {sys.platform}"
+    uid, gid = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEWUSER | _NEWPID | _NEWNS | _NEWIPC | (0 if network else _NEWNET)):
+        return f"unshare: {os.strerror(ctypes.get_errno())}"
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    except OSError as error:
+        return f"user namespace: {error.strerror}"
+    if not network:
+        _raise_loopback()
+    return None
+
+
+def _raise_loopback() -> None:
+    """Let the judge's processes reach each other by 127.0.0.1."""
+    import fcntl
+    import socket
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        try:
+            fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
+        except OSError:
+            return  # then without
+
+
+def _mount_proc() -> None:
+    """Show the namespace's own processes in /proc. A container may forbid it; then /proc shows those outside."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
+
+
+def _die_with_the_parent() -> None:
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _limit() -> None:
+    import resource
+
+    for kind, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+    ):
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
