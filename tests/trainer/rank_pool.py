@@ -10,11 +10,10 @@ import contextlib
 import os
 import subprocess
 import sys
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from baton.launch.ranks import LocalRanks
+from baton.launch.frames import FrameSocket, frame_socket_of, frame_sockets
+from baton.launch.ranks import MAX_FRAME_BYTES, LocalRanks
 from baton.trainer.ranks import Place, decode_to_rank, encode
 
 SIZE = 4
@@ -25,8 +24,8 @@ class RankPool:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        pipes = [Pipe(duplex=True) for _ in range(SIZE)]
-        self.connections: list[Connection] = [ours for ours, _ in pipes]
+        pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(SIZE)]
+        self.sockets = [ours for ours, _ in pipes]
         descriptors = [theirs.fileno() for _, theirs in pipes]
         self.process = subprocess.Popen(
             [sys.executable, __file__, *map(str, descriptors)],
@@ -40,8 +39,8 @@ class RankPool:
         return LentRanks(self, size)
 
     def close(self) -> None:
-        for connection in self.connections:
-            connection.close()
+        for socket in self.sockets:
+            socket.close()
         self.process.wait(60)
 
 
@@ -51,30 +50,30 @@ class LentRanks(LocalRanks):
     def __init__(self, pool: RankPool, size: int) -> None:
         self.pids = [pool.process.pid] * size
         self._size = size
-        self._connections = pool.connections[:size]
+        self._sockets = pool.sockets[:size]
         self._processes = [pool.process] * size
         for rank in range(size):
             place = Place(rank=rank, size=size, scratch=str(pool.scratch))
-            self._send(rank, self._connections[rank], encode(place))
+            self._send(rank, encode(place))
 
     def close(self, grace_s: float = 2.0) -> None:
         """They stay, for the next."""
 
 
-def serve(connection: Connection) -> None:
+def serve(parent: FrameSocket) -> None:
     from baton.trainer.rank_server import RankServer
 
     server: RankServer | None = None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            message = decode_to_rank(connection.recv_bytes())
+            message = decode_to_rank(parent.receive_next())
             if isinstance(message, Place):
                 if server is not None:
                     server.close()
                 server = RankServer(message)
             else:
                 assert server is not None
-                connection.send_bytes(encode(server.handle(message)))
+                parent.send_all(encode(server.handle(message)))
 
 
 def main(descriptors: list[int]) -> None:
@@ -87,7 +86,7 @@ def main(descriptors: list[int]) -> None:
             for other in descriptors:
                 if other != own:
                     os.close(other)
-            serve(Connection(own))
+            serve(frame_socket_of(own, MAX_FRAME_BYTES))
             os._exit(0)
         children.append(child)
     for descriptor in descriptors:
