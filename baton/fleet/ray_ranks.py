@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.errors import BatonError, RankLost
+from baton.fault import Fault
 from baton.fleet.inventory import Machine
 from baton.fleet.placement import Post
 from baton.fleet.ray_cluster import RayCluster, first_line
@@ -18,7 +19,6 @@ from baton.fleet.ray_seats import RankSeat
 from baton.trainer.ranks import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
-    Fault,
     FromRank,
     Place,
     ToRank,

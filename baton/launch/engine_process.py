@@ -22,10 +22,10 @@ from queue import SimpleQueue
 import msgspec
 
 from baton.errors import BatonError
+from baton.fault import fault_of
 from baton.launch.frames import FrameSocket, frame_socket_of
 from baton.launch.protocol import (
     MAX_FRAME_BYTES,
-    Fault,
     LoadWeights,
     Progress,
     Serving,
@@ -59,7 +59,7 @@ def serve(descriptor: int) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone; nobody is left to tell
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
-        send_to_parent(parent, Fault(type(error).__name__, str(error)))
+        send_to_parent(parent, fault_of(error))
         return  # the parent, and with it the other engines, still use the directory
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -24,10 +24,10 @@ from typing import Any
 import msgspec
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.fault import Fault
 from baton.launch.frames import frame_sockets, ready
 from baton.launch.protocol import (
     MAX_FRAME_BYTES,
-    Fault,
     LoadWeights,
     Progress,
     Serving,
@@ -78,8 +78,8 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self._ended() from error
         if isinstance(message, Fault):
-            if message.kind == UserError.__name__:
-                raise UserError(message.text)
+            if isinstance(reason := message.error(), UserError):
+                raise reason
             raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
         return message
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from baton.fault import Fault
 from baton.launch.frames import FrameSocket
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
@@ -49,14 +50,6 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
     """The engine is built, or has switched, and serves this version."""
 
     version: PolicyVersion
-
-
-class Fault(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot go on; the process ends after this."""
-
-    kind: str
-    """Name of the exception."""
-    text: str
 
 
 ToEngine = Start | LoadWeights | Lease | Abort

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from baton.errors import BatonError, RankLost
+from baton.fault import Fault
 from baton.launch.frames import FrameSocket, frame_sockets, ready
 from baton.trainer.ranks import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
-    Fault,
     FromRank,
     Place,
     ToRank,

@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import DeadlineExceeded, UserError
+from baton.fault import Fault
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Denied, Grant, Role
 from baton.swarm.desk import Desk
@@ -39,7 +40,6 @@ from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     SILENT_HEARTBEATS,
     Admitted,
-    Fault,
     FromHub,
     FromWorker,
     Heard,

@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import ClientConnectionError, WSMsgType, web
 
+from baton.fault import Fault
 from baton.swarm.messages import (
     SILENT_HEARTBEATS,
-    Fault,
     FromWorker,
     Heartbeat,
     Hello,

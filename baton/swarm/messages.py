@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import UserError
+from baton.fault import Fault
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
@@ -147,13 +148,6 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Of weights, since it started."""
     fault: str = ""
     """Why the last attempt to fetch came to nothing."""
-
-
-class Fault(msgspec.Struct, frozen=True, tag=True):
-    """The worker cannot go on."""
-
-    kind: str
-    text: str
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):

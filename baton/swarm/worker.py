@@ -29,6 +29,7 @@ import aiohttp
 
 from baton.backoff import retry_wait_s
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.fault import fault_of
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm.grower import EngineThread, Grower
 from baton.swarm.messages import (
@@ -37,7 +38,6 @@ from baton.swarm.messages import (
     Ack,
     Admitted,
     Dropped,
-    Fault,
     FromHub,
     FromWorker,
     Heard,
@@ -364,7 +364,7 @@ class SwarmWorker:
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
         if self._line is not None:
-            self._line.say(Fault(type(error).__name__, str(error)[:2000]))
+            self._line.say(fault_of(error))
 
     def _say(self, message: FromWorker) -> None:
         if self._line is not None and self._line.is_open:

@@ -8,7 +8,8 @@ import time
 import aiohttp
 
 from baton.errors import DeadlineExceeded, WeightsFault
-from baton.swarm.messages import Fault, FromHub, FromWorker, Malformed, decode_from_hub, encode
+from baton.fault import Fault
+from baton.swarm.messages import FromHub, FromWorker, Malformed, decode_from_hub, encode
 
 SEND_DEADLINE_S = 30.0
 

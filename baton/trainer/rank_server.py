@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import BatonError
+from baton.fault import fault_of
 from baton.files import writing
 from baton.policy.load import torch_device
 from baton.policy.threads import set_up_threads
@@ -26,7 +27,6 @@ from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
 from baton.trainer.parallel import Together
 from baton.trainer.ranks import (
-    Fault,
     FromRank,
     Listen,
     Listening,
@@ -67,10 +67,8 @@ class RankServer:
         """
         try:
             return self._answer(message)
-        except OSError as error:
-            return Fault(OSError.__name__, str(error), error.errno or 0)
-        except (BatonError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:
-            return Fault(type(error).__name__, str(error))
+        except (BatonError, OSError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:
+            return fault_of(error)
 
     def close(self) -> None:
         """Leave the group, and remove the scratch directory where it was made here. May be called twice."""

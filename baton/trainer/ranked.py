@@ -8,9 +8,9 @@ from typing import TypeVar
 from safetensors.torch import load_file
 
 from baton.errors import TrainingDiverged
+from baton.fault import Fault
 from baton.files import atomic_directory
 from baton.trainer.ranks import (
-    Fault,
     Listen,
     Listening,
     Publish,

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.errors import BatonError, EngineFault, RankLost, TrainingDiverged, UserError
+from baton.fault import Fault
 from baton.types import Batch, PolicyVersion
 
 
@@ -122,16 +123,6 @@ class Published(msgspec.Struct, frozen=True, tag=True):
     """A safetensors file on the rank's machine; empty from any but rank 0."""
 
 
-class Fault(msgspec.Struct, frozen=True, tag=True):
-    """An error in place of an answer."""
-
-    kind: str
-    """Name of the exception; OSError for any of its kinds."""
-    text: str
-    errno: int = 0
-    """Of an OSError that has one."""
-
-
 ToRank = Place | Listen | Setup | Step | Publish | Save | Restore
 FromRank = Listening | Ready | Stepped | Published | Fault
 
@@ -162,13 +153,14 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
     takes others with it, whose collectives then break. Anything else is RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
+    errors = {rank: fault.error() for rank, fault in faults.items()}
     for kind in (UserError, TrainingDiverged, EngineFault):
-        for fault in faults.values():
-            if fault.kind == kind.__name__:
-                return kind(fault.text)
-    for rank, fault in faults.items():
-        if fault.kind == OSError.__name__ and fault.errno:
-            return OSError(fault.errno, f"trainer rank {rank}: {fault.text}")
+        for error in errors.values():
+            if isinstance(error, kind):
+                return error
+    for rank, error in errors.items():
+        if isinstance(error, OSError):
+            return OSError(error.errno, f"trainer rank {rank}: {faults[rank].text}")
     for rank, fault in faults.items():
         return RankLost(f"trainer rank {rank} cannot go on: {fault.kind}: {fault.text}; {HOW_TO_GO_ON}")
     return None

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import RankLost, UserError
+from baton.fault import Fault
 from baton.launch.ranks import LocalRanks
-from baton.trainer.ranks import Fault, Listen, Ready, Restore, Stepped, error_of
+from baton.trainer.ranks import Listen, Ready, Restore, Stepped, error_of
 from baton.types import PolicyVersion
 
 pytestmark = pytest.mark.timing

@@ -22,12 +22,12 @@ from swarm_bench import SwarmBench, hello, quick, wait_until
 import baton.swarm.door
 import baton.swarm.line
 import baton.swarm.requests
+from baton.fault import Fault
 from baton.rollout.engine import EngineStats
 from baton.swarm.auth import Role
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     Admitted,
-    Fault,
     Heartbeat,
     Hello,
     Leaving,

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from swarm_bench import hello
 
 from baton.errors import UserError
+from baton.fault import Fault
 from baton.rollout.engine import EngineStats
 from baton.swarm.messages import (
     PROTOCOL,
     Ack,
     Admitted,
     Dropped,
-    Fault,
     Heartbeat,
     Leaving,
     Malformed,
