@@ -25,6 +25,8 @@ MAX_REFUSALS = 64
 """In a row, after which a worker that refuses leases is hung up on."""
 MAX_PROVENANCE = 200_000
 """Finished trajectories whose authors are remembered."""
+MAX_REPLACEMENTS = 10_000
+"""Finished trajectories kept until the runner wants them again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index) of a trajectory."""
@@ -80,6 +82,8 @@ class Desk:
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
         """The last words on trajectories that are being checked."""
+        self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
+        """(trajectory, worker) that take the place of what the runner has."""
         self._events: deque[ev.Event] = deque()
         """The one that is being dealt with, and those that have come of it."""
         self._refusals: Counter[int] = Counter()
@@ -94,6 +98,12 @@ class Desk:
     def want(self, lease: Lease) -> None:
         """Have a trajectory grown."""
         task = lease.lease_id
+        found, worker = self._replacements.pop(_key(lease), (None, 0))
+        if found is not None and _answers(found, lease):
+            self._tasks[task] = _Task(lease, found, [(worker, 0, found.num_tokens)])
+            self._outside.to_runner(Report(task, 0, found.segments))
+            self._finish(task, found)
+            return
         self._tasks[task] = _Task(lease, lease.trajectory)
         self._tell(
             ev.TaskWanted(
@@ -112,9 +122,9 @@ class Desk:
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
-    def join(self, worker: int, slots: int, weight: float = 1.0) -> None:
-        """A worker is ready."""
-        self._tell(ev.WorkerJoined(self._clock(), worker, slots, weight))
+    def join(self, worker: int, slots: int, weight: float = 1.0, kind: str | None = "") -> None:
+        """A worker is ready. See `WorkerJoined`."""
+        self._tell(ev.WorkerJoined(self._clock(), worker, slots, weight, kind))
 
     def weigh(self, worker: int, weight: float) -> None:
         """Another plan expects something else of a worker."""
@@ -160,7 +170,7 @@ class Desk:
             return
         self._refusals.pop(worker, None)
         before, branch.trajectory = branch.trajectory, branch.trajectory.extended(report.segments, report.finish_reason)
-        if not self._agrees(branch, before.num_tokens):
+        if self.table.is_comparable(number) and not self._agrees(branch, before.num_tokens):
             self._contradicted(branch)
             return
         grown = branch.trajectory.num_tokens - before.num_tokens
@@ -202,6 +212,8 @@ class Desk:
                 self._forget(number)
                 self._say_revoked(_key(task.lease), cause)
         found = [key for key, authors in self._provenance.items() if authors & workers]
+        for key in [key for key, (_, worker) in self._replacements.items() if worker in workers]:
+            del self._replacements[key]
         for key in found:
             del self._provenance[key]
             self._held.pop(key, None)
@@ -243,6 +255,8 @@ class Desk:
                 self._commit(task, self._branches[lease], length)
             case ev.Finish(task=task, lease=lease):
                 self._finish(task, self._branches[lease].trajectory)
+            case ev.Replace(task=task, lease=lease):
+                self._replace(task, self._branches[lease])
             case ev.PutDown(task=task):
                 length = self._tasks[task].trajectory.num_tokens
                 self._forget(task)
@@ -288,6 +302,15 @@ class Desk:
         else:
             self._outside.to_runner(last)
 
+    def _replace(self, number: int, branch: _Branch) -> None:
+        """Take back what the runner has. It wants the trajectory again, and gets it at once: see `want`."""
+        key = _key(self._tasks[number].lease)
+        self._forget(number)
+        self._replacements[key] = branch.trajectory, branch.worker
+        while len(self._replacements) > MAX_REPLACEMENTS:
+            self._replacements.popitem(last=False)
+        self._say_revoked(key, "overtaken")
+
     def release(self, key: Key) -> None:
         """Let a trajectory be finished that was held back; nothing for one that was revoked meanwhile."""
         last = self._held.pop(key, None)
@@ -317,9 +340,9 @@ class Desk:
         return end <= start or known.token_ids[start:end] == branch.trajectory.token_ids[start:end]
 
     def _contradicted(self, branch: _Branch) -> None:
-        """Two workers made different tokens from the same noise: none of them counts, and another makes them anew.
+        """Workers of one class made different tokens from the same noise: they are made anew.
 
-        Between classes of workers that may be honest rounding; who lies is for the checks to find.
+        Who was wrong is for the checks to find. Other classes, and engines with noise of their own, are not compared.
         """
         lease = self._tasks[branch.task].lease
         self._tell(ev.TaskRevoked(self._clock(), branch.task))
@@ -347,6 +370,12 @@ def cut_segments(trajectory: Trajectory, start: int, end: int) -> tuple[Segment,
             )
         at += len(segment.token_ids)
     return tuple(found)
+
+
+def _answers(found: Trajectory, lease: Lease) -> bool:
+    """Whether a finished trajectory is what a lease asks for, from its prompt on."""
+    is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
+    return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 
 
 def _key(lease: Lease) -> Key:

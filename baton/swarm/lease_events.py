@@ -20,6 +20,9 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Trajectories it generates at once."""
     weight: float = 1.0
     """What is expected of one of its slots, against the mean of the others': by a plan, never by the worker itself."""
+    kind: str | None = ""
+    """Workers of one kind make the same tokens from the same noise. None: its engine has noise of its own, and not even
+    the worker itself makes the same tokens twice."""
 
 
 class WorkerWeighed(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -169,6 +172,13 @@ class Finish(msgspec.Struct, frozen=True, tag=True, gc=False):
     lease: int
 
 
+class Replace(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A task is done, by a lease that made other tokens than those that are committed: its tokens take their place."""
+
+    task: int
+    lease: int
+
+
 class PutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A task that was aborted is nobody's now."""
 
@@ -189,4 +199,4 @@ class Expel(msgspec.Struct, frozen=True, tag=True, gc=False):
     cause: str
 
 
-Command = Grant | Recall | Drop | Commit | Finish | PutDown | Waste | Expel
+Command = Grant | Recall | Drop | Commit | Finish | Replace | PutDown | Waste | Expel

@@ -12,6 +12,10 @@ What a lease reported stays the trajectory's when its worker goes: the next leas
 `restarts` (mode `sync`) it begins at the prompt, makes the same tokens again (law 5), and only what is beyond the known
 ones is new. A straggler is relieved by a second lease. Without `restarts` both then grow branches of their own from the
 same prefix, nothing is committed until one finishes, and the tokens of the other are wasted.
+
+With `restarts`, workers of different kinds (`WorkerJoined.kind`) make different tokens from the same noise. What the
+first has committed stays while it is alive or others of its kind go on; a lease of another kind commits nothing before
+it finishes. The first to finish is kept: where that is not of the kind that was committed, it replaces it (`Replace`).
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from baton.swarm.lease_events import (
     LeasePutDown,
     PutDown,
     Recall,
+    Replace,
     TaskAborted,
     TaskRevoked,
     TaskWanted,
@@ -110,6 +115,10 @@ class LeaseTable:
         """Whether a valid lease is to be put down."""
         return self._leases[lease].recalled_s is not None
 
+    def is_comparable(self, lease: int) -> bool:
+        """Whether a valid lease must make the tokens again that its task has committed."""
+        return self._is_faithful(self._tasks[self._leases[lease].task], self._leases[lease])
+
     def length(self, lease: int) -> int:
         """Tokens after the prompt that a lease has reported, with those it was given."""
         return self._leases[lease].length
@@ -121,7 +130,7 @@ class LeaseTable:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _joined(self, event: WorkerJoined, commands: list[Command]) -> None:
-        self._places.add(Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s))
+        self._places.add(Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind))
 
     def _weighed(self, event: WorkerWeighed, commands: list[Command]) -> None:
         if event.worker in self.workers:
@@ -175,7 +184,7 @@ class LeaseTable:
             commands.append(Drop(lease.worker, lease.number))
             self._forget(lease)
         for lease in (*task.leases, *task.rested):
-            self._overtaken(lease, task.committed, commands)
+            self._overtaken(task, lease, task.committed, commands)
 
     def _grew(self, event: LeaseGrew, commands: list[Command]) -> None:
         lease = self._leases.get(event.lease)
@@ -186,9 +195,9 @@ class LeaseTable:
         lease.grew_s = worker.moved_s = worker.heard_s = event.at_s
         lease.version = max(lease.version, event.version)
         before, lease.length = lease.length, lease.length + event.num_tokens
-        if self.rules.restarts:
+        if self.rules.restarts and self._is_faithful(task, lease):
             self._waste("regenerated", min(lease.length, task.committed) - before, commands)
-        if self._commits(task):
+        if self._commits(task, lease):
             self._commit(task, lease, commands)
 
     def _finished(self, event: LeaseFinished, commands: list[Command]) -> None:
@@ -196,16 +205,19 @@ class LeaseTable:
         if lease is None:
             return
         task = self._tasks.pop(lease.task)
-        prefix = task.committed
-        self._commit(task, lease, commands)
-        commands.append(Finish(task.number, lease.number))
+        prefix, is_faithful = task.committed, self._is_faithful(task, lease)
         self._forget(lease)
+        if is_faithful:
+            self._commit(task, lease, commands)
+            commands.append(Finish(task.number, lease.number))
+        else:
+            commands.append(Replace(task.number, lease.number))
         for other in [one for one in task.leases if one is not lease]:
             commands.append(Drop(other.worker, other.number))
             self._forget(other)
             task.rested.append(other)
         for other in task.rested:
-            self._overtaken(other, prefix, commands)
+            self._overtaken(task, other, prefix, commands)
 
     def _put_down(self, event: LeasePutDown, commands: list[Command]) -> None:
         lease = self._leases.get(event.lease)
@@ -222,8 +234,9 @@ class LeaseTable:
         self._forget(lease)
         task.leases.remove(lease)
         if task.leases and not task.is_aborting:  # it is relieved: the other goes on alone
-            self._overtaken(lease, task.committed, commands)
-            self._commit(task, task.leases[0], commands)
+            self._overtaken(task, lease, task.committed, commands)
+            if self._commits(task, task.leases[0]):
+                self._commit(task, task.leases[0], commands)
         elif task.leases:
             task.rested.append(lease)
         else:
@@ -235,20 +248,30 @@ class LeaseTable:
 
     def _overtake_all(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
         """Keep the longest of the branches that were put down."""
-        longest = max((*task.rested, lease), key=lambda one: (one.length, -one.number))
+        branches = (*task.rested, lease)
+        found = [one for one in branches if self._is_faithful(task, one)]
+        longest = max(found, key=lambda one: (one.length, -one.number), default=None)
         prefix = task.committed
-        self._commit(task, longest, commands)
-        for other in (*task.rested, lease):
+        if longest is not None:
+            self._commit(task, longest, commands)
+        for other in branches:
             if other is not longest:
-                self._overtaken(other, prefix, commands)
+                self._overtaken(task, other, prefix, commands)
 
-    def _overtaken(self, lease: TrackedLease, prefix: int, commands: list[Command]) -> None:
-        """Count what a lease made beyond the prefix that all share; with `restarts` there is no such thing."""
-        self._waste("overtaken", lease.length - max(prefix, lease.base), commands)
+    def _overtaken(self, task: TrackedTask, lease: TrackedLease, prefix: int, commands: list[Command]) -> None:
+        """Count what a lease made beyond the prefix that all share; with `restarts`, what one of another kind made."""
+        shared = max(prefix, lease.base) if self._is_faithful(task, lease) else lease.base
+        self._waste("overtaken", lease.length - shared, commands)
 
-    def _commits(self, task: TrackedTask) -> bool:
+    def _is_faithful(self, task: TrackedTask, lease: TrackedLease) -> bool:
+        """Whether a lease makes, or begins with, the tokens that are committed."""
+        return not self.rules.restarts or task.stem in (None, lease.stem)
+
+    def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
         """Whether what a lease reports is the trajectory's at once: it is alone, or makes the same tokens as others."""
-        return self.rules.restarts or len(task.leases) + len(task.rested) == 1
+        if self.rules.restarts:
+            return self._is_faithful(task, lease)
+        return len(task.leases) + len(task.rested) == 1
 
     def _commit(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
         if lease.length > task.committed:
@@ -313,7 +336,12 @@ class LeaseTable:
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float, commands: list[Command]) -> None:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
-        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s)
+        stem = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
+        if (
+            self.rules.restarts and task.committed and task.stem is None
+        ):  # known before it was wanted, nobody knows whose
+            task.stem = "unknown" if worker.kind is None else stem
+        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem)
         if not worker.leases:
             worker.moved_s = at_s  # it stood still because it had nothing to do
         self._leases[number] = lease

@@ -18,6 +18,8 @@ class Worker:
     """What is expected of one of its slots, against the others'."""
     heard_s: float
     moved_s: float
+    kind: str | None = ""
+    """See `WorkerJoined`."""
     version: int | None = None
     """None while it is given nothing."""
     decoded_tokens: int = -1
@@ -60,6 +62,8 @@ class TrackedLease:
     length: int
     granted_s: float
     grew_s: float
+    stem: str
+    """Leases of one stem make the same tokens."""
     recalled_s: float | None = None
     version: int = 0
     """Of its last token."""
@@ -82,13 +86,15 @@ class TrackedTask:
     max_tokens: int
     leases: list[TrackedLease] = field(default_factory=list)
     """That workers hold: none while it waits, two while it is relieved."""
+    stem: str | None = None
+    """Of the lease that made what is committed; None while nobody has made any."""
     rested: list[TrackedLease] = field(default_factory=list)
     """Put down while another is still out."""
     is_aborting: bool = False
 
     def commit(self, lease: TrackedLease) -> None:
         """Take over what a lease has. Versions never go back: who goes on must serve at least its last."""
-        self.committed = lease.length
+        self.committed, self.stem = lease.length, lease.stem
         version, is_exact = self.ask
         if not is_exact:
             self.ask = max(version, lease.version), False

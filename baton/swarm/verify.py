@@ -48,6 +48,11 @@ class WorkerClass(msgspec.Struct, frozen=True):
     engine: str
     """The kind: of those in `OWN_NOISE` only logprobs are compared."""
 
+    @property
+    def noise(self) -> str | None:
+        """Equal for workers that make the same tokens from the same noise; None for engines with noise of their own."""
+        return None if self.engine in OWN_NOISE else str(self)
+
     def __str__(self) -> str:
         return f"{self.engine} in {self.dtype} on {self.device}"
 

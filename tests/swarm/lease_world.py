@@ -24,6 +24,7 @@ from baton.swarm.lease_events import (
     LeasePutDown,
     PutDown,
     Recall,
+    Replace,
     TaskAborted,
     TaskWanted,
     Tick,
@@ -66,6 +67,7 @@ class SimWorker:
     speed: float
     """Tokens a second of one lease."""
     version: int
+    kind: str | None = ""
     counter: int = 0
     is_hung: bool = False
     is_wedged: bool = False
@@ -111,6 +113,8 @@ class World:
     rules: LeaseRules
     choose: Callable[[int], int]
     length: Callable[[int, int], int]
+    is_mixed: bool = False
+    """Whether workers are of several kinds, some with noise of their own."""
     table: LeaseTable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +128,8 @@ class World:
         self.base: dict[int, int] = {}
         self.branches: dict[int, list[Token]] = {}
         """Lease → what it was given and has reported, as the hub keeps it."""
+        self.stems: dict[int, str] = {}
+        """Lease → what its tokens depend on beside their place, with `restarts`."""
         self.gone: list[Message] = []
         """Of workers that are no more; may still come in."""
         self.spare_numbers: list[int] = []
@@ -181,6 +187,18 @@ class World:
                 self.finished_by[self.holder[n].number] += 1
                 self.outcomes["finished"] += 1
                 self._close(task)
+            case Replace(task=t, lease=n):
+                assert n == self.finishing, "finished by whoever said so"
+                assert self.is_mixed
+                assert self.rules.restarts
+                task, branch = self.tasks[t], self.branches[n]
+                assert task.committed, "else there is nothing to replace"
+                assert task.committed[0] != branch[0], "by other tokens"
+                assert len(branch) == self.length(t, n)
+                self.committed += len(branch)  # what it replaces was reported too, and its owner counts it
+                self.finished_by[self.holder[n].number] += 1
+                self.outcomes["replaced"] += 1
+                self._close(task)
             case PutDown(task=t):
                 task = self.tasks[t]
                 assert task.aborted_s is not None
@@ -225,6 +243,7 @@ class World:
         task.live.append(grant.lease)
         self.holder[grant.lease] = worker
         self.task_of[grant.lease], self.base[grant.lease] = grant.task, grant.base
+        self.stems[grant.lease] = str(grant.lease) if worker.kind is None else f"of {worker.kind}"
         given = list(task.committed[: grant.base])
         self.branches[grant.lease] = given
         length = max(grant.base, self.length(grant.task, grant.lease))
@@ -270,7 +289,10 @@ class World:
             for lease in task.live + task.rested:
                 branch = self.branches[lease]
                 assert lease in task.rested or table.length(lease) == len(branch)
-                if self.rules.restarts:
+                if self.rules.restarts and branch and task.committed[:1] != branch[:1]:
+                    assert task.committed, "what came first is committed at once"
+                    uncommitted += len(branch)
+                elif self.rules.restarts:
                     assert branch == task.committed[: len(branch)], "known at once, and the same from everybody"
                 else:
                     assert branch[: len(task.committed)] == task.committed or len(task.live + task.rested) == 1
@@ -354,8 +376,10 @@ class World:
                 continue
             made = 0 if worker.is_wedged or attempt.is_stuck else round(worker.speed * seconds)
             made = min(made, attempt.length - offset)
+            stem = self.stems[attempt.lease]
             new = [
-                (attempt.task, p) if self.rules.restarts else (p, attempt.lease) for p in range(offset, offset + made)
+                (attempt.task, p, stem) if self.rules.restarts else (p, attempt.lease)
+                for p in range(offset, offset + made)
             ]
             attempt.tokens += new
             worker.counter += made
@@ -376,9 +400,10 @@ class World:
         else:
             number, self.next_worker = self.next_worker, self.next_worker + 1
         version = self.version if version is None else version
-        worker = SimWorker(number, slots, speed, version, heard_s=self.now_s, moved_s=self.now_s)
+        kind = ["", "other", None][self.choose(3)] if self.is_mixed else ""
+        worker = SimWorker(number, slots, speed, version, kind, heard_s=self.now_s, moved_s=self.now_s)
         self.workers[number] = worker
-        self.tell(WorkerJoined(self.now_s, number, slots, weight))
+        self.tell(WorkerJoined(self.now_s, number, slots, weight, kind))
         if self.choose(4):
             self.beat(worker)
         return worker
@@ -392,8 +417,8 @@ class World:
             number = self.spare_tasks.pop()  # put down, and wanted again
         else:
             number, self.next_task = self.next_task, self.next_task + 1
-        num_tokens = min(num_tokens, self.length(number, -1) - 1)
-        kept = [(number, p) if self.rules.restarts else (p, -1) for p in range(num_tokens)]
+        num_tokens = 0 if self.is_mixed else min(num_tokens, self.length(number, -1) - 1)
+        kept = [(number, p, "of ") if self.rules.restarts else (p, -1) for p in range(num_tokens)]
         task = SimTask(number, self.version if version is None else version, is_exact, kept)
         self.tasks[number] = task
         self.tell(TaskWanted(self.now_s, number, task.version, is_exact, num_tokens, 40))

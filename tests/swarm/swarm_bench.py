@@ -209,7 +209,9 @@ class Wire:
 class BenchWorker:
     """One worker, in the event loop that all workers share; its engine has a thread of its own."""
 
-    def __init__(self, bench: SwarmBench, token: str, token_s: float) -> None:
+    def __init__(self, bench: SwarmBench, token: str, token_s: float, kind: str = "fake") -> None:
+        """kind: of its engine, as it says."""
+        self._kind = kind
         self.wire = Wire(bench.port_number)
         self.engines: list[ScriptedEngine] = []
         self.said: list[str] = []
@@ -221,7 +223,7 @@ class BenchWorker:
 
     async def _run(self) -> None:
         url = await self.wire.open()
-        options = WorkerOptions(url, self._token, engine="fake", say=self.said.append)
+        options = WorkerOptions(url, self._token, engine=self._kind, say=self.said.append)
         self.worker = SwarmWorker(options, self._make_engine)
         self._task = asyncio.create_task(self.worker.run())
         try:
@@ -383,10 +385,16 @@ class SwarmBench:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def join(
-        self, count: int = 1, *, token: str | None = None, token_s: float = 0.001, is_waited_for: bool = True
+        self,
+        count: int = 1,
+        *,
+        token: str | None = None,
+        token_s: float = 0.001,
+        is_waited_for: bool = True,
+        kind: str = "fake",
     ) -> list[BenchWorker]:
         """Start workers; they join when they are ready."""
-        new = [BenchWorker(self, token or self.worker_token, token_s) for _ in range(count)]
+        new = [BenchWorker(self, token or self.worker_token, token_s, kind) for _ in range(count)]
         self.workers += new
         if is_waited_for:
             wait_until(lambda: all(worker.is_ready for worker in new), "workers to join")

@@ -85,12 +85,20 @@ class Counter:
     def clock(self) -> float:
         return self.now_s
 
-    def worker(self, number: int, *, slots: int = 4, version: int = 0) -> None:
-        self.desk.join(number, slots)
+    def worker(self, number: int, *, slots: int = 4, version: int = 0, kind: str | None = "") -> None:
+        self.desk.join(number, slots, kind=kind)
         self.desk.hear(number, version, 0)
 
-    def want(self, task: int, *, segments: Sequence[Segment] = (), is_exact: bool = True, seed: int = 1) -> None:
-        trajectory = Trajectory(task, 0, (5, 6), tuple(segments))
+    def want(
+        self,
+        task: int,
+        *,
+        group: int | None = None,
+        segments: Sequence[Segment] = (),
+        is_exact: bool = True,
+        seed: int = 1,
+    ) -> None:
+        trajectory = Trajectory(task if group is None else group, 0, (5, 6), tuple(segments))
         self.desk.want(Lease(task, trajectory, SamplingParams(MAX), seed, 0, is_exact))
 
     def leases(self, worker: int) -> list[Lease]:
@@ -280,6 +288,86 @@ def test_in_sync_a_contradiction_counts_for_nobody_and_the_trajectory_is_made_an
     assert counter.grown(8).num_tokens == 8
 
 
+def relieved(kinds: tuple[str | None, str | None]) -> tuple[Counter, int, int]:
+    """In sync: worker 0 has made 5 tokens and is slow; worker 1, quick and free, holds the backup lease."""
+    counter = Counter(restarts=True, relief=1.0)
+    for number, kind in enumerate(kinds):
+        counter.worker(number, slots=1, kind=kind)
+    counter.want(7)
+    counter.want(1)
+    slow = counter.leases(0)[0].lease_id
+    counter.now_s = 4.0
+    counter.desk.report(0, said(slow, 0, 5))
+    counter.desk.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
+    counter.desk.tick()
+    (_, backup) = counter.leases(1)
+    assert backup.trajectory.group_id == 7
+    assert backup.trajectory.num_tokens == 0
+    return counter, slow, backup.lease_id
+
+
+UNLIKE = [(None, None), ("cpu", "gpu"), ("cpu", None), (None, "cpu")]
+"""Engines with noise of their own, and different classes: they make different tokens, and are honest."""
+
+
+@pytest.mark.parametrize("kinds", UNLIKE)
+def test_a_backup_of_another_class_that_finishes_first_is_kept_and_nobody_is_blamed(kinds):
+    counter, slow, backup = relieved(kinds)
+    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    counter.desk.report(0, said(slow, 5, 6))
+    assert counter.grown(7).token_ids == list(range(6)), "the first goes on meanwhile"
+    counter.desk.report(1, said(backup, 3, 8, FinishReason.STOP, salt=3))
+    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "overtaken")
+    assert counter.to(0)[-1] == Dropped(slow)
+    granted = len(counter.sent)
+    counter.want(8, group=7)
+    assert not [m for _, m in counter.sent[granted:] if isinstance(m, Lease)], "it is there already"
+    assert counter.grown(8).num_tokens == 8
+    assert counter.grown(8).token_ids == [*range(300, 308)]
+    assert counter.finished[-1][0].token_ids == [*range(300, 308)]
+    assert counter.finished[-1][1] == ((1, 0, 8),), "its author is named, and may be checked"
+    assert counter.convicted == counter.hung_up == []
+    assert counter.desk.table.num_tasks == 0
+
+
+@pytest.mark.parametrize("kinds", UNLIKE)
+def test_a_backup_of_another_class_that_is_overtaken_is_dropped_and_counted(kinds):
+    counter, slow, backup = relieved(kinds)
+    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    counter.desk.report(0, said(slow, 5, 9, FinishReason.STOP))
+    assert counter.grown(7).token_ids == list(range(9))
+    assert counter.to(1)[-1] == Dropped(backup)
+    assert WorkLost("overtaken", 3) in counter.heard
+    assert not [m for m in counter.heard if isinstance(m, WorkRevoked)]
+
+
+def test_a_backup_of_the_same_class_that_makes_other_tokens_is_a_contradiction():
+    counter, _, backup = relieved(("cpu", "cpu"))
+    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
+
+
+def test_what_an_earlier_process_knew_of_a_foreign_engine_is_replaced_when_it_is_made_again():
+    """The tokens of a journal, which an engine with noise of its own cannot make twice."""
+    counter = Counter(restarts=True)
+    counter.worker(0, kind=None)
+    counter.want(7, segments=[segment(0, 4)])
+    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 6, FinishReason.STOP, salt=2))
+    assert counter.heard == [WorkRevoked(1, 7, 0, "overtaken")]
+    counter.want(8, group=7)
+    assert counter.grown(8).token_ids == [*range(200, 206)]
+
+
+def test_what_a_quarantined_worker_finished_first_is_not_kept():
+    counter, _, backup = relieved(("cpu", "gpu"))
+    counter.desk.report(1, said(backup, 0, 8, FinishReason.STOP, salt=3))
+    counter.desk.leave(1, "quarantine")
+    counter.desk.revoke(frozenset({1}), "quarantine")
+    counter.want(8, group=7)
+    (lease, *_) = [lease for lease in counter.leases(0) if lease.lease_id > backup]
+    assert lease.trajectory.num_tokens == 0
+
+
 def test_a_report_that_no_honest_worker_sends_is_not_appended():
     counter = Counter()
     counter.worker(0)
@@ -399,7 +487,7 @@ def test_a_straggler_is_relieved_and_only_one_branch_counts():
 
 def test_events_are_a_closed_set():
     """A desk that meets a command which it does not know would drop it without a word."""
-    known = {ev.Grant, ev.Recall, ev.Drop, ev.Commit, ev.Finish, ev.PutDown, ev.Waste, ev.Expel}
+    known = {ev.Grant, ev.Recall, ev.Drop, ev.Commit, ev.Finish, ev.Replace, ev.PutDown, ev.Waste, ev.Expel}
     assert set(ev.Command.__args__) == known
 
 
