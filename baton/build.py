@@ -40,6 +40,7 @@ from baton.rollout.sweep import Sweep
 from baton.rollout.traced import TracedJudges
 from baton.run_lock import RunLock
 from baton.runs import RunDirectory
+from baton.stop import StopRequest
 from baton.swarm.crew import Crew
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
@@ -96,14 +97,15 @@ def build_loop(
     *,
     resume: bool,
     overwrite: bool,
-    should_stop: Callable[[], bool] = lambda: False,
+    stop: StopRequest | None = None,
     crew: Crew | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
     """Make every part of a run, from its beginning or from its latest checkpoint.
 
-    crew and start_ranks: workers and trainer ranks that somebody else starts, on other machines.
-    Raises UserError for all that can be seen to be wrong before the first step, and leaves what was there as it was.
+    stop: ends every wait of the loop. crew and start_ranks: workers and trainer ranks that somebody else starts, on
+    other machines. Raises UserError for all that can be seen to be wrong before the first step, and leaves what was
+    there as it was.
     """
     path = recipe.run.path
     if not resume:
@@ -113,7 +115,7 @@ def build_loop(
         if not resume or not (path / "run.json").exists():
             RunDirectory.check_free(path, overwrite=overwrite)
         return _build_loop(
-            recipe, observer, lock, resume=resume, should_stop=should_stop, crew=crew, start_ranks=start_ranks
+            recipe, observer, lock, resume=resume, stop=stop or StopRequest(), crew=crew, start_ranks=start_ranks
         )
     except BaseException:
         lock.release()
@@ -126,7 +128,7 @@ def _build_loop(
     lock: RunLock,
     *,
     resume: bool,
-    should_stop: Callable[[], bool],
+    stop: StopRequest,
     crew: Crew | None,
     start_ranks: StartRanks | None,
 ) -> Loop:
@@ -145,7 +147,7 @@ def _build_loop(
     trace.mark(BEGIN, step=place.state.step)
     run, port, metrics, journal = _open(recipe, lock, trainer, tokenizer, place, threads, observer, trace, crew)
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-    sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal)
+    sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal, stop)
     return Loop(
         run=run,
         lock=lock,
@@ -168,7 +170,7 @@ def _build_loop(
         publish_every=recipe.swarm.publish_every,
         state=place.state,
         last_checkpoint=place.checkpoint,
-        should_stop=should_stop,
+        stop=stop,
         turns=_turns(recipe, port, trainer),
         clock=Clock(trace),
     )
@@ -229,7 +231,13 @@ def _open(
 
 
 def _rollout_side(
-    recipe: Recipe, port: WorkerPort, stream: PromptStream, judges: Judges, tokenizer: Tokenizer, journal: Journal
+    recipe: Recipe,
+    port: WorkerPort,
+    stream: PromptStream,
+    judges: Judges,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    stop: StopRequest,
 ) -> tuple[Sweep, Runner]:
     """Make the two who lease to the worker: for evaluations, and for training."""
     lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
@@ -246,8 +254,9 @@ def _rollout_side(
         max_context_tokens=room,
         stall_timeout_s=timeout_s,
         lease_ids=lease_ids,
+        stop=stop,
     )
-    sweep = Sweep(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids)
+    sweep = Sweep(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids, stop=stop)
     return sweep, Runner(parts, recipe.rules())
 
 

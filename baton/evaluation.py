@@ -86,7 +86,7 @@ def evaluate(
 ) -> tuple[list[Evaluation], list[Group]]:
     """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`.
 
-    Raises UserError where not one response of a task could be judged.
+    Raises UserError where not one response of a task could be judged, and Stopped where the sweep is to stop.
     """
     requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[Judged]] = [[] for _ in prompts]
@@ -99,7 +99,7 @@ def evaluate(
             texts = [tokenizer.text(t.token_ids) for t in ready]
             judge.submit(ready, prompts[trajectory.group_id], texts)
             finished[trajectory.group_id] = []
-    for judged in judge.drain():
+    for judged in judge.drain(sweep.stop.check):
         members[judged.trajectory.group_id].append(judged)
     groups = [
         Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))

@@ -16,6 +16,8 @@
 In `sync` and `partial` the stages take turns. In `async` the trainer steps in a thread of its own while this one keeps
 the engine processes at work; torch lets go of the interpreter's lock while it computes. With one device for both
 (`turns.py`) the engine rests while the trainer steps, and the trainer rests at all other times.
+
+A request to stop ends every wait but that for a train step, which is finished: its weights are half new.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import errno
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +34,7 @@ from typing import Protocol
 import msgspec
 from pydantic import Field
 
-from baton.errors import BatonError, StorageFault, TrainingDiverged, UserError
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, StorageFault, TrainingDiverged, UserError
 from baton.evaluation import EvalSettings, Evaluation, evaluate, evaluation_metrics
 from baton.files import STORAGE_ERRORS
 from baton.journal import Journal, StreamPlace
@@ -46,12 +48,16 @@ from baton.rollout.sweep import Sweep
 from baton.run_lock import RunLock
 from baton.runs import RunDirectory
 from baton.settings import Settings
+from baton.stop import Stopped, StopRequest
 from baton.tasks.rewards import Judge, failure_metrics, require_judged
 from baton.tasks.stream import PromptStream
 from baton.trace import Clock
 from baton.trainer.trainer import Trainer
 from baton.turns import Turns
 from baton.types import Batch, Group, Prompt, SamplingParams
+
+PUT_DOWN_S = 5.0
+"""What the worker has at the end of the run to report what it has made."""
 
 
 class CheckpointSettings(Settings):
@@ -134,7 +140,7 @@ class Loop:
     state: LoopState
     publish_every: int = 1
     """Versions of which one is published; above 1 only with a swarm."""
-    should_stop: Callable[[], bool] = lambda: False
+    stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
     turns: Turns | None = None
     """Of trainer and engine, where they share a device."""
@@ -147,9 +153,19 @@ class Loop:
     """Whether `train` has raised."""
     newest_group_id: int = -1
     """Among the batches that this process has seen."""
+    saved_step: int = field(init=False)
+    """That of the last checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.state.step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps and the last evaluation are done."""
+        return self.state.step >= self.num_steps and not self._lacks_evaluation()
 
     def train(self) -> list[Evaluation]:
-        """Run from the current state to the last step, or until `should_stop`; return the last evaluation.
+        """Run from the current state to the last step, or until `stop` is requested; return the last evaluation.
 
         Raises TrainingDiverged and StorageFault naming the last good checkpoint. Whenever the process dies, a resume
         from that checkpoint makes the same steps again: what was written after it is cut or written over.
@@ -181,22 +197,35 @@ class Loop:
     def _train(self) -> list[Evaluation]:
         self._warn([kept] if (kept := self.judge.start()) else [])
         self._catch_up()
-        self._publish()
         results: list[Evaluation] = []
-        if self.state.step == 0:
-            results = self.evaluate()
-        while self.state.step < self.num_steps and not self.should_stop():
-            self._step()
-            step, best = self.state.step, self.state.best_step
-            is_last = step == self.num_steps
-            if self._is_evaluated(step):
-                results = self.evaluate()
-            is_best = self.state.best_step != best
-            if is_last or is_best or step % self.checkpoint.every == 0 or self.should_stop():
-                self._save()
+        try:
+            self._publish()
+            if self._lacks_evaluation():
+                results = self._evaluated()
+            while self.state.step < self.num_steps:
+                self.stop.check()
+                self._step()
+                if self._is_evaluated(self.state.step):
+                    results = self._evaluated()
+                if self.state.step == self.num_steps or self.state.step % self.checkpoint.every == 0:
+                    self._save()
+        except Stopped:
+            self._save()
         if self.has_begun:
-            with self.runner.paused():  # so that what the worker has not reported yet is in the journal
-                self.journal.settle()
+            try:
+                self.runner.put_down(PUT_DOWN_S)  # so that what the worker has not reported yet is in the journal
+            except (EngineFault, DeadlineExceeded) as error:
+                self.observer.said(f"what the worker has not reported yet will be generated again: {error}")
+            self.journal.settle()
+        return results
+
+    def _evaluated(self) -> list[Evaluation]:
+        """Evaluate, and keep the best version."""
+        best = self.state.best_step
+        results = self.evaluate()
+        if self.state.best_step != best:
+            self.saved_step = -1  # a checkpoint also says which is the best
+            self._save()
         return results
 
     def close(self) -> None:
@@ -208,7 +237,7 @@ class Loop:
                 parts.callback(self.metrics.close)
                 parts.callback(self.clock.trace.flush)
                 parts.callback(self.trainer.close)
-                parts.callback(self.port.close, is_over=self.state.step >= self.num_steps)
+                parts.callback(self.port.close, is_over=self.is_complete)
         except (OSError, BatonError) as error:
             if self.has_failed:
                 self.observer.said(f"and when it was closed: {error}")
@@ -249,6 +278,11 @@ class Loop:
         self.clock.trace.flush()
         self.observer.stepped(step, values)
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the evaluation of the current step is still to be made: the run was stopped before or in it."""
+        step = self.state.step
+        return step == 0 or (self._is_evaluated(step) and all(e.step != step for e in self.run.evaluations()))
 
     def _is_evaluated(self, step: int) -> bool:
         return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
@@ -338,21 +372,29 @@ class Loop:
             return future.result()
 
     def _save(self) -> None:
-        """Write a checkpoint. What it contains is known on the disk to be consumed before the checkpoint is there."""
+        """Write a checkpoint, unless there is one of this step already, or no step yet.
+
+        What it contains is known on the disk to be consumed before the checkpoint is there.
+        """
+        if self.saved_step == self.state.step or not self.state.step:
+            return
         begin_s = time.monotonic()
         self.journal.settle()
         self.metrics.flush()
         saved = self.save_checkpoint(self.state)
-        self.last_checkpoint = saved.path
+        self.last_checkpoint, self.saved_step = saved.path, self.state.step
         self.journal.checkpointed(self.state.step, saved.oldest_step)
         self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
 
     def _publish(self) -> None:
+        """Have the worker serve the trainer's version. A request to stop ends the wait; the next wait then raises."""
         weights = self.trainer.publish()
-        if self.has_begun:
-            self.runner.publish(weights.tensors, weights.version)
-        else:
-            self.port.load_weights(weights.tensors, weights.version)
+        with suppress(Stopped):
+            if self.has_begun:
+                self.runner.publish(weights.tensors, weights.version)
+            else:
+                with self.stop.interrupting():
+                    self.port.load_weights(weights.tensors, weights.version)
 
     def _performance(self, groups: Sequence[Group], counted: dict[str, float], step_time_s: float) -> dict[str, float]:
         waited = self.runner.take_seconds()

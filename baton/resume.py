@@ -81,7 +81,7 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
     except (FileNotFoundError, msgspec.DecodeError) as error:
         raise Damaged(f"{checkpoint / LOOP_STATE} cannot be read: {error}; remove {checkpoint}") from error
-    if state.step >= recipe.run.steps:
+    if state.step >= recipe.run.steps and any(one.step == state.step for one in run.evaluations()):
         raise UserError(
             f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
             f"to go on, resume with a larger run.steps"

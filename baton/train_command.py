@@ -13,6 +13,7 @@ import typer
 
 from baton.console import err, out, print_json
 from baton.errors import UserError
+from baton.stop import Stopped, StopRequest
 from baton.terminal import Json, Overrides, RecipePath
 
 Placed = Annotated[
@@ -47,8 +48,8 @@ def train(
     """Train a model with reinforcement learning, as a recipe says.
 
     With --plan and --ray trainer ranks and workers are placed on a cluster and looked after; this machine has the hub.
-    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C or SIGTERM finishes the
-    step, writes a checkpoint and stops: --resume goes on from there.
+    Writes runs/NAME/ with metrics, every trajectory and checkpoints; ends with a report. Ctrl-C or SIGTERM writes a
+    checkpoint and stops, at once or, in a train step, after it: --resume goes on from there.
     """
     from baton.config import Recipe, load_recipe
 
@@ -67,14 +68,15 @@ def train(
         _print_dry_run(loaded, as_json)
         return
 
-    def run(observer: Any, should_stop: Callable[[], bool]) -> Any:
+    def run(observer: Any, stop: StopRequest) -> Any:
         if plan is not None and ray is not None:
             from baton.fleet.ray_run import Order, train_on_ray
 
-            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, should_stop)
-        from baton.build import build_loop
+            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, stop)
+        with stop.interrupting():
+            from baton.build import build_loop
 
-        loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, should_stop=should_stop)
+            loop = build_loop(loaded, observer, resume=resume, overwrite=overwrite, stop=stop)
         try:
             loop.train()
         finally:
@@ -84,60 +86,36 @@ def train(
     _train(run, loaded.run.steps, as_json)
 
 
-def _train(run: Callable[[Any, Callable[[], bool]], Any], steps: int, as_json: bool) -> None:
+def _train(run: Callable[[Any, StopRequest], Any], steps: int, as_json: bool) -> None:
     """Have a loop run before the terminal, and report on it."""
     from baton.progress import TerminalObserver
     from baton.report import print_report, summarise
 
-    stop = _StopRequest()
+    stop = StopRequest(lambda text: err.print(text, highlight=False))
     console = err if as_json else out
-    with TerminalObserver(console, steps) as observer, stop:
-        loop = run(observer, lambda: stop.is_requested)
+    try:
+        with TerminalObserver(console, steps) as observer, stop:
+            loop = run(observer, stop)
+    except Stopped:
+        console.print("stopped before the first step; begin again with the same command and --resume")
+        raise typer.Exit(_exit_code(stop)) from None
     report = summarise(loop.run)
     loop.run.write_report(msgspec.to_builtins(report))
     if as_json:
         print_json(report)
     else:
         print_report(out, report)
-    if loop.state.step < steps:
+    if not loop.is_complete:
         console.print(
             f"stopped after step {loop.state.step} of {steps}; go on with the same command and --resume",
             highlight=False,
         )
-        if stop.signal == signal.SIGTERM:
-            raise typer.Exit(128 + signal.SIGTERM)  # so that whoever supervises knows that the run is not complete
+        raise typer.Exit(_exit_code(stop))
 
 
-class _StopRequest:
-    """Ctrl-C or SIGTERM once asks for a clean stop; a second Ctrl-C leaves at once.
-
-    A cluster's scheduler sends SIGTERM before it takes the machine away, perhaps more than once.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        """The first that came."""
-        self._before: dict[int, Any] = {}
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether to stop after this step."""
-        return self.signal is not None
-
-    def __enter__(self) -> _StopRequest:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _on_signal(self, number: int, _: object) -> None:
-        if self.signal is None:
-            self.signal = number
-            err.print("stopping after this step and its checkpoint; Ctrl-C again leaves at once")
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+def _exit_code(stop: StopRequest) -> int:
+    """What tells whoever supervises, and has sent SIGTERM, that the run is not complete."""
+    return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 
 def _print_dry_run(recipe: Any, as_json: bool) -> None:

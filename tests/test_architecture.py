@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
-    ("types", "errors", "settings", "backoff", "console"),
-    ("files", "fault"),
+    ("types", "errors", "settings", "backoff", "console", "stop"),
+    ("files", "fault", "waits"),
     ("cluster", "model", "workload", "plan", "run_lock"),
     ("metrics", "journal", "buffer", "cost", "trace"),
     ("policy",),

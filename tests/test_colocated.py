@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ from baton.progress import TerminalObserver
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.port import LocalPort
 from baton.runs import RunDirectory
+from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.trainer.local import LocalTrainer
 from baton.trainer.offload import Offload
 from baton.turns import Turns
 from baton.types import PolicyVersion
+from tests.stopping import StopWhen
 
 pytestmark = pytest.mark.numerics
 
@@ -39,9 +40,9 @@ def load(small: Any, directory: Path, *overrides: str) -> Recipe:
     return load_recipe(Recipe, small.recipe, [f"run.directory={directory}", *overrides])
 
 
-def built(recipe: Recipe, *, resume: bool = False, should_stop: Callable[[], bool] = lambda: False) -> Loop:
+def built(recipe: Recipe, *, resume: bool = False, stop: StopRequest | None = None) -> Loop:
     observer = TerminalObserver(Console(quiet=True), recipe.run.steps)
-    return build_loop(recipe, observer, resume=resume, overwrite=False, should_stop=should_stop)
+    return build_loop(recipe, observer, resume=resume, overwrite=False, stop=stop)
 
 
 def train(recipe: Recipe, **how: Any) -> RunDirectory:
@@ -103,11 +104,9 @@ def test_a_run_with_adapters_takes_turns_with_the_same_bits(small: Any, tmp_path
 def test_a_stopped_run_goes_on_to_the_same_bits_in_either_placement(small: Any, tmp_path: Path, placement: str) -> None:
     """Optimiser and weights are restored into a trainer at rest."""
     whole = train(load(small, tmp_path / "whole", *PARTIAL))
-    asked: list[int] = []
-    stopped = train(
-        load(small, tmp_path / "stopped", COLOCATED, *PARTIAL),
-        should_stop=lambda: bool(asked.append(1)) or len(asked) > 2,
-    )
+    recipe = load(small, tmp_path / "stopped", COLOCATED, *PARTIAL)
+    second = recipe.run.path / "trajectories/step_000002.jsonl.gz"
+    stopped = train(recipe, stop=StopWhen(second.exists))
     assert len(stopped.recorded_steps()) < 3
     again = load(small, tmp_path / "stopped", f'rollout.placement="{placement}"', *PARTIAL)
     assert_same_run(whole, train(again, resume=True))

@@ -23,8 +23,10 @@ from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.progress import TerminalObserver
 from baton.runs import RunDirectory
+from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
 from baton.types import Group
+from tests.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
@@ -78,10 +80,10 @@ def evenness(prompt: Any, response: str, answer: str | None) -> float:
     return len(response) % 5 / 5
 
 
-def train(wanted: Recipe, *, resume: bool, should_stop: Any = lambda: False) -> None:
+def train(wanted: Recipe, *, resume: bool, stop: StopRequest | None = None) -> None:
     console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
     with TerminalObserver(console, wanted.run.steps) as observer:
-        loop = build_loop(wanted, observer, resume=resume, overwrite=False, should_stop=should_stop)
+        loop = build_loop(wanted, observer, resume=resume, overwrite=False, stop=stop)
         try:
             loop.train()
         finally:
@@ -134,7 +136,7 @@ def test_stopping_after_any_step_and_resuming_changes_nothing(
             steps = RunDirectory(wanted.run.path).recorded_steps() if wanted.run.path.exists() else []
             return bool(steps) and steps[-1] >= step
 
-        train(wanted, resume=True, should_stop=after)
+        train(wanted, resume=True, stop=StopWhen(after))
     train(wanted, resume=True)
     assert_equal_runs(unbroken, wanted)
     resumed = RunDirectory(wanted.run.path).facts()["resumed"]
@@ -175,7 +177,8 @@ def test_killed_at_random_moments_and_resumed_equals_unbroken(
 
 def test_rows_written_after_the_checkpoint_are_cut(tiny_model: Path, tmp_path: Path, unbroken: Recipe) -> None:
     wanted = recipe(tiny_model, tmp_path)
-    train(wanted, resume=False, should_stop=lambda: (wanted.run.path / "trajectories/step_000003.jsonl.gz").exists())
+    third = wanted.run.path / "trajectories/step_000003.jsonl.gz"
+    train(wanted, resume=False, stop=StopWhen(third.exists))
     with (wanted.run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/mean": 9.0}\n{"step": 5, "rew')
     train(wanted, resume=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -18,6 +20,8 @@ from baton.errors import UserError
 _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
+GET_S: Final = 60.0
+"""What Ray has to bring an answer that is ready: its machine may be gone since."""
 
 
 class RayCluster:
@@ -28,6 +32,7 @@ class RayCluster:
         self.ray = import_ray()
         check_address(address)
         self.address = address
+        before = signal.getsignal(signal.SIGTERM)
         try:
             self.ray.init(
                 address=address,
@@ -42,6 +47,8 @@ class RayCluster:
                 f"--ray {address}: no Ray cluster can be joined there: {first_line(error)}; allowed is HOST:PORT of a "
                 "cluster that this machine is part of (ray start --head, or ray start --address HOST:PORT), or auto"
             ) from error
+        if threading.current_thread() is threading.main_thread():  # Ray takes SIGTERM over: no checkpoint, no exit code
+            signal.signal(signal.SIGTERM, before)
 
     @property
     def here(self) -> str:

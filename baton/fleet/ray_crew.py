@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -23,12 +23,13 @@ from baton.errors import EngineFault, RankLost
 from baton.fleet import supervision as sv
 from baton.fleet.inventory import Machine
 from baton.fleet.placement import Placement, Post
-from baton.fleet.ray_cluster import RayCluster, first_line
+from baton.fleet.ray_cluster import GET_S, RayCluster, first_line
 from baton.fleet.ray_seats import GRACE_S, WorkerSeat, WorkerStart
 from baton.fleet.replanning import Answer
 from baton.swarm.crew import HubAccess
 from baton.swarm.listen import is_loopback
 from baton.trainer.ranks import HOW_TO_GO_ON
+from baton.waits import begin
 
 POLL_S: Final = 0.5
 START_DEADLINE_S: Final = 120.0
@@ -81,7 +82,6 @@ class RayCrew:
         """(seat, future of its leave, until when)"""
         self.pids: dict[str, int] = {}
         """Of workers' processes, by name."""
-        self._planner = ThreadPoolExecutor(1, "planner")
         self._plan: Future[Answer] | None = None
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None
@@ -112,7 +112,6 @@ class RayCrew:
         while self._leaving:
             self._see_off()
             time.sleep(0.02)
-        self._planner.shutdown(wait=False, cancel_futures=True)
 
     # ---- in the crew's thread ----------------------------------------------------------------------------------------
 
@@ -144,7 +143,8 @@ class RayCrew:
                     self._parts.say(f"{post.words}, from now on")
                 case sv.Replan():
                     machines = tuple(self._known.values())
-                    self._plan = self._planner.submit(self._parts.replan, machines, dict(self._names))
+                    names = dict(self._names)
+                    self._plan = begin(lambda machines=machines, names=names: self._parts.replan(machines, names))  # type: ignore[misc]
                 case sv.TrainerLost(machine=machine):
                     self._fault = self._fault or RankLost(f"machine {machine}, which trains, is gone; {HOW_TO_GO_ON}")
                 case sv.Fail(cause=cause):
@@ -217,13 +217,13 @@ class RayCrew:
         ray = self._parts.cluster.ray
         future, seat.pid = seat.pid, None
         with suppress(ray.exceptions.RayError):  # its watch says why
-            self.pids[name] = ray.get(future)
+            self.pids[name] = ray.get(future, timeout=GET_S)
             self._handle(sv.Began(time.monotonic(), name))
 
     def _last_words(self, future: Any) -> str:
         ray = self._parts.cluster.ray
         try:
-            words: str = ray.get(future)
+            words: str = ray.get(future, timeout=GET_S)
         except ray.exceptions.RayError as error:
             return f"ended with its actor: {first_line(error)}"
         return words

@@ -14,7 +14,7 @@ from baton.errors import BatonError, RankLost
 from baton.fault import Fault
 from baton.fleet.inventory import Machine
 from baton.fleet.placement import Post
-from baton.fleet.ray_cluster import RayCluster, first_line
+from baton.fleet.ray_cluster import GET_S, RayCluster, first_line
 from baton.fleet.ray_seats import RankSeat
 from baton.trainer.ranks import (
     FAULT_GRACE_S,
@@ -123,7 +123,7 @@ class RayRanks:
 
     def _get(self, future: Any, rank: int) -> Any:
         try:
-            return self._cluster.ray.get(future)
+            return self._cluster.ray.get(future, timeout=GET_S)
         except self._cluster.ray.exceptions.RayTaskError as error:
             raise RankLost(f"trainer {self._name(rank)} cannot go on: {error.cause}; {HOW_TO_GO_ON}") from error
         except self._cluster.ray.exceptions.RayError as error:

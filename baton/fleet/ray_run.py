@@ -22,6 +22,7 @@ from baton.fleet.ray_ranks import RayRanks
 from baton.fleet.replanning import Replanner, read_base
 from baton.fleet.supervision import SupervisionRules
 from baton.plan import Plan, read_plan
+from baton.stop import StopRequest
 
 if TYPE_CHECKING:
     from baton.loop import Loop, Observer
@@ -43,17 +44,17 @@ class Order:
     rules: SupervisionRules | None = None
 
 
-def train_on_ray(order: Order, observer: Observer, should_stop: Callable[[], bool]) -> Loop:
-    """Run an order to its end, or until `should_stop`; return the loop, closed.
+def train_on_ray(order: Order, observer: Observer, stop: StopRequest) -> Loop:
+    """Run an order to its end, or until `stop` is requested; return the loop, closed.
 
     A lost rank or trainer machine sends the run back to its last checkpoint, with a plan for the machines that are
-    left. Raises UserError for what cannot be placed, RankLost when that has happened too often, EngineFault when no
-    worker is left, and what `Loop.train` raises.
+    left. Raises Stopped before there is a loop, UserError for what cannot be placed, RankLost when that has happened
+    too often, EngineFault when no worker is left, and what `Loop.train` raises.
     """
     plan = read_plan(order.plan)
     cluster = RayCluster(order.address)
     try:
-        return _Fleet(order, plan, cluster, observer, should_stop).run()
+        return _Fleet(order, plan, cluster, observer, stop).run()
     finally:
         cluster.leave()
 
@@ -61,10 +62,8 @@ def train_on_ray(order: Order, observer: Observer, should_stop: Callable[[], boo
 class _Fleet:
     """The attempts of one command."""
 
-    def __init__(
-        self, order: Order, plan: Plan, cluster: RayCluster, observer: Observer, should_stop: Callable[[], bool]
-    ) -> None:
-        self.order, self.cluster, self.observer, self.should_stop = order, cluster, observer, should_stop
+    def __init__(self, order: Order, plan: Plan, cluster: RayCluster, observer: Observer, stop: StopRequest) -> None:
+        self.order, self.cluster, self.observer, self.stop = order, cluster, observer, stop
         recipe = order.load([])
         self.planner = Replanner(recipe, plan, read_base(recipe.fleet.cluster))
         self.types = self.planner.base_types
@@ -81,12 +80,13 @@ class _Fleet:
             try:
                 return self._attempt()
             except RankLost as lost:
-                if restarts == self.max_restarts or self.should_stop():
+                if restarts == self.max_restarts or self.stop.is_requested:
                     raise RankLost(f"{lost} (after {restarts} restarts; fleet.max_restarts)") from lost
                 restarts += 1
                 self.observer.said(f"{lost}")
                 self.observer.said(f"restart {restarts} of {self.max_restarts} from the last checkpoint")
-                self.cluster.await_signs(self.cluster.alive(), NOTICE_S)
+                with self.stop.interrupting():
+                    self.cluster.await_signs(self.cluster.alive(), NOTICE_S)
                 self._plan_what_is_left(lost)
 
     def _plan_what_is_left(self, lost: RankLost) -> None:
@@ -123,15 +123,16 @@ class _Fleet:
 
         crew = RayCrew(self._crew_parts(recipe, placement))
         try:
-            loop = build_loop(
-                recipe,
-                self.observer,
-                resume=self.order.resume or self.has_begun,
-                overwrite=self.order.overwrite and not self.has_begun,
-                should_stop=self.should_stop,
-                crew=crew,
-                start_ranks=None if own is not None else start_ranks,
-            )
+            with self.stop.interrupting():
+                loop = build_loop(
+                    recipe,
+                    self.observer,
+                    resume=self.order.resume or self.has_begun,
+                    overwrite=self.order.overwrite and not self.has_begun,
+                    stop=self.stop,
+                    crew=crew,
+                    start_ranks=None if own is not None else start_ranks,
+                )
             self.has_begun = True
             try:
                 loop.train()

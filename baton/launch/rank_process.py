@@ -26,7 +26,8 @@ from baton.trainer.ranks import Place, ToRank, decode_to_rank, encode
 
 def serve(descriptor: int) -> None:
     """Serve one parent until it hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
+        signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
     try:
         place = decode_to_rank(parent.receive_next())

@@ -1,8 +1,8 @@
 """The ranks of a trainer as processes of this machine, told what to do over socket pairs.
 
-A rank that dies is noticed at once, one that hangs when its time is up, whether it does not answer or does not even read
-the message; either way none is left behind, and none outlives this process: a rank whose socket closes ends where it
-is, within a collective or not.
+A rank that dies is noticed at once, one that hangs when its time is up, whether it does not answer or does not even
+read the message; either way none is left behind, and none outlives this process: a rank whose socket closes ends where
+it is, within a collective or not.
 """
 
 from __future__ import annotations

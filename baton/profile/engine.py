@@ -20,11 +20,14 @@ from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
+from baton.waits import call_within
 
 DECODE_STEPS = 24
 REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Of the engine's context: where decode and prefill are measured."""
+START_S = 600.0
+"""For an engine beside the measured one, on a machine that starts several."""
 Say = Callable[[str], None]
 
 
@@ -39,7 +42,7 @@ def companions(command: Sequence[str], count: int) -> Iterator[None]:
     try:
         for child in started:
             assert child.stdout is not None, "it was asked for"
-            if not child.stdout.readline():
+            if not call_within(START_S, "an engine beside the measured one", child.stdout.readline):
                 raise EngineFault("an engine beside the measured one did not start")
         yield
     finally:

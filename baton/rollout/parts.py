@@ -9,6 +9,7 @@ from typing import Protocol
 
 from baton.journal import Journal
 from baton.rollout.port import WorkerPort
+from baton.stop import StopRequest
 from baton.types import Judged, Prompt, SamplingParams, Trajectory
 
 
@@ -55,5 +56,7 @@ class Parts:
     journal: Journal | None = None
     max_context_tokens: int | None = None
     stall_timeout_s: float = 300.0
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Ends every wait of the runner."""
     lease_ids: Iterator[int] = field(default_factory=itertools.count)
     """Shared with whoever else leases to the worker."""

@@ -91,6 +91,7 @@ class Runner:
         self._refusals = 0
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
+        self._is_loading = False
         self._batch: list[Group] | None = None
         self._on_judged: Callable[[int], None] = lambda count: None
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
@@ -130,21 +131,26 @@ class Runner:
         return StreamPlace(self._next_group_id, dict(self._parts.source.position))
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Have the worker serve a version, and return once it does."""
+        """Have the worker serve a version, and return once it does. Raises Stopped."""
         self._tensors, self._version = tensors, version
         self._tell(VersionMade(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
     def next_batch(self, on_judged: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step. `on_judged` hears how many more trajectories are judged."""
+        """Return the groups of the next train step. `on_judged` hears how many more trajectories are judged.
+
+        Raises Stopped when the run is to stop; what was made so far is in the journal.
+        """
         self._on_judged = on_judged
         on_judged(sum(len(group.judged) for group in self._groups.values()))
         self._tell(BatchWanted(self._now_s()))
-        self._pump_until(lambda: self._batch is not None)
-        if self.rules.mode != "async":  # the worker stands still from here to the next batch
-            self._pump_until(lambda: not self.scheduler.num_leased)
-        self._on_judged = lambda count: None
+        try:
+            self._pump_until(lambda: self._batch is not None)
+            if self.rules.mode != "async":  # the worker stands still from here to the next batch
+                self._pump_until(lambda: not self.scheduler.num_leased)
+        finally:
+            self._on_judged = lambda count: None
         assert self._batch is not None
         groups, self._batch = self._batch, None
         return groups
@@ -168,6 +174,16 @@ class Runner:
         yield
         self._tell(Resumed(self._now_s()))
 
+    def put_down(self, longest_s: float) -> None:
+        """Have the worker report what it has made, and no more, before the run ends; wait at most so long for it."""
+        until_s = self._now_s() + longest_s
+        if not self._is_loading:  # else the worker was left in the middle of a load, and cannot be asked
+            self._tell(Paused(self._now_s()))
+            while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
+                self._pump(min(1.0, left_s), "generate")
+        if self._parts.journal is not None:
+            self._parts.journal.commit()
+
     def take_seconds(self) -> dict[str, float]:
         """Return the times waited since the last call."""
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
@@ -182,6 +198,7 @@ class Runner:
     def _pump_until(self, is_over: Callable[[], bool]) -> None:
         self._watch.reset()
         while not is_over():
+            self._parts.stop.check()
             if not (self.scheduler.num_leased or self._num_judging) and self._slots:
                 raise EngineFault(
                     f"the rollout side stands still at version {self.scheduler.version} with {self.scheduler.num_open} "
@@ -344,7 +361,10 @@ class Runner:
             case Load():
                 assert self._version is not None, "the scheduler wants a version loaded that nobody published"
                 version, self._version = self._version, None
-                self._parts.port.load_weights(self._tensors, version)
+                self._is_loading = True
+                with self._parts.stop.interrupting():
+                    self._parts.port.load_weights(self._tensors, version)
+                self._is_loading = False
                 self._tell(Serving(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from baton.errors import EngineFault, UserError
 from baton.rollout.port import WorkerPort
 from baton.rollout.stall import StallWatch
+from baton.stop import StopRequest
 from baton.types import FromPort, Lease, Report, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
 
 
@@ -34,12 +35,13 @@ class Sweep:
         *,
         max_context_tokens: int | None = None,
         lease_ids: Iterator[int] | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         """`max_context_tokens` is the worker's: requests that cannot fit are refused before any is sent.
 
-        lease_ids: shared with whoever else leases to this worker.
+        lease_ids: shared with whoever else leases to this worker. stop: ends every wait.
         """
-        self._port = port
+        self._port, self.stop = port, stop or StopRequest()
         self._max_context_tokens = max_context_tokens
         self._watch = StallWatch(port, stall_timeout_s)
         self._lease_ids = lease_ids if lease_ids is not None else itertools.count()
@@ -56,8 +58,8 @@ class Sweep:
         """Yield every trajectory of the requests as it finishes, all under exactly `version`.
 
         `on_tokens` hears of each report's token count. Raises EngineFault when the worker breaks the protocol or does
-        not hold the version, DeadlineExceeded when no token is made for `stall_timeout_s`, and UserError for a
-        prompt that leaves no room for a response.
+        not hold the version, DeadlineExceeded when no token is made for `stall_timeout_s`, UserError for a prompt that
+        leaves no room for a response, and Stopped.
         """
         self._check_room(requests)
         growing: dict[int, Trajectory] = {}
@@ -72,6 +74,7 @@ class Sweep:
                 begin(Trajectory(request.group_id, sample_index, request.prompt_ids))
         self._watch.reset()
         while growing:
+            self.stop.check()
             messages = self._port.receive(timeout_s=1.0)
             self._watch.check(messages, len(growing), (t.name for t in growing.values()))
             for message in messages:

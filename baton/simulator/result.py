@@ -15,6 +15,8 @@ from baton.simulator.setting import Setting
 
 WARM_SHARE = 0.2
 """Of the steps, at the beginning, that do not count towards the steady state …"""
+STEADY_STEPS = 5
+"""Steps after these that figures of a steady state are averaged over at least."""
 
 
 class Shares(msgspec.Struct, frozen=True):
@@ -130,8 +132,19 @@ def summarise(setting: Setting, record: Record) -> Result:
         price_per_million_tokens=price_per_s * span_s / max(1, trained) * 1e6,
         currency=setting.currency,
         outcomes=dict(sorted(record.outcomes.items())),
-        notes=list(setting.notes),
+        notes=[*setting.notes, *_too_few(len(done), rules)],
     )
+
+
+def _too_few(num_steps: int, rules: Rules) -> list[str]:
+    """Say so where a run is too short for figures of a steady state."""
+    first = max(1, _first_full(rules))
+    if num_steps >= first + STEADY_STEPS:
+        return []
+    return [
+        f"{num_steps} train steps are too few: the first {first} fill the pipeline, so the figures of a step are not "
+        f"those of a steady state; give --steps {first + STEADY_STEPS} or more"
+    ]
 
 
 def _first_full(rules: Rules) -> int:

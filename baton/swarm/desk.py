@@ -139,6 +139,10 @@ class Desk:
         self._refusals.pop(worker, None)
         self._tell(ev.WorkerLeft(self._clock(), worker, cause))
 
+    def num_leases(self, worker: int) -> int:
+        """How many leases a worker holds."""
+        return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
+
     def held(self, worker: int, leases: Iterable[int]) -> None:
         """After a cut: what a worker holds. What it should hold and does not is leased anew, what it should not is
         dropped; what is recalled is recalled again."""

@@ -37,7 +37,7 @@ class Errands:
                 self._thread.start()
         return future
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self, timeout_s: float = 10.0) -> None:
         """Leave undone what has not begun, and wait for what has. May be called twice."""
         with self._lock:
             self._is_closed = True

@@ -374,6 +374,10 @@ class Hub:
         """A connection has ended: nothing new for it, and its leases wait for it until it has been silent too long."""
         peer.outgoing = None
         self._count_slots()
+        if self.peers.get(peer.number) is peer and not self._stopping.is_set():  # else its end has been told already
+            count = self.parts.desk.num_leases(peer.number)
+            its = f"its {count} leases wait for it to come back, then go to others" if count else "it held no leases"
+            self.parts.say(f"worker {peer.name}: connection lost; {its}")
         self.parts.desk.hear(peer.number, None, peer.stats.decoded_tokens)
 
     def _hear(self, peer: Peer, message: FromWorker) -> None:

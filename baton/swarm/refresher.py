@@ -11,6 +11,7 @@ from typing import Any
 from baton.swarm import have_want as hw
 from baton.swarm.messages import Want
 from baton.types import PolicyVersion
+from baton.waits import in_thread
 from baton.weights.fetch import Fetcher
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import Source
@@ -59,7 +60,7 @@ class Refresher:
 
     async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
         """Return the tensors of a model that adapters are published for."""
-        return await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
+        return await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
 
     def want(self, want: Want) -> None:
         """The hub wants a version served."""
@@ -88,7 +89,7 @@ class Refresher:
         self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
-            tensors = await asyncio.to_thread(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
+            tensors = await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
         except Exception as error:  # noqa: BLE001  # no failure is for ever: whatever it is, it is tried again
             self._say(f"version {version.number} could not be fetched: {error}")
             self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))

@@ -27,6 +27,7 @@ from blake3 import blake3
 from baton.errors import BatonError, UserError, WeightsFault
 from baton.swarm.listen import Listen
 from baton.swarm.transfer import get_bounded
+from baton.waits import in_thread
 from baton.weights.manifest import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, decode_manifest
 from baton.weights.sources import ChunkCache
 
@@ -135,7 +136,8 @@ class Relay:
                     self._options.say(f"no connection to {self._options.hub} ({error or type(error).__name__})")
                 is_connected, wait_s = False, RETRY_S
             with suppress(TimeoutError):
-                await asyncio.wait_for(until.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await until.wait()
 
     def _admit(self, request: web.Request) -> None:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -159,7 +161,7 @@ class Relay:
         digest = request.match_info["digest"]
         if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise web.HTTPBadRequest(text="a chunk is named by its digest, 64 hexadecimal digits")
-        body = await asyncio.to_thread(self._cache.get, digest)
+        body = await in_thread(self._cache.get, digest)
         if body is None or blake3(body).hexdigest() != digest:
             body = await self._once(digest, self._fetch_chunk(digest))
         return self._answer(body)
@@ -168,7 +170,7 @@ class Relay:
         body = await self._fetch(f"/weights/chunk/{digest}", MAX_CHUNK_BYTES)
         if blake3(body).hexdigest() != digest:
             raise WeightsFault(f"{self._options.hub} gave another chunk than {digest[:8]}")
-        await asyncio.to_thread(self._cache.put, digest, body)
+        await in_thread(self._cache.put, digest, body)
         return body
 
     async def _fetch(self, path: str, limit: int) -> bytes:

@@ -23,6 +23,7 @@ from baton.swarm.auth import Denied, Grant, Role
 from baton.swarm.listen import check_url
 from baton.swarm.relay import MAX_URL, RelayTicket
 from baton.types import PolicyVersion
+from baton.waits import in_thread
 
 if TYPE_CHECKING:
     from baton.swarm.hub import Hub
@@ -127,7 +128,7 @@ class Requests:
         except TimeoutError as error:
             raise web.HTTPServiceUnavailable(text=f"{MAX_SENDING} others are served just now") from error
         try:
-            body = await asyncio.get_running_loop().run_in_executor(None, read)
+            body = await in_thread(read)
             response = web.Response(body=body, content_type="application/octet-stream")
             async with asyncio.timeout(SEND_S + len(body) / SLOWEST_BYTES_PER_S):
                 await response.prepare(request)

@@ -57,12 +57,15 @@ from baton.swarm.verify import WorkerClass
 from baton.swarm.worker_line import LOST, ConnectionLost, WorkerLine
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
+from baton.waits import in_thread
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
+GOODBYE_S = 10.0
+"""What a worker that leaves has to report what it has made; and then its engine to end."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
@@ -103,6 +106,7 @@ class SwarmWorker:
         self._was_served = False
         """Whether the last connection got as far as Hello."""
         self._is_leaving = asyncio.Event()
+        self._running: asyncio.Task[Any] | None = None
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
@@ -110,7 +114,7 @@ class SwarmWorker:
 
         Raises EngineFault when the engine cannot go on, and DeadlineExceeded when the hub stays away for too long.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
         # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
@@ -142,9 +146,12 @@ class SwarmWorker:
                         with suppress(TimeoutError):
                             async with asyncio.timeout(waiting_s):
                                 await self._is_leaving.wait()
+            except asyncio.CancelledError:
+                if not self._is_leaving.is_set():
+                    raise
             finally:
                 if self._engine is not None:
-                    await asyncio.to_thread(self._engine.close)
+                    await in_thread(self._engine.close, GOODBYE_S)
 
     def _check_patience(self, silent_s: float) -> None:
         patience_s = self._options.patience_s
@@ -152,7 +159,9 @@ class SwarmWorker:
             raise DeadlineExceeded(f"there has been no hub at {self._options.url} for {silent_s:.0f} s: giving up")
 
     def leave(self) -> None:
-        """Put down what runs, report it, and end. Called from the event loop."""
+        """Put down what runs, report it, and end, whatever is waited for. Called from the event loop."""
+        if self._running is not None and not self._is_leaving.is_set():
+            self._loop.call_later(GOODBYE_S if self._line is not None else 0.0, self._running.cancel)
         self._is_leaving.set()
 
     # ---- one connection ----------------------------------------------------------------------------------------------
@@ -240,7 +249,7 @@ class SwarmWorker:
                 grower.drop_all()
 
             with suppress(TimeoutError):
-                async with asyncio.timeout(CONNECT_DEADLINE_S):
+                async with asyncio.timeout(GOODBYE_S):
                     await self._done_by(engine, put_down)
         line.say(Leaving())
         await line.drain()

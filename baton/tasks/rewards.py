@@ -213,9 +213,13 @@ class Judge:
             )
         return found
 
-    def drain(self) -> Iterator[Judged]:
-        """Yield all that was submitted and not yet collected, waiting for it as `collect` does."""
+    def drain(self, check: Callable[[], None] = lambda: None) -> Iterator[Judged]:
+        """Yield all that was submitted and not yet collected, waiting for it as `collect` does.
+
+        check: called about once a second; what it raises ends the wait.
+        """
         while self._waiting:
+            check()
             yield from self.collect(min(1.0, self._patience_s))
 
     def close(self) -> None:

@@ -1,15 +1,29 @@
-"""Where files lie: a directory of this machine, or anything that fsspec knows. A file is whole or absent."""
+"""Where files lie: a directory of this machine, or anything that fsspec knows. A file is whole or absent.
+
+A file system behind a network may hang for ever, and fsspec knows no deadline: see `RemotePlace`.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import fsspec
 
-from baton.errors import StorageFault
+from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.files import flush_to_disk
+from baton.waits import call_within
+
+T = TypeVar("T")
+
+CALL_S: Final = 60.0
+"""What a file system behind a network has for one call, beside what its bytes take."""
+SLOWEST_BYTES_PER_S: Final = 100_000.0
+MAX_CALLS: Final = 32
+"""At a time; those that hang count until they return."""
 
 
 class Place(Protocol):
@@ -89,44 +103,76 @@ class LocalPlace:
 
 
 class RemotePlace:
-    """A bucket or another machine's disk. Object stores show a file once it is whole; elsewhere its digest decides."""
+    """A bucket or another machine's disk. Object stores show a file once it is whole; elsewhere its digest decides.
 
-    def __init__(self, url: str) -> None:
+    Every method raises WeightsFault naming the place when it does not answer in `call_s`.
+    """
+
+    def __init__(self, url: str, call_s: float = CALL_S) -> None:
+        self._url, self._call_s = url, call_s
+        self._free = threading.Semaphore(MAX_CALLS)
         self._files: Any
-        self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self._files, root = self._within("opening it", lambda: fsspec.core.url_to_fs(url, use_listings_cache=False))
         self._root = root.rstrip("/")
 
     def write(self, name: str, data: bytes) -> None:
         path = self._path(name)
-        try:
+
+        def write() -> None:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, data)
+
+        try:
+            self._within(f"writing {name}", write, len(data))
         except OSError as error:
             raise StorageFault(f"{path} cannot be written ({error}); nothing refers to it") from error
 
     def read(self, name: str, limit: int) -> bytes:
-        with self._files.open(self._path(name), "rb") as file:
-            return bytes(file.read(limit + 1))
+        def read() -> bytes:
+            with self._files.open(self._path(name), "rb") as file:
+                return bytes(file.read(limit + 1))
+
+        return self._within(f"reading {name}", read, limit)
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._files.size(self._path(name)))
+            return int(self._within(f"looking for {name}", lambda: self._files.size(self._path(name))))
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
         try:
-            found = self._files.find(self._path(folder))
+            found = self._within(f"listing {folder}", lambda: list(self._files.find(self._path(folder))))
         except FileNotFoundError:
             return []
         return [str(path)[len(self._root) + 1 :] for path in found]
 
     def remove(self, name: str) -> None:
-        if self._files.exists(self._path(name)):
-            self._files.rm_file(self._path(name))
+        def remove() -> None:
+            if self._files.exists(self._path(name)):
+                self._files.rm_file(self._path(name))
+
+        self._within(f"removing {name}", remove)
 
     def settle(self) -> None:
         """A write returns once the other side has it."""
+
+    def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
+        """Make a call in a thread that is left behind when it hangs; only so many are."""
+        timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
+        if not self._free.acquire(timeout=timeout_s):
+            raise WeightsFault(f"{self._url}: {what} is not tried, since {MAX_CALLS} earlier calls have not returned")
+
+        def counted() -> T:
+            try:
+                return call()
+            finally:
+                self._free.release()
+
+        try:
+            return call_within(timeout_s, f"{self._url}: {what}:", counted)
+        except DeadlineExceeded as error:
+            raise WeightsFault(f"{self._url} did not answer in {timeout_s:.0f} s while {what}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -84,10 +84,17 @@ class Store:
             self._lineage = version.lineage
 
     def find(self, lineage: str, number: int) -> Manifest | None:
-        """Return the manifest of a number, or None when it is not published; a damaged marker marks nothing."""
+        """Return the manifest of a number, or None when it is not published; a damaged marker marks nothing.
+
+        Raises WeightsFault when the store does not answer: that is no evidence of anything.
+        """
         try:
-            manifest = decode_manifest(self.read_manifest(PolicyVersion(lineage, number)))
-        except (FileNotFoundError, WeightsFault):
+            data = self.read_manifest(PolicyVersion(lineage, number))
+        except FileNotFoundError:
+            return None
+        try:
+            manifest = decode_manifest(data)
+        except WeightsFault:
             return None
         return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
 

@@ -22,6 +22,7 @@ from baton.fleet.inventory import machines
 from baton.fleet.supervision import SupervisionRules
 from baton.metrics import read_metrics
 from baton.plan import Plan, write_plan
+from baton.stop import StopRequest
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -213,7 +214,7 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
 
     witness = Witness({1: kill_a_worker, 2: take_a_machine, 4: give_a_machine, 7: kill_a_rank})
     load = loader(tmp_path)
-    loop = train_on_ray(Order(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, lambda: False)
+    loop = train_on_ray(Order(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
     assert loop.state.step == 10
     assert witness.steps == [1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10], "from the checkpoint after step 6"
     assert any(re.search(r"trainer rank \d on .* is gone", line) for line in witness.lines)
@@ -232,7 +233,7 @@ def test_a_trainers_machine_that_is_lost_is_replaced_by_another_with_a_new_plan(
     plan = plan_of([stage("H100", f"{a}:0")], [replica("L20", f"{b}:0", share=1.0)])
     witness, load = Witness({3: lambda: nodes.remove(a)}), loader(tmp_path, "run.steps=4")
     order = Order(load, written(plan, tmp_path), nodes.address, rules=QUICK)
-    loop = train_on_ray(order, witness, lambda: False)
+    loop = train_on_ray(order, witness, StopRequest())
     assert loop.state.step == 4
     assert witness.steps == [1, 2, 3, 3, 4]
     assert any("planned anew" in line for line in witness.lines)

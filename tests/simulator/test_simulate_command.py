@@ -112,6 +112,15 @@ def test_a_recipe_is_simulated_as_it_would_run(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == (tmp_path / "again").read_bytes()
 
 
+def test_a_run_too_short_for_a_steady_state_says_so() -> None:
+    def said(steps: int) -> str:
+        return " ".join(call("--recipe", RECIPE, "--steps", steps, "rollout.mode=partial").split())
+
+    assert "6 train steps are too few: the first 2 fill the pipeline" in said(6)
+    assert "give --steps 7 or more" in said(6)
+    assert "too few" not in said(7)
+
+
 def test_a_trace_and_a_page_show_who_generated_what(tmp_path: Path) -> None:
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     call("--recipe", RECIPE, "--steps", 3, "--trace", trace, "--html", page, "rollout.mode=partial")

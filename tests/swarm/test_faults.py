@@ -97,6 +97,8 @@ def test_workers_killed_in_async_cost_no_finished_trajectory_and_no_group_is_tra
         victim.kill()
         run.joined(faults=SLOW)
         run.finish()
+        lost = re.findall(r"worker (.*): connection lost; its [1-9]\d* leases wait for it", run.trainer.said())
+        assert lost == ["worker#0"], "told once, of the one that was killed"
         found = outcome(run.run)
     assert [len(groups) for groups in found.groups] == [8] * 6, "every batch is whole"
     ids = [group["group_id"] for groups in found.groups for group in groups]

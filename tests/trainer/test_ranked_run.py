@@ -22,6 +22,7 @@ from baton.policy.settings import ScratchSettings
 from baton.progress import TerminalObserver
 from baton.runs import RunDirectory
 from baton.trainer.checkpoint import latest_checkpoint
+from tests.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
@@ -61,7 +62,7 @@ def train(wanted: Recipe, *, resume: bool = False, stop_after: int = STEPS) -> N
         return bool(steps) and steps[-1] >= stop_after
 
     with open(os.devnull, "w") as nowhere, TerminalObserver(Console(file=nowhere), STEPS) as observer:  # noqa: PTH123
-        loop = build.build_loop(wanted, observer, resume=resume, overwrite=False, should_stop=should_stop)
+        loop = build.build_loop(wanted, observer, resume=resume, overwrite=False, stop=StopWhen(should_stop))
         try:
             loop.train()
         finally:

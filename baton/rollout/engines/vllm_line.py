@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, UserError
 from baton.policy.tokenizer import first_line
+from baton.waits import in_thread
 
 T = TypeVar("T")
 _CLOSE_S = 20.0
@@ -167,7 +168,7 @@ class VllmLine:
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # it would report the end of the core as a fault
-            await asyncio.to_thread(llm.shutdown, 5.0)
+            await in_thread(llm.shutdown, 5.0)
 
     def _begin(self, requests: list[Request]) -> None:
         for request in requests:

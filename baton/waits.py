@@ -1,0 +1,50 @@
+"""Calls that may hang, made in threads that never keep the process from ending.
+
+The threads of `concurrent.futures` and of asyncio's executor are joined when the interpreter ends: one that hangs in a
+network file system would keep the process for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
+
+from baton.errors import DeadlineExceeded
+
+T = TypeVar("T")
+
+
+def begin(call: Callable[[], T]) -> Future[T]:
+    """Make a call in a daemon thread of its own."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001  # it is whoever waits for the future who deals with it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    Thread(target=run, name="call", daemon=True).start()
+    return future
+
+
+def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
+    """Return what a call returns. Raises DeadlineExceeded naming `who` where it takes longer; it is then abandoned."""
+    future = begin(call)
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():  # its own
+            raise
+        raise DeadlineExceeded(f"{who} did not answer in {timeout_s:.0f} s") from None
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """Make a call in a daemon thread of its own and wait for it; when the waiting task is cancelled it is abandoned."""
+    return await asyncio.wrap_future(begin(lambda: call(*arguments)))
