@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -259,6 +260,25 @@ MAY_CHANGE = (
     "inspection",
 )
 """Keys, or whole sections, that a resumed run may change and stay what it was."""
+FROM_NEXT_STEP = (
+    "run.steps",
+    "trainer.lr",
+    "trainer.warmup_steps",
+    "trainer.decay",
+    "trainer.min_lr_frac",
+    "trainer.betas",
+    "trainer.weight_decay",
+    "trainer.max_grad_norm",
+    "algorithm.critic_lr",
+    "algorithm.value_coef",
+    "algorithm.value_clip",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.entropy_coef",
+    "algorithm.kl_coef",
+    "reward.N.weight",
+)
+"""Keys that a resumed run may change: a new value holds from its next train step on. N is any index."""
 CHANGES_BITS = (
     "run.threads",
     "model.device",
@@ -276,32 +296,35 @@ CHANGES_BITS = (
 """Keys that a resumed run may change, at the price of other last bits."""
 
 
-def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a warning for each key whose change makes a resumed run differ from one never stopped.
-
-    Both are resolved recipes. Raises UserError naming the keys that may not change within a run.
-    """
+def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return old and new value of each key in which two resolved recipes differ; None where a key is absent."""
     old, new = _leaves(before), _leaves(now)
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in REMOVED]
-    changed = [key for key in changed if not any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)]
-    warned = [key for key in changed if key in CHANGES_BITS]
-    if "run.steps" in changed:
-        if now["trainer"]["decay"] != "constant":
-            warned.append("run.steps")
-        changed.remove("run.steps")
-    refused = [key for key in changed if key not in warned]
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in REMOVED]
+    return {key: (old.get(key), new.get(key)) for key in keys}
+
+
+def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a sentence for each key whose change makes a resumed run differ from one never stopped.
+
+    Both are resolved recipes. Raises UserError naming the keys that may not change within a run, and those that may.
+    """
+    said, refused = [], []
+    for key, (old, new) in changes_of(before, now).items():
+        change = f"resuming with {key} = {new!r} instead of {old!r}"
+        holds = re.sub(r"\.\d+\.", ".N.", key) in FROM_NEXT_STEP
+        if holds and (key == "algorithm.critic_lr" or None not in (old, new)):
+            said.append(f"{change}: it holds from the next train step on")
+        elif key in CHANGES_BITS:
+            said.append(f"{change}: the last bits may differ from those of a run never stopped")
+        elif not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+            refused.append(f"{key}: was {old!r}, now {new!r}")
     if refused:
-        lines = [f"{key}: was {old.get(key)!r}, now {new.get(key)!r}" for key in refused]
         raise UserError(
-            "a resumed run keeps its recipe, but this changes " + "; ".join(lines) + ". Undo the change, or begin a "
-            "new run from the checkpoint with model.path"
+            f"a resumed run keeps its recipe, but this changes {'; '.join(refused)}. Undo the change, or begin a new "
+            "run from the checkpoint with model.path. What can change: "
+            f"{', '.join((*FROM_NEXT_STEP, *CHANGES_BITS))}; and the keys of {', '.join(MAY_CHANGE)}"
         )
-    reasons = {"run.steps": "the learning rate decays over another length"}
-    return [
-        f"resuming with {key} = {new.get(key)!r} instead of {old.get(key)!r}: "
-        f"{reasons.get(key, 'the last bits may differ')} from those of a run never stopped"
-        for key in warned
-    ]
+    return said
 
 
 def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:

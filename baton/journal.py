@@ -143,6 +143,11 @@ class Journal:
         """… and judged, or known to have no judgement."""
         self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
+    def forget_judgements(self) -> None:
+        """Rewards are weighted otherwise from here on: what is finished in open groups is judged again."""
+        self._execute("DELETE FROM entries WHERE kind = 'judged'")
+        self.commit()
+
     def revoked(self, group_id: int, sample_index: int) -> None:
         """A trajectory is not to be trusted: it begins again at its prompt."""
         for kind in ("segments", "finished", "judged"):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from baton.config import Recipe, compare_for_resume
+from baton.config import Recipe, changes_of, compare_for_resume
 from baton.errors import Damaged, UserError
 from baton.files import atomic_directory, seal, writing
+from baton.journal import Journal
 from baton.loop import LoopState, Observer, SavedCheckpoint
 from baton.policy.tokenizer import Tokenizer
 from baton.run_lock import RunLock
@@ -101,7 +103,12 @@ def open_run(
             trainer.restore(place.checkpoint)
             set_aside_checkpoints(run.checkpoints, place.state.step)
         run.cut_after(place.resume_step)
-        run.write_resume(resolved, step=place.state.step, threads=threads)
+        changes = changes_of(run.recipe(), resolved)
+        if any(key.startswith("reward.") for key in changes) and run.journal.exists():
+            # before the new weights are written: a start that is cut off here finds them changed again
+            with closing(Journal(run.journal, keeps_partials=True)) as journal:
+                journal.forget_judgements()
+        run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)
     else:
         run = RunDirectory.create(recipe.run.path, lock)
         run.write_start(resolved, seed=recipe.run.seed, threads=threads)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tomllib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -116,10 +116,16 @@ class RunDirectory:
         """Write the resolved recipe and the circumstances, before anything starts."""
         self._write_circumstances(recipe, {"seed": seed, **_circumstances(threads), "resumed": []})
 
-    def write_resume(self, recipe: dict[str, Any], *, step: int, threads: int) -> None:
-        """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start."""
+    def write_resume(
+        self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
+    ) -> None:
+        """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start.
+
+        changes: keys of the recipe with their old and new values; the new ones hold after `step`.
+        """
         facts = self.facts()
-        facts["resumed"].append({"step": step, **_circumstances(threads)})
+        changed = {key: {"old": old, "new": new} for key, (old, new) in changes.items()}
+        facts["resumed"].append({"step": step, "changed": changed, **_circumstances(threads)})
         self._write_circumstances(recipe, facts)
 
     def _write_circumstances(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import traceback
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +247,21 @@ def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
     threads = {**before, "run": {"steps": 9, "threads": 2}}
     assert ["run.threads" in w for w in compare_for_resume(before, threads)] == [True]
     longer = {**before, "run": {"steps": 12, "threads": 1}}
-    assert ["decays over another length" in w for w in compare_for_resume(before, longer)] == [True]
-    with pytest.raises(UserError, match=r"trainer\.lr: was 0\.001, now 0\.01"):
-        compare_for_resume(before, {**before, "trainer": {"lr": 1e-2, "decay": "linear"}})
+    assert compare_for_resume(before, longer) == [
+        "resuming with run.steps = 12 instead of 9: it holds from the next train step on"
+    ]
+    faster = {**before, "trainer": {"lr": 1e-2, "decay": "linear"}}
+    assert compare_for_resume(before, faster) == [
+        "resuming with trainer.lr = 0.01 instead of 0.001: it holds from the next train step on"
+    ]
+    critic = {**before, "algorithm": {"critic_lr": 1e-3}}
+    assert ["algorithm.critic_lr = 0.001 instead of None" in w for w in compare_for_resume(before, critic)] == [True]
+    weighted = [{**before, "reward": [{"kind": "correct", "weight": weight}]} for weight in (1.0, 0.5)]
+    assert ["reward.0.weight = 0.5" in w for w in compare_for_resume(*weighted)] == [True]
+    with pytest.raises(UserError, match=r"this changes reward\.0\.kind: was None, now 'correct'; reward\.0\.weight"):
+        compare_for_resume(before, weighted[0])
+    with pytest.raises(UserError, match=r"What can change: run\.steps, trainer\.lr, .* and the keys of .*checkpoint"):
+        compare_for_resume(before, {**before, "rollout": {"group_size": 4}})
     with pytest.raises(UserError, match=r"task\.0\.weight: was 1\.0, now 2\.0"):
         compare_for_resume(before, {**before, "task": [{"weight": 2.0}]})
 
@@ -356,3 +369,33 @@ def test_a_killed_run_that_carries_rollouts_loses_none_that_was_finished(
     metrics = {row["step"]: row for row in read_metrics(run.path) if "staleness/max" in row}
     assert sorted(metrics) == list(range(1, 10))
     assert max(row["staleness/max"] for row in metrics.values()) <= 2, "no gradient from older tokens"
+
+
+def test_a_resumed_run_goes_on_with_a_changed_learning_rate_and_records_it(tiny_model: Path, tmp_path: Path) -> None:
+    begun = recipe(tiny_model, tmp_path, run__steps=2, trainer__decay="constant")
+    train(begun, resume=False)
+    changed = recipe(tiny_model, tmp_path, run__steps=3, trainer__lr=5e-2, trainer__decay="constant")
+    train(changed, resume=True)
+    rates = {row["step"]: row["policy/lr"] for row in read_metrics(begun.run.path) if "policy/lr" in row}
+    assert rates == {1: 1e-3, 2: 1e-3, 3: 5e-2}
+    (resumed,) = RunDirectory.open(begun.run.path).facts()["resumed"]
+    assert resumed["step"] == 2
+    assert resumed["changed"] == {"run.steps": {"old": 2, "new": 3}, "trainer.lr": {"old": 1e-3, "new": 5e-2}}
+    assert RunDirectory.open(begun.run.path).recipe()["trainer"]["lr"] == 5e-2
+
+
+def test_under_changed_reward_weights_what_is_in_no_batch_yet_is_judged_again(tiny_model: Path, tmp_path: Path) -> None:
+    """`partial` leaves groups open at a checkpoint: none mixes rewards of both weights."""
+    partial = {"rollout__mode": "partial", "rollout__overprovision": 2.0, "engine__slots": 24}
+    begun = recipe(tiny_model, tmp_path, run__steps=5, **partial)
+    run = RunDirectory(begun.run.path)
+    train(begun, resume=False, should_stop=lambda: len(run.recorded_steps()) >= 2)
+    done = run.recorded_steps()
+    with closing(Journal(run.journal, keeps_partials=True)) as journal:
+        assert any(group.judged for group in journal.open_groups()), "some are judged and in no batch"
+    heavier = tuple(part.model_copy(update={"weight": 3.0}) for part in begun.reward)
+    train(begun.model_copy(update={"reward": heavier}), resume=True)
+    for step in range(1, 6):
+        for member in (member for group in run.groups(step) for member in group.members):
+            weight = 1.0 if step in done else 3.0
+            assert member.judgement.reward == pytest.approx(weight * sum(member.judgement.parts.values()))
