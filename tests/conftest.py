@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("unhurried", deadline=None)  # no test asserts a time, however busy the machine is
+settings.register_profile("mutants", deadline=None, derandomize=True, database=None, max_examples=30)
 settings.load_profile("unhurried")
 
 RECIPE = """

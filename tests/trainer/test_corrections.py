@@ -164,3 +164,60 @@ def test_every_correction_that_settings_allow_is_there():
         assert AlgorithmSettings(correction=name).correction == name
     with pytest.raises(ValueError, match="'token_tis'"):
         AlgorithmSettings(correction="tis")
+
+
+# ---- exactly on a bound ----------------------------------------------------------------------------------------------
+
+
+def at_a_bound(behavior, proximal, *, advantage=1.0, current=None):
+    """Log-probabilities as they are given; those of these tests are sums of powers of two, and so exact."""
+    given = torch.tensor([proximal], dtype=torch.float64), torch.tensor([behavior], dtype=torch.float64)
+    logprobs = (given[0] if current is None else torch.tensor([current], dtype=torch.float64)).clone().requires_grad_()
+    return LossInputs(logprobs, *given, torch.full_like(given[0], advantage), torch.ones(given[0].shape) > 0)
+
+
+@pytest.mark.parametrize("name", ["token_tis", "sequence_tis", "icepop"])
+def test_a_weight_of_exactly_the_cap_or_the_floor_is_kept_and_not_counted_as_cut(name):
+    equal = at_a_bound([-1.0, -2.0], [-1.0, -2.0])  # all weights are exactly 1
+    for shape in ({"cap": 1.0, "floor": 0.5}, {"cap": 2.0, "floor": 1.0}):
+        anchor = CORRECTIONS[name](equal, replace(SHAPE, **shape))
+        assert anchor.weights.tolist() == [[1.0, 1.0]]
+        assert not anchor.is_cut.any()
+
+
+@pytest.mark.parametrize(("delta", "is_dropped"), [(0.5, False), (0.4999, True)])
+def test_opsm_drops_what_drifted_further_than_delta_and_not_what_drifted_as_far(delta, is_dropped):
+    # drift: ((−1 + 1.25) + (−1 + 1.75)) / 2 = 0.5
+    left = at_a_bound([-1.0, -1.0], [-1.0, -1.0], advantage=-1.0, current=[-1.25, -1.75])
+    anchor = CORRECTIONS["opsm"](left, replace(SHAPE, delta=delta))
+    assert anchor.is_cut.tolist() == [[is_dropped] * 2]
+    assert anchor.weights.tolist() == [[float(not is_dropped)] * 2]
+
+
+def test_opsm_keeps_a_trajectory_whose_advantages_sum_to_zero():
+    left = at_a_bound([-1.0, -1.0], [-1.0, -1.0], current=[-3.0, -3.0])
+    left = replace(left, advantages=torch.tensor([[-1.0, 1.0]], dtype=torch.float64))
+    assert not CORRECTIONS["opsm"](left, SHAPE).is_cut.any()
+
+
+def test_opsm_counts_trained_tokens_alone():
+    """Of three tokens one is masked: the drift is 1 / 2, not 1 / 3."""
+    left = at_a_bound([-1.0, -1.0, -9.0], [-1.0, -1.0, -1.0], advantage=-1.0, current=[-1.5, -1.5, -1.0])
+    left = replace(left, mask=torch.tensor([[True, True, False]]))
+    assert CORRECTIONS["opsm"](left, replace(SHAPE, delta=0.4)).is_cut.tolist() == [[True, True, False]]
+
+
+def test_the_second_moment_may_be_exactly_the_limit_and_a_square_exactly_the_cutoff():
+    assert second_moment_cutoff([torch.tensor([0.5, 1.0])], 0.625) == 1.0  # (0.25 + 1) / 2
+    assert second_moment_cutoff([torch.tensor([0.5, 1.0])], 0.6249) == 0.25
+    assert second_moment_cutoff([torch.tensor([0.5])], 0.2499) == -1.0
+    inputs = at_a_bound([-1.0, -1.0], [-1.5, -2.0])  # squares 0.25 and 1
+    assert CORRECTIONS["second_moment"](inputs, replace(SHAPE, cutoff=0.25)).is_cut.tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("apart", [19.0, 20.0, 21.0, -19.0, -20.0, -21.0])
+def test_log_weights_are_held_within_20_token_by_token_and_as_a_sum(apart):
+    held = math.exp(min(20.0, max(-20.0, apart)))
+    assert weights(at_a_bound([0.0], [apart]))[0].tolist() == pytest.approx([held], rel=1e-12)
+    summed = CORRECTIONS["sequence_tis"](at_a_bound([0.0, 0.0], [apart / 2] * 2), replace(SHAPE, cap=math.inf))
+    assert summed.weights[0].tolist() == pytest.approx([held] * 2, rel=1e-12)

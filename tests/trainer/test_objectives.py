@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.trainer import losses
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape
 from baton.trainer.losses import OBJECTIVES, Anchor, LossInputs, LossShape, aggregate, divisor, kl
 
@@ -376,3 +377,10 @@ def test_k1_and_k2_need_no_bound(name, value, slope):
     found = kl(logprobs, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), name)
     (gradient,) = torch.autograd.grad(found.nats.sum(), logprobs)
     assert (found.nats.item(), gradient.item(), found.is_clamped.any().item()) == (value, slope, False)
+
+
+def test_an_estimate_of_exactly_its_bound_is_not_counted_as_clamped(monkeypatch):
+    apart = torch.tensor([[-1.0, 0.0]], dtype=torch.float64)
+    mask = torch.ones(apart.shape, dtype=torch.bool)
+    monkeypatch.setattr(losses, "MAX_K3", losses.k3(apart)[0, 0].item())
+    assert not kl(apart, torch.zeros_like(apart), mask, "k3").is_clamped.any()

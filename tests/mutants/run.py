@@ -1,0 +1,259 @@
+"""Measure the tests of the decisions and the mathematics: change one operator, constant or condition at a time.
+
+    make mutants                                    # all modules
+    make mutants MUTANTS="trainer/losses --show"    # one, with the tests' output for each survivor
+
+cosmic-ray makes the mutants. They are run here and not by its own commands, because those start a process for each
+and write the mutant into the working tree: a mutant takes seconds to import torch, its tests a fraction of one. Here
+each mutant is a fork of a process that has imported torch, and lives in memory only.
+
+A mutant that no test notices is a survivor. Survivors that cannot change what the module does are in equivalent.toml,
+each with the reason; others are work to do. `results.tsv` has every mutant with its outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TARGET = 0.95
+"""Least share of the mutants that are not equivalent which the tests must notice, in each module."""
+
+TESTS = {
+    "buffer": ["tests/test_buffer.py", "tests/rollout/test_scheduler_laws.py"],
+    "trainer/losses": ["tests/trainer/test_losses.py", "tests/trainer/test_objectives.py"],
+    "trainer/advantages": ["tests/trainer/test_advantages.py"],
+    "trainer/corrections": ["tests/trainer/test_corrections.py"],
+    "swarm/leases": ["tests/swarm/test_leases.py"],
+    "rollout/scheduler": ["tests/rollout/test_scheduler_laws.py"],
+}
+"""By module: the tests that must notice, quick ones first."""
+
+OPPOSITES = {
+    "Lt": ("LtE", "GtE"),
+    "LtE": ("Lt", "Gt"),
+    "Gt": ("GtE", "LtE"),
+    "GtE": ("Gt", "Lt"),
+    "Eq": ("NotEq",),
+    "NotEq": ("Eq",),
+    "Is": ("IsNot",),
+    "IsNot": ("Is",),
+}
+ARITHMETIC = {
+    "Add": "Sub",
+    "Sub": "Add",
+    "Mul": "Div",
+    "Div": "Mul",
+    "FloorDiv": "Mul",
+    "Mod": "Mul",
+    "Pow": "Mul",
+    "BitAnd": "BitOr",
+    "BitOr": "BitAnd",
+}
+OPERATORS = [
+    *[f"ReplaceComparisonOperator_{a}_{b}" for a, others in OPPOSITES.items() for b in others],
+    *[f"ReplaceBinaryOperator_{a}_{b}" for a, b in ARITHMETIC.items()],
+    *[f"ReplaceUnaryOperator_Delete_{a}" for a in ("USub", "Invert", "Not")],
+    *["AddNot", "NumberReplacer", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr"],
+    *["ReplaceOrWithAnd", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ZeroIterationForLoop"],
+]
+"""Of cosmic-ray's: where it has a dozen replacements of one operator, those that a slip of the pen would make."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed module."""
+
+    module: str
+    line: int
+    before: str
+    """The line, without its indent."""
+    after: str
+    source: str
+
+
+def meaning(source: str) -> str:
+    """What a module decides: its syntax tree without annotations, decorators of classes, and `*` among parameters."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        match node:
+            case ast.AnnAssign():
+                node.annotation = ast.Constant(None)
+            case ast.arg():
+                node.annotation = None
+            case ast.FunctionDef():
+                node.returns = None
+            case ast.ClassDef():
+                node.decorator_list = []
+            case ast.arguments():
+                node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+                node.posonlyargs, node.kwonlyargs = [], []
+                node.defaults = [*node.defaults, *(default for default in node.kw_defaults if default is not None)]
+                node.kw_defaults = []
+    return ast.dump(tree)
+
+
+def mutants_of(module: str) -> Iterator[Mutant]:
+    """Yield all mutants of a module that differ in what they do, each once."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source = (ROOT / f"baton/{module}.py").read_text(encoding="utf-8")
+    seen = {meaning(source)}
+    for name in OPERATORS:
+        for occurrence in range(1000):
+            mutated = mutate_code(source, get_operator(f"core/{name}")(), occurrence)
+            if mutated is None:
+                break
+            with contextlib.suppress(SyntaxError):
+                if (what := meaning(mutated)) not in seen:
+                    seen.add(what)
+                    pairs = enumerate(zip(source.splitlines(), mutated.splitlines(), strict=False), 1)
+                    line, (before, after) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+                    yield Mutant(module, line, before.strip(), after.strip(), mutated)
+
+
+class Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from a source in memory."""
+
+    def __init__(self, module: str, source: str) -> None:
+        self.name, self.path = f"baton.{module.replace('/', '.')}", str(ROOT / f"baton/{module}.py")
+        self.source = source
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.source, self.path, "exec"), module.__dict__)
+
+
+def tried(module: str, source: str, deadline_s: float, output: Path) -> str:
+    """Run the module's tests on a source, in a fork: killed, survived or hung."""
+    child = os.fork()
+    if not child:
+        try:
+            os.setsid()
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            sys.meta_path.insert(0, Loader(module, source))
+            import pytest
+
+            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            code = pytest.main([*options, "--hypothesis-profile=mutants", *TESTS[module]])
+            output.with_suffix(".imported").write_text("\n".join(sys.modules))
+            os._exit(int(code))
+        finally:
+            os._exit(70)
+    until_s = time.monotonic() + deadline_s
+    while time.monotonic() < until_s:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return "killed" if status else "survived"
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
+
+
+def import_libraries(names: list[str]) -> None:
+    """Import here, before the forks, what the tests import and is not Baton's."""
+    for name in names:
+        spec = None
+        with contextlib.suppress(Exception):
+            spec = importlib.util.find_spec(name)
+        if spec is not None and "site-packages" in str(spec.origin) and name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """By module, line and mutated line: why nothing can notice."""
+    rows = tomllib.loads((HERE / "equivalent.toml").read_text(encoding="utf-8")).get("equivalent", [])
+    return {(row["module"], row["line"], row["becomes"]): row["why"] for row in rows}
+
+
+def measure(module: str, *, show: bool) -> Iterator[tuple[Mutant, str]]:
+    """Try every mutant of a module. Raises SystemExit when its tests fail as it stands."""
+    known = equivalents()
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "output"
+        begin_s = time.monotonic()
+        if tried(module, (ROOT / f"baton/{module}.py").read_text(encoding="utf-8"), 600, output) != "survived":
+            raise SystemExit(f"{module}: its tests fail without a mutant\n{output.read_text(errors='replace')[-3000:]}")
+        deadline_s = 30 + 5 * (time.monotonic() - begin_s)
+        import_libraries(output.with_suffix(".imported").read_text().splitlines())
+        for mutant in mutants_of(module):
+            outcome = tried(module, mutant.source, deadline_s, output)
+            if outcome == "survived" and (module, mutant.before, mutant.after) in known:
+                outcome = "equivalent"
+            if outcome == "survived":
+                print(f"{module}:{mutant.line}: survived\n  - {mutant.before}\n  + {mutant.after}", flush=True)
+                if show:
+                    print(output.read_text(errors="replace")[-1000:])
+            yield mutant, outcome
+
+
+def write_results(found: list[tuple[Mutant, str]], modules: list[str]) -> None:
+    """Replace the rows of these modules in results.tsv."""
+    path = HERE / "results.tsv"
+    head, *rows = path.read_text(encoding="utf-8").splitlines() if path.exists() else [""]
+    kept = [row for row in rows if row.split("\t")[0] not in modules]
+    new = ["\t".join((m.module, str(m.line), outcome, m.before, m.after)) for m, outcome in found]
+    head = "\t".join(("module", "line", "outcome", "before", "after"))
+    path.write_text("\n".join([head, *sorted(kept + new)]) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Measure; 1 where a module is below the target."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; all when left out")
+    parser.add_argument("--show", action="store_true", help="print the end of the tests' output for each survivor")
+    chosen = parser.parse_args()
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "BATON_SCHEDULES": "60"}
+    sys.path.insert(0, str(ROOT))
+    sys.dont_write_bytecode = True
+    import hypothesis  # noqa: F401  # before the forks, as what import_libraries finds
+    import torch
+
+    torch.set_num_threads(1)
+    modules = chosen.modules or list(TESTS)
+    is_enough, lines = True, list[str]()
+    for module in modules:
+        found = list(measure(module, show=chosen.show))
+        write_results(found, [module])
+        count = Counter(outcome for _, outcome in found)
+        tried_count = len(found) - count["equivalent"]
+        share = (tried_count - count["survived"]) / tried_count
+        is_enough &= share >= TARGET
+        lines.append(
+            f"{module}: {len(found)} mutants, {count['killed']} killed, {count['hung']} hung, {count['equivalent']} "
+            f"equivalent, {count['survived']} survived: {share:.1%} of those that are not equivalent are noticed"
+        )
+        print(lines[-1], flush=True)
+    print("\n" + "\n".join(lines))
+    return 0 if is_enough else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
