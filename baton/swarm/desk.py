@@ -122,9 +122,11 @@ class Desk:
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
-    def join(self, worker: int, slots: int, weight: float = 1.0, kind: str | None = "") -> None:
+    def join(
+        self, worker: int, slots: int, weight: float = 1.0, kind: str | None = "", owner: str | None = None
+    ) -> None:
         """A worker is ready. See `WorkerJoined`."""
-        self._tell(ev.WorkerJoined(self._clock(), worker, slots, weight, kind))
+        self._tell(ev.WorkerJoined(self._clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> None:
         """Another plan expects something else of a worker."""

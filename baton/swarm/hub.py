@@ -363,7 +363,8 @@ class Hub:
             self.peers[number] = peer
             self._by_worker[worker] = number
             self.parts.on_joined(peer)
-            self.parts.desk.join(number, hello.slots, self.parts.weight(grant), hello.worker_class.noise)
+            owner = None if grant.is_own else grant.digest
+            self.parts.desk.join(number, hello.slots, self.parts.weight(grant), hello.worker_class.noise, owner)
             self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()
         self.parts.desk.held(peer.number, hello.leases)

@@ -23,6 +23,9 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
     kind: str | None = ""
     """Workers of one kind make the same tokens from the same noise. None: its engine has noise of its own, and not even
     the worker itself makes the same tokens twice."""
+    owner: str | None = None
+    """Whose workers together earn what they may hold: see `credit.py`. None: the run's own, which may fill their slots
+    at once."""
 
 
 class WorkerWeighed(msgspec.Struct, frozen=True, tag=True, gc=False):

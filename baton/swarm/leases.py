@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from baton.swarm.credit import Credit
 from baton.swarm.lease_events import (
     Command,
     Commit,
@@ -51,7 +52,7 @@ from baton.swarm.lease_events import (
 )
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.places import Places
-from baton.swarm.tracked import Ask, TrackedLease, TrackedTask, Worker
+from baton.swarm.tracked import Ask, Owner, TrackedLease, TrackedTask, Worker
 
 
 class LeaseTable:
@@ -66,6 +67,7 @@ class LeaseTable:
         self._tasks: dict[int, TrackedTask] = {}
         self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
+        self._owners: dict[str, Owner] = {}
         self._places = Places(rules.prefetch)
         self._waiting: dict[Ask, list[int]] = {}
         """Heaps of tasks, the oldest first; notes out of date are passed over."""
@@ -130,7 +132,16 @@ class LeaseTable:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _joined(self, event: WorkerJoined, commands: list[Command]) -> None:
-        self._places.add(Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind))
+        worker = Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind)
+        if event.owner is not None:
+            worker.credit = Credit(event.slots, event.at_s)
+            worker.owner = self._owners.setdefault(event.owner, Owner(Credit(0, event.at_s)))
+            worker.owner.credit.resize(self._places.most(event.slots))
+            worker.owner.credit.recover(event.at_s)
+            for number in worker.owner.workers:  # there may be room for the others too
+                self._offer(self.workers[number])
+            worker.owner.workers.add(event.worker)
+        self._places.add(worker)
 
     def _weighed(self, event: WorkerWeighed, commands: list[Command]) -> None:
         if event.worker in self.workers:
@@ -148,9 +159,19 @@ class LeaseTable:
             self._offer(worker)
 
     def _left(self, event: WorkerLeft, commands: list[Command]) -> None:
-        worker = self._places.remove(event.worker)
+        worker = self.workers.get(event.worker)
         if worker is None:
             return
+        for lease in [self._leases[number] for number in worker.leases]:
+            if lease.length == lease.base:
+                self._credit(worker, Credit.lose)
+        self._remove(worker, commands)
+
+    def _remove(self, worker: Worker, commands: list[Command]) -> None:
+        self._places.remove(worker.number)
+        if worker.owner is not None:
+            worker.owner.workers.discard(worker.number)
+            worker.owner.credit.resize(-self._places.most(worker.slots))
         for number in sorted(worker.leases):
             self._end(self._leases[number], commands)
 
@@ -192,6 +213,7 @@ class LeaseTable:
             return
         task, worker = self._tasks[lease.task], self.workers[lease.worker]
         self._places.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
+        self._credit(worker, lambda credit: credit.earn(event.num_tokens))
         lease.grew_s = worker.moved_s = worker.heard_s = event.at_s
         lease.version = max(lease.version, event.version)
         before, lease.length = lease.length, lease.length + event.num_tokens
@@ -213,6 +235,8 @@ class LeaseTable:
         else:
             commands.append(Replace(task.number, lease.number))
         for other in [one for one in task.leases if one is not lease]:
+            if event.at_s - other.granted_s >= self.rules.relief_after_s:
+                self._charge(other)
             commands.append(Drop(other.worker, other.number))
             self._forget(other)
             task.rested.append(other)
@@ -289,10 +313,35 @@ class LeaseTable:
 
     def _forget(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
+        owner = lease.owner
+        if owner is not None:
+            owner.num_held -= 1
+            for number in owner.workers if owner.num_held + 1 == owner.credit.num_leases else ():
+                self._offer(self.workers[number])
         worker = self.workers.get(lease.worker)
         if worker is not None:
             worker.leases.discard(lease.number)
             self._offer(worker)
+
+    def _credit(self, worker: Worker, change: Callable[[Credit], None]) -> None:
+        """Change what a worker and its owner may hold, and offer what that makes free."""
+        owner = worker.owner
+        if worker.credit is None or owner is None:
+            return
+        before = worker.room, owner.has_lease
+        change(worker.credit)
+        change(owner.credit)
+        if owner.has_lease != before[1]:
+            for number in owner.workers:
+                self._offer(self.workers[number])
+        elif worker.room != before[0]:
+            self._offer(worker)
+
+    def _charge(self, lease: TrackedLease) -> None:
+        """A lease has come to nothing, unless it only waited for a slot of its worker."""
+        worker = self.workers[lease.worker]
+        if sorted(worker.leases).index(lease.number) < worker.slots:
+            self._credit(worker, Credit.lose)
 
     # ---- granting ----------------------------------------------------------------------------------------------------
 
@@ -341,12 +390,14 @@ class LeaseTable:
             self.rules.restarts and task.committed and task.stem is None
         ):  # known before it was wanted, nobody knows whose
             task.stem = "unknown" if worker.kind is None else stem
-        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem)
+        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem, worker.owner)
         if not worker.leases:
             worker.moved_s = at_s  # it stood still because it had nothing to do
         self._leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
+        if worker.owner is not None:
+            worker.owner.num_held += 1
         self._places.offer(worker)
         commands.append(Grant(worker.number, number, task.number, base))
 
@@ -357,25 +408,29 @@ class LeaseTable:
         for worker in list(self.workers.values()):
             worker.heard_s = min(now_s, worker.heard_s + event.delay_s)
             worker.moved_s = min(now_s, worker.moved_s + event.delay_s)
+            self._credit(worker, lambda credit: credit.recover(now_s))
             if now_s - worker.heard_s > rules.silence_s:
-                self._expel(worker, f"was not heard of for {rules.silence_s:.0f} s", now_s, commands)
+                self._expel(worker, f"was not heard of for {rules.silence_s:.0f} s", commands)
             elif worker.leases and now_s - worker.moved_s > rules.wedge_s:
                 held = f"held {len(worker.leases)} leases"
-                self._expel(worker, f"{held} and made no token for {rules.wedge_s:.0f} s", now_s, commands)
+                for _ in worker.leases:
+                    self._credit(worker, Credit.lose)
+                self._expel(worker, f"{held} and made no token for {rules.wedge_s:.0f} s", commands)
         for lease in list(self._leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.silence_s
             if is_unanswered or now_s - lease.grew_s > rules.starve_s:
+                self._charge(lease)
                 commands.append(Drop(lease.worker, lease.number))
                 self._end(lease, commands)
         self._grant_all(now_s, commands)
         if rules.relief:
             self._relieve(now_s, commands)
 
-    def _expel(self, worker: Worker, cause: str, now_s: float, commands: list[Command]) -> None:
+    def _expel(self, worker: Worker, cause: str, commands: list[Command]) -> None:
         commands.append(Expel(worker.number, cause))
-        self._left(WorkerLeft(now_s, worker.number, cause), commands)
+        self._remove(worker, commands)
 
     def _relieve(self, now_s: float, commands: list[Command]) -> None:
         """Give the slowest leases to free workers too, the fastest first, where those may well be through first.

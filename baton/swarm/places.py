@@ -47,19 +47,23 @@ class Places:
         self._sum_paces += (worker.pace or 0.0) - (known or 0.0)
         self.offer(worker)
 
+    def most(self, slots: int) -> int:
+        """Leases that so many slots may be given."""
+        return slots + int(self._prefetch * slots)
+
     def offer(self, worker: Worker) -> None:
         """Note how full a worker is, after its leases or its version have changed."""
         worker.stamp = self._stamp = self._stamp + 1
-        num, slots = len(worker.leases), worker.slots
-        if worker.version is None or num >= slots + int(self._prefetch * slots):
+        num, room = len(worker.leases), worker.room
+        if worker.version is None or num >= self.most(room) or not worker.owner_allows:
             return
         notes = self._notes.get(worker.version)
         if notes is None:
             for version in [v for v, old in self._notes.items() if not self._top(old)]:
                 del self._notes[version]
             notes = self._notes[worker.version] = []
-        load = (num + 1) / (slots * worker.weight * self._relative_pace(worker))
-        heapq.heappush(notes, (num >= slots, load, worker.stamp, worker))
+        load = (num + 1) / (room * worker.weight * self._relative_pace(worker))
+        heapq.heappush(notes, (num >= room, load, worker.stamp, worker))
         if len(notes) > 8 * len(self.workers) + 64:  # mostly out of date
             notes[:] = [note for note in notes if note[3].stamp == note[2]]
             heapq.heapify(notes)
@@ -101,7 +105,7 @@ class Places:
 
     def _top(self, notes: list[_Note]) -> _Note | None:
         while notes:
-            if notes[0][3].stamp == notes[0][2]:
+            if notes[0][3].stamp == notes[0][2] and notes[0][3].owner_allows:  # when it does again, it is offered anew
                 return notes[0]
             heapq.heappop(notes)
         return None

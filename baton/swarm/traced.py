@@ -45,10 +45,12 @@ class TracedDesk(Desk):
         self._served: dict[int, tuple[int | None, float]] = {}
         """Worker → (version that it serves, since when)."""
 
-    def join(self, worker: int, slots: int, weight: float = 1.0, kind: str | None = "") -> None:
+    def join(
+        self, worker: int, slots: int, weight: float = 1.0, kind: str | None = "", owner: str | None = None
+    ) -> None:
         self._names[worker] = self._trace.name(worker)
         self._served[worker] = (None, self._clock())
-        super().join(worker, slots, weight, kind)
+        super().join(worker, slots, weight, kind, owner)
 
     def hear(self, worker: int, version: int | None, decoded_tokens: int) -> None:
         before, since_s = self._served.get(worker, (version, 0.0))

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.swarm.credit import Credit
+
 Ask = tuple[int, bool]
 """(version, whether exactly that one is wanted)"""
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """Whoever holds a token, with all workers that bear it."""
+
+    credit: Credit
+    workers: set[int] = field(default_factory=set)
+    num_held: int = 0
+    """Leases."""
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether they may hold one more."""
+        return self.num_held < self.credit.num_leases
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +45,9 @@ class Worker:
     grown_s: float = 0.0
     """… and the time that its leases took for them, all together."""
     leases: set[int] = field(default_factory=set)
+    credit: Credit | None = None
+    """None: it may fill its slots at once."""
+    owner: Owner | None = None
     stamp: int = 0
     """Of its latest note among the places; notes of other stamps are out of date."""
 
@@ -42,9 +62,19 @@ class Worker:
         return None if self.speed is None else self.speed / self.weight
 
     @property
+    def room(self) -> int:
+        """Its slots, as far as it has earned them."""
+        return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
+
+    @property
     def has_slot(self) -> bool:
         """Whether one of its slots is free."""
-        return len(self.leases) < self.slots
+        return len(self.leases) < self.room and self.owner_allows
+
+    @property
+    def owner_allows(self) -> bool:
+        """Whether the workers of its owner may hold one more lease."""
+        return self.owner is None or self.owner.has_lease
 
     def serves(self, version: int, is_exact: bool) -> bool:
         """Whether it may grow what asks for exactly, or at least, a version."""
@@ -64,6 +94,7 @@ class TrackedLease:
     grew_s: float
     stem: str
     """Leases of one stem make the same tokens."""
+    owner: Owner | None = None
     recalled_s: float | None = None
     version: int = 0
     """Of its last token."""

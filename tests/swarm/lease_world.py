@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.swarm.credit import FIRST_LEASES, TOKENS_PER_LEASE
 from baton.swarm.lease_events import (
     Command,
     Commit,
@@ -68,6 +69,8 @@ class SimWorker:
     """Tokens a second of one lease."""
     version: int
     kind: str | None = ""
+    owner: str | None = None
+    delivered: int = 0
     counter: int = 0
     is_hung: bool = False
     is_wedged: bool = False
@@ -115,6 +118,8 @@ class World:
     length: Callable[[int, int], int]
     is_mixed: bool = False
     """Whether workers are of several kinds, some with noise of their own."""
+    is_owned: bool = False
+    """Whether some workers are somebody else's, and earn what they may hold."""
     table: LeaseTable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,6 +133,8 @@ class World:
         self.base: dict[int, int] = {}
         self.branches: dict[int, list[Token]] = {}
         """Lease → what it was given and has reported, as the hub keeps it."""
+        self.delivered: Counter[str] = Counter()
+        """Owner → tokens, of workers that are gone too."""
         self.stems: dict[int, str] = {}
         """Lease → what its tokens depend on beside their place, with `restarts`."""
         self.gone: list[Message] = []
@@ -225,21 +232,28 @@ class World:
         assert task.suits(worker.told_version), f"{task} to {worker}"
         assert grant.base == (0 if self.rules.restarts else len(task.committed))
         if task.live:  # relief
-            assert len(worker.held) < worker.slots, "relief is for a free slot"
+            assert len(worker.held) < self.room(worker), "relief is for a free slot"
             waiting = [t for t in self.tasks.values() if t.is_waiting]
             assert not any(t.suits(worker.told_version) for t in waiting), "what waits comes before relief"
             assert not any(self.holder[n] is worker for n in task.live)
             self.reliefs.append(grant)
         else:
             eligible = [w for w in self.workers.values() if task.suits(w.told_version)]
-            if len(worker.held) >= worker.slots:
-                assert all(len(w.held) >= w.slots for w in eligible), "prefetch, though a slot is free elsewhere"
+            if len(worker.held) >= self.room(worker):
+                full = [len(w.held) >= self.room(w) or not self.owner_allows(w) for w in eligible]
+                assert all(full), "prefetch, though a slot is free elsewhere"
             older = [t for t in self.tasks.values() if t.is_waiting and t.number < task.number]
             assert not any(t.suits(worker.told_version) for t in older), "the oldest first"
         if not worker.held:
             worker.moved_s = self.now_s
         worker.held.add(grant.lease)
         assert len(worker.held) <= self.places(worker)
+        assert len(worker.held) <= worker.slots + int(self.rules.prefetch * worker.slots)
+        if worker.owner is not None:
+            earned = FIRST_LEASES + worker.delivered // TOKENS_PER_LEASE
+            assert len(worker.held) <= earned + int(self.rules.prefetch * earned), "what is claimed is only a bound"
+            held = sum(len(w.held) for w in self.workers.values() if w.owner == worker.owner)
+            assert held <= FIRST_LEASES + self.delivered[worker.owner] // TOKENS_PER_LEASE, "of all its workers"
         task.live.append(grant.lease)
         self.holder[grant.lease] = worker
         self.task_of[grant.lease], self.base[grant.lease] = grant.task, grant.base
@@ -251,7 +265,16 @@ class World:
         self.grants.append(grant)
 
     def places(self, worker: SimWorker) -> int:
-        return worker.slots + int(self.rules.prefetch * worker.slots)
+        room = self.room(worker)
+        return room + int(self.rules.prefetch * room)
+
+    def room(self, worker: SimWorker) -> int:
+        """Slots that the table takes as earned; how many that are at most is a law of `_granted`."""
+        known = self.table.workers.get(worker.number)
+        return worker.slots if known is None else known.room
+
+    def owner_allows(self, worker: SimWorker) -> bool:
+        return self.table.workers[worker.number].owner_allows
 
     def _end(self, lease: int) -> None:
         """A lease is not valid any more, and its task goes on."""
@@ -301,7 +324,7 @@ class World:
         for task in self.tasks.values():
             if task.is_waiting:
                 for worker in self.workers.values():
-                    full = len(worker.held) >= self.places(worker)
+                    full = len(worker.held) >= self.places(worker) or not self.owner_allows(worker)
                     assert full or not task.suits(worker.told_version), "who has a place is given what waits"
         if isinstance(event, Tick):
             for task in self.tasks.values():
@@ -330,6 +353,8 @@ class World:
         if new:
             branch += new
             self.reported += len(new)
+            worker.delivered += len(new)
+            self.delivered[worker.owner or ""] += len(new)
             worker.moved_s = worker.heard_s = self.now_s
             self.tell(LeaseGrew(self.now_s, lease, len(new)))
         if not self.table.knows(lease):
@@ -394,16 +419,18 @@ class World:
             worker.wire.append(Message(attempt.lease, len(attempt.tokens), [], is_put_down=True))
             del worker.attempts[attempt.lease]
 
-    def join(self, slots: int, speed: float, version: int | None = None, *, weight: float = 1.0) -> SimWorker:
+    def join(
+        self, slots: int, speed: float, version: int | None = None, *, weight: float = 1.0, owner: str | None = None
+    ) -> SimWorker:
         if self.spare_numbers and self.choose(2):
             number = self.spare_numbers.pop()  # the same one, come back
         else:
             number, self.next_worker = self.next_worker, self.next_worker + 1
         version = self.version if version is None else version
         kind = ["", "other", None][self.choose(3)] if self.is_mixed else ""
-        worker = SimWorker(number, slots, speed, version, kind, heard_s=self.now_s, moved_s=self.now_s)
+        worker = SimWorker(number, slots, speed, version, kind, owner, heard_s=self.now_s, moved_s=self.now_s)
         self.workers[number] = worker
-        self.tell(WorkerJoined(self.now_s, number, slots, weight, kind))
+        self.tell(WorkerJoined(self.now_s, number, slots, weight, kind, owner))
         if self.choose(4):
             self.beat(worker)
         return worker
@@ -453,7 +480,10 @@ class World:
 
     def _some_join(self) -> None:
         if len(self.workers) < 6:
-            self.join(1 + self.choose(5), [0.5, 2.0, 8.0][self.choose(3)], max(0, self.version - self.choose(2)))
+            slots = 1 + self.choose(5) if not self.is_owned else [2, 12, 40][self.choose(3)]
+            owner = [None, "a", "b"][self.choose(3)] if self.is_owned else None
+            speed, version = [0.5, 2.0, 8.0][self.choose(3)], max(0, self.version - self.choose(2))
+            self.join(slots, speed, version, owner=owner)
 
     def _some_want(self) -> None:
         if len(self.tasks) < 30:

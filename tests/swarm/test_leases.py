@@ -55,8 +55,8 @@ def all_rules(draw: st.DrawFn) -> LeaseRules:
 @settings(
     max_examples=SCHEDULES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
-@given(all_rules(), st.integers(0, 2**32 - 1), st.integers(0, 200), st.booleans())
-def test_laws_hold_at_every_event(rules, seed, num_faulty, is_mixed):
+@given(all_rules(), st.integers(0, 2**32 - 1), st.integers(0, 200), st.booleans(), st.booleans())
+def test_laws_hold_at_every_event(rules, seed, num_faulty, is_mixed, is_owned):
     """One state each, append only, conservation, places, versions, oldest first, work conserving, no hang."""
     rng = random.Random(seed)
     world = World(
@@ -64,6 +64,7 @@ def test_laws_hold_at_every_event(rules, seed, num_faulty, is_mixed):
         choose=lambda n: rng.randrange(n),
         length=lambda t, n: 1 + random.Random(f"{seed}/{t}/{0 if rules.restarts else n}").randrange(30),
         is_mixed=is_mixed,
+        is_owned=is_owned,
     )
     for _ in range(num_faulty):
         world.step()

@@ -1,0 +1,148 @@
+"""What a stranger's worker may hold follows from what it has delivered; the slots that it claims are only a bound."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lease_world import SimWorker, World
+from swarm_bench import SwarmBench, hello, quick, version_of, wait_until
+
+from baton.rollout.engine import EngineStats
+from baton.swarm.auth import Role
+from baton.swarm.credit import FIRST_LEASES, TOKENS_PER_LEASE, Credit
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.messages import Heartbeat, encode
+
+EVENTS = st.lists(
+    st.one_of(st.integers(0, 500), st.just("lost"), st.floats(0, 100, allow_nan=False).map(lambda s: ("later", s)))
+)
+
+
+@given(st.integers(1, 4096), EVENTS)
+def test_credit_is_bounded_by_what_was_delivered_and_by_the_slots(slots, events):
+    credit, now_s, delivered = Credit(slots, 0.0), 0.0, 0
+    for event in events:
+        before = credit.num_leases
+        match event:
+            case int():
+                delivered += event
+                credit.earn(event)
+                assert credit.num_leases >= before
+            case "lost":
+                credit.lose()
+                assert credit.num_leases <= before
+            case (_, seconds):
+                now_s += seconds
+                credit.recover(now_s)
+                assert before <= credit.num_leases <= max(before, 1), "waiting earns one lease, and no more"
+        assert 0 <= credit.num_leases <= min(slots, FIRST_LEASES + delivered // TOKENS_PER_LEASE)
+    credit.recover(now_s + 60.0)
+    assert credit.num_leases >= 1, "nobody is shut out for ever"
+
+
+@pytest.mark.parametrize(("slots", "rounds"), [(8, 0), (64, 2), (512, 3), (4096, 4)])
+def test_a_worker_that_delivers_has_all_its_slots_after_a_few_rounds_of_reports(slots, rounds):
+    """Each lease that it holds reports 64 tokens a round; engines make 50 a second or so, and report every 2 s."""
+    credit, needed = Credit(slots, 0.0), 0
+    while credit.num_leases < slots:
+        credit.earn(64 * credit.num_leases)
+        needed += 1
+    assert needed == rounds
+
+
+RULES = LeaseRules(relief=2.0, relief_after_s=5.0, silence_s=30.0, wedge_s=60.0, starve_s=600.0)
+
+
+def seconds_of_steps(
+    num_steps: int, owner: str | None, num_liars: int = 1, *, comes_again: bool = False
+) -> list[float]:
+    """Virtual seconds of steps of 32 trajectories of 40 tokens, on an honest worker of 16 slots at 80 tokens/s each.
+
+    Beside it are liars that claim 4,096 slots, say that they make tokens, and never deliver one.
+    """
+    world = World(RULES, choose=lambda n: 0, length=lambda task, lease: 40)
+    honest = world.join(16, 80.0)
+    world.beat(honest)
+    liars: list[SimWorker] = []
+    taken = []
+    for step in range(1 + num_steps):  # without them first: a backup lease goes by the speed that was seen
+        while step and len(liars) < num_liars:
+            liars.append(world.join(4096, 0.0, owner=owner))
+            world.beat(liars[-1])
+        for _ in range(32):
+            world.want(is_exact=True)
+        begin_s = world.now_s
+        while world.tasks:
+            assert world.now_s < begin_s + 3600.0
+            world.now_s += 0.125
+            world.work(honest, 0.125)
+            for liar in liars:
+                liar.counter += 1
+            for worker in (honest, *liars):
+                world.beat(worker)
+            while honest.wire:
+                world.deliver(honest.wire.popleft())
+            world.tick()
+        taken.append(world.now_s - begin_s)
+        for liar in liars if comes_again else ():
+            world.leave(liar)
+        liars = [] if comes_again else liars
+    return taken[1:]
+
+
+def test_where_nothing_bounds_such_a_worker_each_step_waits_for_backup_leases():
+    assert seconds_of_steps(8, None, num_liars=0) == [1.0] * 8, "alone: 32 trajectories of 0.5 s on 16 slots"
+    assert seconds_of_steps(4, owner=None) == [6.0] * 4
+
+
+@pytest.mark.parametrize("num_liars", [1, 4])
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_who_claims_4096_slots_and_delivers_nothing_slows_the_run_little(num_liars, comes_again):
+    """By its first 8 leases, for as long as backup leases wait, and by one more in 40 s.
+
+    So do all workers of a token together, also where each step meets new ones. A step takes 1 s without them.
+    """
+    beside = seconds_of_steps(80, "liar", num_liars, comes_again=comes_again)
+    assert beside[0] < 6.0
+    assert sum(beside) < 1.2 * len(beside)
+
+
+def test_at_a_real_hub_a_worker_that_claims_4096_slots_is_given_few(tmp_path: Path) -> None:
+    with quick():
+        bench = SwarmBench(
+            tmp_path, "sync", batch_groups=8, group_size=4, lease_rules={"relief": 2.0, "wedge_s": 600.0}
+        )
+        try:
+            (honest,) = bench.join(1, token_s=0.002)
+            bench.begin()
+            wait_until(lambda: bench.hub.want is not None, "a version")
+            headers = {"Authorization": f"Bearer {bench.tokens.create(Role.WORKER, 3600, name='liar')}"}
+            most = 0
+
+            async def lie() -> None:
+                nonlocal most
+                async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+                    line = await session.ws_connect(bench.url + "/worker", headers=headers, max_msg_size=0)
+                    await line.send_bytes(encode(hello(slots=4096, serves=version_of(0))))
+                    steps = asyncio.create_task(asyncio.to_thread(bench.step))
+                    beats = 0
+                    while not steps.done():
+                        beats += 1
+                        await line.send_bytes(encode(Heartbeat(version_of(0), EngineStats(decoded_tokens=beats))))
+                        await asyncio.sleep(0.05)
+                        held = [w.leases for w in bench.in_hub(lambda: list(bench.desk.table.workers.values()))]
+                        most = max(most, *map(len, held[1:]), 0)
+                    await steps
+                    await line.close()
+
+            asyncio.run(lie())
+            assert 1 <= most <= FIRST_LEASES
+            assert honest.engine.stats.decoded_tokens > 0
+            bench.assert_sound()
+        finally:
+            bench.close()
