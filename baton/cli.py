@@ -121,6 +121,9 @@ def evaluate(
 def show(
     run: RunPath,
     step: Annotated[int | None, typer.Option("--step", help="Train step; the default is the last one.")] = None,
+    skipped: Annotated[
+        bool, typer.Option("--skipped", help="The batch of the step that train --skip-batch left out.")
+    ] = False,
     group: Annotated[int | None, typer.Option("--group", help="Only the group of this id.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
@@ -139,7 +142,9 @@ def show(
     if len(chosen) > 1:
         raise UserError(f"--{chosen[0]} and --{chosen[1]} exclude each other: give one order")
     order = chosen[0] if chosen else None
-    found = read_trajectories(run, step, group=group, task=task, is_correct=correct, order=order, limit=limit)
+    found = read_trajectories(
+        run, step, group=group, task=task, is_correct=correct, order=order, limit=limit, skipped=skipped
+    )
     if as_json:
         print_json([reading.shown for reading in found])
     else:

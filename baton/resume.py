@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +117,42 @@ def open_run(
             tokenizer.hf.save_pretrained(directory)
             seal(directory)
     return run
+
+
+def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
+    """Leave a recorded batch, such as one that the trainer cannot take, out of a run: a resume makes another.
+
+    Its groups are discarded in the journal with the cause "skipped"; its trajectories are kept under another name.
+    Raises UserError where there is no such batch, or a checkpoint has been trained on it.
+    """
+    lock = RunLock.take(path, say)
+    try:
+        run = RunDirectory.open(path, lock)
+        checkpoint = newest_intact_checkpoint(run.checkpoints, say)
+        done = 0 if checkpoint is None else checkpoint_step(checkpoint)
+        if step <= done:
+            raise UserError(f"--skip-batch {step}: {checkpoint} has been trained on it; allowed is a later batch")
+        if not run.has_groups(step):
+            if run.has_skipped(step):
+                say(f"the batch of step {step} was left out already")
+                return
+            later = [str(each) for each in run.recorded_steps() if each > done]
+            raise UserError(
+                f"--skip-batch {step}: {path} has no recorded batch of this step; allowed is {' or '.join(later)}"
+                if later
+                else f"--skip-batch {step}: {path} has no recorded batch that no checkpoint contains; leave it out"
+            )
+        journal = Journal(run.journal, keeps_partials=True, before_commit=lock.check)
+        try:
+            group_ids = set(journal.groups_of(step))
+            with suppress(Damaged):
+                group_ids |= {group.group_id for group in run.groups(step)}
+            for group_id in group_ids:
+                journal.discarded(group_id, "skipped")
+            journal.settle()
+        finally:
+            journal.close()
+        run.skip_groups(step)
+        say(f"the batch of step {step} is left out: groups {', '.join(map(str, sorted(group_ids)))}")
+    finally:
+        lock.release()

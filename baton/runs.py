@@ -7,7 +7,8 @@ runs/<name>/
   trace.jsonl         who did what when
   evaluations.jsonl   held-out results with their intervals
   journal.sqlite      rollouts that are in no checkpoint yet: issued, grown, finished, judged
-  trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included
+  trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included;
+                      skipped_000012.1.jsonl.gz: a batch that --skip-batch left out
   checkpoints/        step_000050/: a Hugging Face directory, with what a resume needs in baton/
   tokenizer/          to read the trajectories with
   report.json         the end's summary
@@ -37,7 +38,7 @@ import tomli_w
 import baton
 from baton.errors import Damaged, UserError
 from baton.evaluation import Evaluation
-from baton.files import make_directory, read_rows, remove_leftovers, write_whole
+from baton.files import flush_to_disk, make_directory, read_rows, remove_leftovers, write_whole
 from baton.run_lock import LOCK_FILES, RunLock
 from baton.types import Group
 
@@ -174,9 +175,27 @@ class RunDirectory:
         lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
         write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
 
-    def groups(self, step: int) -> list[Group]:
-        """Read back the groups of a step. Raises UserError when there are none, naming the steps there are."""
+    def skip_groups(self, step: int) -> None:
+        """Keep the recorded batch of a step as one that is left out: under another name, beside earlier ones of it."""
+        self.check_held()
+        number = len(self._skipped_files(step)) + 1
+        self._groups_file(step).rename(self._trajectories / f"skipped_{step:06d}.{number}.jsonl.gz")
+        flush_to_disk(self._trajectories)
+
+    def has_skipped(self, step: int) -> bool:
+        """Whether a recorded batch of a step was left out."""
+        return bool(self._skipped_files(step))
+
+    def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
+        """Read back the groups of a step, or of the batch that was last left out of it.
+
+        Raises UserError when there are none, naming the steps there are.
+        """
         file = self._groups_file(step)
+        if skipped:
+            if not self.has_skipped(step):
+                raise UserError(f"{self.path} has left no batch of step {step} out")
+            file = self._skipped_files(step)[-1]
         if not file.is_file():
             steps = self.recorded_steps()
             there = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
@@ -210,6 +229,10 @@ class RunDirectory:
     def write_report(self, report: dict[str, Any]) -> None:
         """Write the end's summary."""
         write_whole(self.path / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+
+    def _skipped_files(self, step: int) -> list[Path]:
+        found = self._trajectories.glob(f"skipped_{step:06d}.*.jsonl.gz")
+        return sorted(found, key=lambda file: int(file.name.split(".")[1]))
 
     def _groups_file(self, step: int) -> Path:
         return self._trajectories / f"step_{step:06d}.jsonl.gz"

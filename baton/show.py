@@ -86,8 +86,11 @@ def read_trajectories(
     is_correct: bool | None = None,
     order: str | None = None,
     limit: int,
+    skipped: bool = False,
 ) -> list[Reading]:
     """Return trajectories of a step, the last one by default; there may be none that fits `is_correct`.
+
+    skipped: of the batch of the step that `--skip-batch` left out.
 
     Raises UserError for a step, group or task that is not kept.
     """
@@ -96,7 +99,7 @@ def read_trajectories(
     if step is None and not steps:
         raise UserError(f"{path} has no trajectories yet")
     step = steps[-1] if step is None else step
-    there = run.groups(step)
+    there = run.groups(step, skipped=skipped)
     groups = [g for g in there if group is None or g.group_id == group]
     if not groups:
         ids = [g.group_id for g in there]

@@ -29,6 +29,10 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin again, removing a run of this name.")] = False,
+    skip_batch: Annotated[
+        int | None,
+        typer.Option("--skip-batch", metavar="STEP", min=1, help="With --resume: leave a step's recorded batch out."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print what it resolves to and needs; start nothing.")
     ] = False,
@@ -55,6 +59,8 @@ def train(
 
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
+    if skip_batch is not None and not resume:
+        raise UserError("--skip-batch leaves out a recorded batch of a run that goes on: give --resume with it")
     if (plan is None) != (ray is None):
         raise UserError("--plan and --ray belong together: what to place where, and on which cluster")
     of_swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
@@ -69,6 +75,10 @@ def train(
         return
 
     def run(observer: Any, stop: StopRequest) -> Any:
+        if skip_batch is not None:
+            from baton.resume import skip_batch as leave_out
+
+            leave_out(loaded.run.path, skip_batch, observer.said)
         if plan is not None and ray is not None:
             from baton.fleet.ray_run import Order, train_on_ray
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -23,10 +24,12 @@ from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.progress import TerminalObserver
+from baton.resume import skip_batch
 from baton.runs import RunDirectory
+from baton.show import read_trajectories
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
-from baton.types import Group
+from baton.types import FinishReason, Group, Judged, Judgement, Message, Prompt, Segment, Trajectory
 from tests.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
@@ -283,6 +286,66 @@ def test_a_diverged_step_names_the_batch_and_the_way_back(
     monkeypatch.setattr(loop.trainer, "step", step)
     with pytest.raises(TrainingDiverged, match=r"train step 4.*groups.*step 4; the last good checkpoint is .*step_"):
         loop.train()
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+def test_a_batch_that_the_trainer_refuses_can_be_left_out(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    more = {} if mode == "sync" else {"rollout__mode": mode, "rollout__overprovision": 2.0}
+    wanted = recipe(tiny_model, tmp_path, **more)
+    console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    poisoned: set[int] = set()
+
+    def fails_at_step_four() -> None:
+        loop = build_loop(wanted, TerminalObserver(console, 9), resume=True, overwrite=False)
+        train_step = loop.trainer.step
+
+        def step(batch: Any) -> dict[str, float]:
+            if batch.step == 4 and not poisoned:
+                poisoned.update(group.group_id for group in batch.groups)
+            if poisoned & {group.group_id for group in batch.groups}:
+                raise TrainingDiverged("the loss is nan")
+            return train_step(batch)
+
+        monkeypatch.setattr(loop.trainer, "step", step)
+        try:
+            loop.train()
+        finally:
+            loop.close()
+
+    said: list[str] = []
+    for _ in range(2):  # the resume fails as the run did
+        with pytest.raises(TrainingDiverged, match=r"the loss is nan; its batch .*step 4; .*: --resume --skip-batch 4"):
+            fails_at_step_four()
+    for step, sentence in ((2, "step_000002 has been trained on it"), (6, "no recorded batch .* allowed is 3 or 4")):
+        with pytest.raises(UserError, match=sentence):
+            skip_batch(wanted.run.path, step, said.append)
+    skip_batch(wanted.run.path, 4, said.append)
+    assert said == [f"the batch of step 4 is left out: groups {', '.join(map(str, sorted(poisoned)))}"]
+    skip_batch(wanted.run.path, 4, said.append)
+    assert said[-1] == "the batch of step 4 was left out already"
+    fails_at_step_four()
+    run = RunDirectory.open(wanted.run.path)
+    ids = [group.group_id for step in run.recorded_steps() for group in run.groups(step)]
+    assert run.recorded_steps() == list(range(1, 10))
+    assert not poisoned & set(ids)
+    assert len(set(ids)) == len(ids) == 36
+    assert {group.group_id for group in run.groups(4, skipped=True)} == poisoned
+    assert len(read_trajectories(run.path, 4, limit=99, skipped=True)) == 16
+    with pytest.raises(UserError, match="has left no batch of step 5 out"):
+        read_trajectories(run.path, 5, limit=99, skipped=True)
+
+
+def test_a_recorded_reward_that_is_not_finite_can_be_read(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    (tmp_path / "trajectories").mkdir()
+    trajectory = Trajectory(0, 0, (5,), (Segment((7,), (-0.5,), 0),), FinishReason.STOP)
+    judged = Judged(trajectory, Judgement(float("inf"), {"score": float("nan")}, False))
+    run.write_groups(1, [Group(0, Prompt("p", "t", (Message("user", "2"),)), (judged,))])
+    ((group,),) = (run.groups(1),)
+    assert math.isnan(group.members[0].judgement.reward)
+    assert group.members[0].trajectory == trajectory
 
 
 def test_a_full_disk_names_the_file_and_the_way_back(
