@@ -197,10 +197,13 @@ class Journal:
         assert not is_busy, f"somebody else reads {self._path}, which is open to one process only"
 
     def close(self) -> None:
-        """Commit and close. May be called twice."""
-        self.commit()
-        with self._faults():
-            self._db.close()
+        """Commit and close. May be called twice; it is closed also where the commit fails."""
+        try:
+            self.commit()
+        finally:
+            self._is_open = False
+            with self._faults():
+                self._db.close()
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the rollout side counted for a recorded batch."""

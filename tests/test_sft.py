@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.config import WarmStart, load_recipe
-from baton.errors import TaskExhausted
+from baton.errors import TaskExhausted, UserError
 from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
@@ -164,3 +164,33 @@ def test_a_warm_start_on_a_file_continues_from_a_model(tmp_path: Path, small) ->
     before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (small.model, tmp_path / "made"))
     assert before.keys() == after.keys()
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tmp_path: Path, small) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    recipe = load_recipe(WarmStart, path, ["sft.steps=3"])
+
+    def attempt(**more: bool) -> None:
+        warm_start(recipe, Console(quiet=True), **more)
+
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="is there already and is not a model"):
+            attempt(overwrite=overwrite)
+    (tmp_path / "made" / "thesis.tex").unlink()
+    attempt()
+    before = (tmp_path / "made" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="holds a model already: replace it with --overwrite"):
+        attempt()
+    (tmp_path / "made").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="holds a run already"):
+        attempt()
+    (tmp_path / "elsewhere").rename(tmp_path / "made")
+    assert (tmp_path / "made" / "model.safetensors").read_bytes() == before
+    (tmp_path / "made" / "old").write_text("")
+    attempt(overwrite=True)
+    assert not (tmp_path / "made" / "old").exists()
+    assert (tmp_path / "made" / "model.safetensors").is_file()

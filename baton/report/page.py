@@ -6,6 +6,7 @@ content to the browser as well (Content-Security-Policy).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from baton.errors import UserError
+from baton.errors import Damaged, UserError
 from baton.files import write_whole
 from baton.report.examples import Example, choose_examples
 from baton.report.history import MAX_SAMPLED_STEPS, History, read_lengths
@@ -182,15 +183,15 @@ def _commit(commit: str | None) -> str:
 
 def _parameters(checkpoints: Path) -> int:
     """Parameters of the latest checkpoint, read from the headers of its files; 0 where there is none."""
-    latest = max((p for p in checkpoints.glob("step_*") if p.is_dir()), default=None)
+    latest = max((p for p in checkpoints.glob("step_*") if p.is_dir() and not p.suffix), default=None)
     count = 0
     for file in latest.glob("*.safetensors") if latest is not None else ():
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # not a dict
-                size = 1
-                for length in tensors.get_slice(name).get_shape():
-                    size *= length
-                count += size
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118  # not a dict
+        except SafetensorError as error:
+            raise Damaged(f"{file} is damaged: {error}") from error
+        count += sum(math.prod(shape) for shape in shapes)
     return count
 
 
