@@ -190,7 +190,13 @@ class _Host:
         if _lets_others_join(recipe, crew):
             self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
         local = LocalWorkers(
-            swarm.workers, url, self.scratch / "token", self.run / "workers", say=self.say, device=recipe.model.device
+            swarm.workers,
+            self.listen,
+            port,
+            self.scratch / "token",
+            self.run / "workers",
+            say=self.say,
+            device=recipe.model.device,
         )
         if crew is not None:
             crew.begin(self._access(url))

@@ -66,6 +66,9 @@ def worker(
     ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", hidden=True, help="SHA-256 of the hub's certificate, in hex.")
+    ] = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Leave when standard input ends.")] = False,
 ) -> None:
     """Generate for a run anywhere: join its hub, fetch its weights, grow its trajectories.
@@ -73,6 +76,8 @@ def worker(
     Opens the one connection itself, so it works behind NAT; comes back by itself when the network or the hub does.
     Ctrl-C puts down what runs, reports it and leaves.
     """
+    from aiohttp import Fingerprint
+
     from baton.policy.threads import set_up_threads
     from baton.rollout.engine import EngineSettings
     from baton.rollout.engines.kinds import check_server, chosen, engine_from_skeleton
@@ -90,7 +95,7 @@ def worker(
     options = WorkerOptions(
         base,
         read_token_file(token_file),
-        client_ssl(base, ca),
+        client_ssl(base, ca) if fingerprint is None else Fingerprint(bytes.fromhex(fingerprint)),
         slots=slots,
         store=store,
         device=_device_name(device),

@@ -127,7 +127,7 @@ class Hub:
         """Published and still of use, by number."""
         self.slots = 0
         """Of all workers that can be spoken to; read by the runner's thread."""
-        self._requests, self._door = Requests(self), Door()
+        self._requests, self.door = Requests(self), Door()
         self._by_worker: dict[str, int] = {}
         """Id of a worker → its number."""
         self._next_worker = 0
@@ -231,11 +231,11 @@ class Hub:
         app.router.add_get("/worker", self._worker)
         self._requests.add_routes(app.router)
         try:
-            self._port = await self._door.open(app, self.listen)
+            self._port = await self.door.open(app, self.listen)
             self._started.set()
             await self._tick()
         finally:
-            await self._door.close()
+            await self.door.close()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
@@ -255,7 +255,6 @@ class Hub:
             delay_s = max(0.0, now_s - last_s - TICK_S)
             self.counters.loop_delay_s = max(self.counters.loop_delay_s, delay_s)
             last_s = now_s
-            self._door.sweep()
             for peer in list(self.peers.values()):
                 self._recheck(peer)
             self.parts.desk.tick(delay_s)
@@ -285,7 +284,13 @@ class Hub:
         await socket.prepare(request)
         outgoing = Outgoing()
         outgoing.put(self.parts.welcome)
-        line = Line(socket, request.transport, outgoing, lambda size: self.counters.sent("messages", size))
+        line = Line(
+            socket,
+            request.transport,
+            outgoing,
+            lambda size: self.counters.sent("messages", size),
+            lambda: self._requests.delay_s(grant),
+        )
         await line.hold(self._converse(line, grant, request.remote or "", outgoing))
         return socket
 

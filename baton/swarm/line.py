@@ -44,10 +44,11 @@ class Line:
         transport: asyncio.Transport | None,
         outgoing: Outgoing,
         on_sent: Callable[[int], None],
+        delay_s: Callable[[], float],
     ) -> None:
-        """on_sent: hears of each frame's bytes."""
+        """on_sent: hears of each frame's bytes. delay_s: how long the frame that has come waits for its turn."""
         self._socket, self._transport = socket, transport
-        self._outgoing, self._on_sent = outgoing, on_sent
+        self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
     async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
         """Send what is queued until the conversation ends, or the queue; then hang up."""
@@ -85,6 +86,7 @@ class Line:
     async def _read(self, deadline_s: float) -> FromWorker | None:
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
             frame = await self._socket.receive()
+        await asyncio.sleep(self._delay_s())  # meanwhile nothing more is taken off the connection
         if frame.type is WSMsgType.TEXT:
             raise Malformed("a text where a message was expected")
         if frame.type is WSMsgType.ERROR and not isinstance(frame.data, OSError | ClientConnectionError):

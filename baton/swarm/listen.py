@@ -11,6 +11,7 @@ import ipaddress
 import re
 import ssl
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from yarl import URL
@@ -21,6 +22,7 @@ _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
 """A name that cannot be an address in disguise: 127.1, 0x7f000001 and 2130706433 all are."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
 
 
@@ -35,6 +37,8 @@ class Listen:
     certificate: Path | None = None
     """PEM: the server's certificate, with its chain; also the key where `key` is None."""
     key: Path | None = None
+    is_insecure: bool = False
+    """Whether others may be spoken to without TLS."""
 
     @classmethod
     def parse(
@@ -56,7 +60,7 @@ class Listen:
                 "network in the clear: give a certificate and its key, or listen on 127.0.0.1 behind a tunnel, or "
                 "say --insecure where the network is private"
             )
-        listen = cls(host, port, certificate, key)
+        listen = cls(host, port, certificate, key, is_insecure)
         listen.ssl_context()  # a certificate that cannot be used is said at once
         return listen
 
@@ -68,6 +72,20 @@ class Listen:
     def url(self, port: int | None = None) -> str:
         """Its address for callers; `port` is the one that was taken where 0 was asked for."""
         return _base(self.scheme, self.host, self.port if port is None else port)
+
+    def own_url(self, port: int) -> str:
+        """Its address for callers on this machine: 0.0.0.0 and :: are addresses to listen at, not to call."""
+        is_any = _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
+        host = self.host if not is_any else "::1" if ":" in self.host else "127.0.0.1"
+        return _base(self.scheme, host, port)
+
+    def fingerprint(self) -> str | None:
+        """Return the SHA-256 of the server's certificate in hex, by which its own workers know it; None without TLS."""
+        if self.certificate is None:
+            return None
+        found = _CERTIFICATE.search(self.certificate.read_text())  # the first is the server's, the others its chain
+        assert found is not None, "a certificate that was loaded is in the file"
+        return sha256(ssl.PEM_cert_to_DER_cert(found[0])).hexdigest()
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Make the server's side of TLS, 1.2 or later; None without a certificate. Raises UserError for bad files."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from baton.backoff import retry_wait_s
 from baton.errors import EngineFault
+from baton.swarm.listen import Listen
 
 MAX_RESTARTS = 5
 """In a row, of a worker that ends within `LONG_LIFE_S`."""
@@ -34,15 +35,25 @@ class LocalWorkers:
     """Worker processes of this machine, each with one torch thread and its words in a file."""
 
     def __init__(
-        self, count: int, url: str, token_file: Path, directory: Path, *, say: Callable[[str], None], device: str
+        self,
+        count: int,
+        listen: Listen,
+        port: int,
+        token_file: Path,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        device: str,
     ) -> None:
-        """directory: receives worker-N.log."""
+        """listen, port: the hub's. directory: receives worker-N.log."""
+        fingerprint = listen.fingerprint()
         self._command = [
             sys.executable,
             "-m",
             "baton",
             "worker",
-            url,
+            listen.own_url(port),
+            *(["--insecure"] if fingerprint is None else ["--fingerprint", fingerprint]),
             "--token-file",
             str(token_file),
             "--threads",

@@ -30,8 +30,8 @@ from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 PROTOCOL = 2
 """Changes when an older worker could misunderstand a newer hub."""
-MAX_FRAME_BYTES = 8 * 1024 * 1024
-"""A longer frame ends the connection."""
+MAX_FRAME_BYTES = 2 * 1024 * 1024
+"""A longer frame ends the connection; a report of 100,000 tokens is shorter."""
 SILENT_HEARTBEATS = 12
 """After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
 MAX_SLOTS = 4096

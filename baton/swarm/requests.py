@@ -11,6 +11,7 @@ GET /health                        "ok", for anybody
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
@@ -19,23 +20,22 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton.errors import BatonError, UserError
+from baton.swarm.admission import RateLimit
 from baton.swarm.auth import Denied, Grant, Role
 from baton.swarm.listen import check_url
 from baton.swarm.relay import MAX_URL, RelayTicket
-from baton.types import PolicyVersion
+from baton.swarm.sending import Downloads
+from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE
 from baton.waits import in_thread
+from baton.weights.places import Body
 
 if TYPE_CHECKING:
     from baton.swarm.hub import Hub
 
 
-MAX_SENDING = 64
-"""Bodies on their way at once, each in memory."""
-QUEUE_S = 20.0
-"""Who waits longer for one of these places is asked to come again."""
-SEND_S = 60.0
-SLOWEST_BYTES_PER_S = 10_000.0
-"""Who takes longer over a body than `SEND_S` and this allow is hung up on."""
+REQUESTS_PER_S = 4000.0
+"""Messages and requests of one token that are dealt with; more than that waits."""
+BURST = 8000.0
 
 
 class Requests:
@@ -43,13 +43,14 @@ class Requests:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._sending = asyncio.Semaphore(MAX_SENDING)
+        self._downloads = Downloads()
+        self._rate = RateLimit(REQUESTS_PER_S, BURST)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Say what is answered where."""
         router.add_get("/model", self._model)
-        router.add_get("/weights/manifest/{lineage}/{number}", self._manifest)
-        router.add_get("/weights/chunk/{digest}", self._chunk)
+        router.add_get(MANIFEST_ROUTE, self._manifest)
+        router.add_get(CHUNK_ROUTE, self._chunk)
         router.add_get("/relay", self._relay)
         router.add_get("/status", self._status)
         router.add_get("/metrics", self._metrics)
@@ -67,6 +68,8 @@ class Requests:
                 continue
             banned = self._hub.parts.is_banned(grant, "")
             if banned is None:
+                is_owner = grant.role is Role.ADMIN or grant.is_trusted
+                self._hub.door.identify(request, grant.digest, is_owner=is_owner)
                 return grant
             refusals.append(Denied(403, banned, grant.label))
             break
@@ -76,6 +79,10 @@ class Requests:
         self._hub.parts.audit.denied(denied, request.remote or "", route.canonical if route else "")
         kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
         raise kind(text=denied.reason)
+
+    def delay_s(self, grant: Grant) -> float:
+        """Return how long a message or request of a token has to wait for its turn."""
+        return self._rate.delay_s(grant.digest, time.monotonic())
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")
@@ -93,8 +100,14 @@ class Requests:
 
     async def _relay(self, request: web.Request) -> web.Response:
         self.admit(request, {Role.RELAY})
+        listen, url = self._hub.listen, request.query.get("url", "")[:MAX_URL]
         try:
-            url = check_url(request.query.get("url", "")[:MAX_URL], is_insecure=True)
+            url = check_url(url, is_insecure=True)
+            if url.startswith("http:") and listen.certificate is not None and not listen.is_insecure:
+                raise UserError(
+                    f"the relay's URL is {url}, but its hub uses TLS, so its workers use no plain http: give the relay "
+                    "a certificate, or start the hub with --insecure where the network is private"
+                )
         except UserError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
         self._hub.relay_announced(url)
@@ -102,46 +115,24 @@ class Requests:
         return web.Response(body=msgspec.json.encode(ticket), content_type="application/json")
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        self.admit(request, {Role.WORKER, Role.RELAY})
-        return await self._send(request, lambda: self._hub.parts.model, "model")
+        return await self._send(request, lambda: Body.of(self._hub.parts.model), "model")
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
-        self.admit(request, {Role.WORKER, Role.RELAY})
-        lineage, number = request.match_info["lineage"], request.match_info["number"]
-        if not number.isascii() or not number.isdigit() or len(number) > 15:
-            raise web.HTTPBadRequest(text="a version's number has up to 15 digits")
-        version = PolicyVersion(lineage, int(number))
-        return await self._send(request, lambda: self._hub.parts.store.read_manifest(version), "manifest")
+        lineage, number = request.match_info["lineage"], int(request.match_info["number"])
+        return await self._send(request, lambda: self._hub.parts.store.manifest_body(lineage, number), "manifest")
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
-        self.admit(request, {Role.WORKER, Role.RELAY})
         digest = request.match_info["digest"]
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise web.HTTPBadRequest(text="a chunk is named by its digest, 64 hexadecimal digits")
-        return await self._send(request, lambda: self._hub.parts.store.get_chunk(digest), "chunk")
+        return await self._send(request, lambda: self._hub.parts.store.chunk_body(digest), "chunk")
 
-    async def _send(self, request: web.Request, read: Callable[[], bytes], route: str) -> web.StreamResponse:
-        """Send what is read; it is in memory for no longer than its deadline, and few such are at a time."""
-        try:
-            async with asyncio.timeout(QUEUE_S):
-                await self._sending.acquire()
-        except TimeoutError as error:
-            raise web.HTTPServiceUnavailable(text=f"{MAX_SENDING} others are served just now") from error
-        try:
-            body = await in_thread(read)
-            response = web.Response(body=body, content_type="application/octet-stream")
-            async with asyncio.timeout(SEND_S + len(body) / SLOWEST_BYTES_PER_S):
-                await response.prepare(request)
-                await response.write_eof()
-            self._hub.counters.sent(route, len(body))
+    async def _send(self, request: web.Request, find: Callable[[], Body], route: str) -> web.StreamResponse:
+        grant = self.admit(request, {Role.WORKER, Role.RELAY})
+        await asyncio.sleep(self.delay_s(grant))
+        async with self._downloads.place(grant.digest):
+            try:
+                body = await in_thread(find)
+            except (BatonError, OSError) as error:
+                raise web.HTTPNotFound(text=str(error)[:500]) from error
+            response, sent_bytes = await self._downloads.send(request, body)
+            self._hub.counters.sent(route, sent_bytes)
             return response
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
-            raise
-        except ConnectionError:
-            raise
-        except (BatonError, OSError) as error:
-            raise web.HTTPNotFound(text=str(error)[:500]) from error
-        finally:
-            self._sending.release()

@@ -7,10 +7,12 @@ import re
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from blake3 import blake3
+from yarl import URL
 
 from baton.errors import DeadlineExceeded, UserError, WeightsFault
 from baton.types import PolicyVersion
@@ -19,6 +21,9 @@ from baton.weights.manifest import MAX_MANIFEST_BYTES
 MAX_MODEL_BYTES = 256 * 1024 * 1024
 """Of a model's files without weights: a tokenizer may have tens of megabytes."""
 MAX_MODEL_FILES = 64
+MANIFEST_ROUTE = "/weights/manifest/{lineage:[A-Za-z0-9_-]{1,64}}/{number:[0-9]{1,15}}"
+CHUNK_ROUTE = "/weights/chunk/{digest:[0-9a-f]{64}}"
+"""What a hub and a relay answer; anything else in these places is not found."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
 """A server that sends nothing for so long has failed."""
@@ -45,11 +50,10 @@ class HttpSource:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def manifest(self, version: PolicyVersion) -> bytes:
-        path = f"/weights/manifest/{version.lineage}/{version.number}"
-        return self._wait(self._get(path, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
+        return self._wait(self._get(manifest_url(self.name, version), MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
 
     def chunk(self, digest: str, size: int) -> bytes:
-        return self._wait(self._get(f"/weights/chunk/{digest}", size), size)
+        return self._wait(self._get(chunk_url(self.name, digest), size), size)
 
     def _wait(self, work: Coroutine[Any, Any, bytes], size: int) -> bytes:
         deadline_s = 2 * _SILENCE_S + size / _SLOWEST_BYTES_PER_S
@@ -64,11 +68,21 @@ class HttpSource:
         except aiohttp.ClientError as error:
             raise WeightsFault(f"{self.name}: {error or type(error).__name__}") from error
 
-    async def _get(self, path: str, limit: int) -> bytes:
-        return await get_bounded(self._session, self.name + path, self._headers, limit)
+    async def _get(self, url: URL, limit: int) -> bytes:
+        return await get_bounded(self._session, url, self._headers, limit)
 
 
-async def get_bounded(session: aiohttp.ClientSession, url: str, headers: dict[str, str], limit: int) -> bytes:
+def manifest_url(base: str, version: PolicyVersion) -> URL:
+    """Return where a hub or a relay has a version's manifest."""
+    return URL(base).joinpath("weights", "manifest", quote(version.lineage, safe=""), str(version.number), encoded=True)
+
+
+def chunk_url(base: str, digest: str) -> URL:
+    """Return where a hub or a relay has a chunk."""
+    return URL(base).joinpath("weights", "chunk", quote(digest, safe=""), encoded=True)
+
+
+async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
     """Return a body of at most `limit` bytes. Raises WeightsFault for a longer one and for a refusal."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
@@ -85,7 +99,7 @@ async def get_bounded(session: aiohttp.ClientSession, url: str, headers: dict[st
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
     """Return the model's files of a hub, packed. Raises WeightsFault unless they have the digest that it announced."""
-    packed = await get_bounded(session, f"{url}/model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
+    packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
         raise WeightsFault(f"the model's files at {url} are not those that it announced")
     return packed

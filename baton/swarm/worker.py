@@ -77,7 +77,8 @@ class WorkerOptions:
 
     url: str
     token: str
-    ssl: SSLContext | None = None
+    ssl: SSLContext | aiohttp.Fingerprint | None = None
+    """How the hub's certificate is checked: by an authority, or as this one certificate."""
     slots: int | None = None
     """In place of the recipe's engine.slots."""
     store: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -26,6 +27,28 @@ MAX_CALLS: Final = 32
 """At a time; those that hang count until they return."""
 
 
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Bytes that are read as they are needed."""
+
+    size: int
+    read: Callable[[int, int], bytes]
+    """(offset, at most so many bytes) → the bytes there; may block, and raise OSError."""
+
+    @classmethod
+    def of(cls, data: bytes) -> Body:
+        """Those in memory already."""
+        return cls(len(data), lambda offset, size: data[offset : offset + size])
+
+    @classmethod
+    def kept(cls, place: Place, name: str) -> Body:
+        """Those of a file. Raises OSError when there is none."""
+        size = place.size(name)
+        if size is None:
+            raise FileNotFoundError(f"there is no {name}")
+        return cls(size, lambda offset, size: place.read(name, size - 1, offset))
+
+
 class Place(Protocol):
     """Files by name, with "/" between folders. What cannot be read raises OSError."""
 
@@ -33,8 +56,8 @@ class Place(Protocol):
         """Write a file that is whole or absent whenever the process dies. Raises StorageFault when it cannot be."""
         ...
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Return a file's bytes, or the first `limit` + 1 of a longer one. Raises OSError when there is none."""
+    def read(self, name: str, limit: int, offset: int = 0) -> bytes:
+        """Return a file's bytes from `offset` on, at most `limit` + 1. Raises OSError when there is none."""
         ...
 
     def size(self, name: str) -> int | None:
@@ -78,8 +101,9 @@ class LocalPlace:
             raise StorageFault(f"{path} cannot be written ({error.strerror or error}); nothing refers to it") from error
         self._unsettled.add(path.parent)
 
-    def read(self, name: str, limit: int) -> bytes:
+    def read(self, name: str, limit: int, offset: int = 0) -> bytes:
         with (self._root / name).open("rb") as file:
+            file.seek(offset)
             return file.read(limit + 1)
 
     def size(self, name: str) -> int | None:
@@ -127,10 +151,9 @@ class RemotePlace:
         except OSError as error:
             raise StorageFault(f"{path} cannot be written ({error}); nothing refers to it") from error
 
-    def read(self, name: str, limit: int) -> bytes:
+    def read(self, name: str, limit: int, offset: int = 0) -> bytes:
         def read() -> bytes:
-            with self._files.open(self._path(name), "rb") as file:
-                return bytes(file.read(limit + 1))
+            return bytes(self._files.cat_file(self._path(name), start=offset, end=offset + limit + 1))
 
         return self._within(f"reading {name}", read, limit)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from baton.errors import StorageFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES
-from baton.weights.places import LocalPlace
+from baton.weights.places import Body, LocalPlace
 from baton.weights.store import Store
 
 
@@ -64,6 +64,10 @@ class ChunkCache:
             return self._place.read(f"chunks/{digest}", MAX_CHUNK_BYTES)
         except OSError:
             return None
+
+    def body(self, digest: str) -> Body:
+        """Return a chunk, not verified, to be read piece by piece. Raises OSError where it is not there."""
+        return Body.kept(self._place, f"chunks/{digest}")
 
     def put(self, digest: str, data: bytes) -> None:
         """Keep a chunk; the oldest ones make room for it. Raises StorageFault when the disk is full."""

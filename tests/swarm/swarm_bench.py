@@ -281,6 +281,7 @@ class SwarmBench:
         lease_rules: Mapping[str, Any] | None = None,
         parts: Mapping[str, Any] | None = None,
         finished: Callable[..., bool] = lambda lease, trajectory, spans: False,
+        listen: Listen | None = None,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 3, "group_size": 3, **values})
@@ -321,10 +322,10 @@ class SwarmBench:
                 self.desk, (Authenticator(self.tokens.path),), Audit(directory / "audit.jsonl"), self.store, MODEL,
                 welcome, **known,
             ),
-            Listen.parse("127.0.0.1:0"),
+            listen or Listen.parse("127.0.0.1:0"),
         )  # fmt: skip
         self.port_number = self.hub.start()
-        self.url = f"http://127.0.0.1:{self.port_number}"
+        self.url = self.hub.listen.url(self.port_number)
         self.port = SwarmPort(
             PortParts(
                 hub=self.hub,

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +219,30 @@ def test_large_counters_lose_no_digit_and_labels_are_quoted():
     assert (version.labels, version.value) == ({}, -1)
 
 
+@pytest.mark.parametrize(
+    ("has_tls", "is_insecure", "url", "status"),
+    [
+        (True, False, "http://10.0.0.1:80", 400),
+        (True, False, "http://127.0.0.1:80", 400),
+        (True, False, "https://10.0.0.1:80", 200),
+        (True, True, "http://10.0.0.1:80", 200),
+        (False, False, "http://10.0.0.1:80", 200),
+        (False, False, "ftp://10.0.0.1:80", 400),
+    ],
+)
+def test_workers_of_a_hub_behind_tls_are_sent_to_no_relay_in_the_clear(bench, has_tls, is_insecure, url, status):
+    token = bench.tokens.create(Role.RELAY, 3600, name="relay")
+    changes = {"certificate": Path("hub.pem") if has_tls else None, "is_insecure": is_insecure}
+    bench.hub.listen = replace(bench.hub.listen, **changes)
+    found, body = get(bench, f"/relay?url={url}", token)
+    assert found == status, body
+    assert bench.in_hub(bench.hub.relays.urls) == ((url,) if status == 200 else ())
+
+
 def test_two_hubs_cannot_have_one_port(bench, tmp_path):
     other = Hub(bench.hub.parts, Listen.parse(f"127.0.0.1:{bench.port_number}"))
     with pytest.raises(UserError, match="the hub cannot listen there"):
         other.start()
     other.stop()
-    with pytest.raises(OSError, match="address already in use"):
+    with pytest.raises(OSError, match="Address already in use"):
         other.call(lambda: None)

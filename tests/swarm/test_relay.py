@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from aiohttp import web
+from yarl import URL
 
 from baton.errors import UserError, WeightsFault
 from baton.policy.tensors import weights_digest
@@ -148,9 +149,40 @@ def test_a_relay_opens_to_the_secret_only_and_a_refused_token_ends_it(
                 async with http.get(f"{relay.url}/weights/manifest/run/{version.number}", headers=headers) as answer:
                     assert answer.status == 401
             assert not origin.asked
-        with pytest.raises(UserError, match="refuses this token"):
+        with pytest.raises(UserError, match="refuses this relay"):
             async with running(Origin(store), tmp_path / "other", token="wrong"):
                 pass
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/weights/manifest/x%2F..%2F..%2F..%2Frelay%3Furl=http:%2F%2F203.0.113.1:80%23/1",
+        "/weights/manifest/..%2Frelay/1",
+        "/weights/manifest/%2e%2e/1",
+        "/weights/manifest/run/1%2F..%2F..",
+        "/weights/manifest/run%3F/1",
+        "/weights/manifest/" + "r" * 65 + "/1",
+        "/weights/manifest/run/-1",
+        "/weights/chunk/..%2F..%2Fmodel",
+        "/weights/chunk/" + "0" * 63 + "G",
+    ],
+)
+def test_a_relay_asks_the_hub_for_nothing_but_manifests_and_chunks(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int], path: str
+) -> None:
+    """Its token opens more than that of the worker that asks."""
+    origin = Origin(published[0])
+
+    async def scenario() -> None:
+        async with running(origin, tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {SECRET}"}
+            async with http.get(URL(relay.url + path, encoded=True), headers=headers) as answer:
+                assert answer.status == 404
+            assert origin.relays == {relay.url}
+            assert not origin.asked
 
     asyncio.run(scenario())
 

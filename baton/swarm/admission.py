@@ -1,0 +1,136 @@
+"""Which connections a listening process keeps, and how much one caller may use of it. Pure: no socket, no clock.
+
+    accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
+                  └──▶ evicted: too many strangers, or too late with a token
+
+Strangers have places of their own. When these are full, the oldest stranger of the address that has most gives way:
+whoever opens many connections closes his own, and nobody without a token keeps out a caller with one. A token gets a
+part of the places for tokens, and only the run's owner (admins, trusted workers) gets the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
+
+MAX_CONNECTIONS = 4096
+MAX_RESERVE = 1024
+"""Files kept for the process's own use, at most."""
+AUTHENTICATE_S = 30.0
+"""A connection that has shown no valid token for so long is closed; TLS handshake and headers included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Bounds on connections."""
+
+    strangers: int
+    untrusted: int
+    """With a valid token that is not the owner's."""
+    untrusted_per_token: int
+    known: int
+    """With any valid token."""
+
+    @classmethod
+    def of(cls, file_limit: int) -> Places:
+        """Divide what a process may open, RLIMIT_NOFILE, after a reserve for its own files."""
+        total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
+        quarter = total // 4
+        return cls(quarter, 2 * quarter, quarter, 3 * quarter)
+
+
+@dataclass(slots=True)
+class Admission:
+    """The connections of one process, each by a number of the caller's choice."""
+
+    places: Places
+    _strangers: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Address → connection → since when; the oldest first."""
+    _addresses: dict[int, str] = field(default_factory=dict)
+    """Of strangers."""
+    _known: dict[int, str] = field(default_factory=dict)
+    """Connection → the untrusted token's key; empty for the owner's."""
+    _per_token: Counter[str] = field(default_factory=Counter)
+
+    def arrive(self, connection: int, address: str, now_s: float) -> int | None:
+        """Note a connection, and return the stranger that has to give way to it, if any."""
+        address, evicted = network_of(address), None
+        if len(self._addresses) >= self.places.strangers:
+            most = max(self._strangers.values(), key=lambda ones: (len(ones), -next(iter(ones.values()))))
+            evicted = next(iter(most))
+        if evicted is not None:
+            self.leave(evicted)
+        self._strangers.setdefault(address, {})[connection] = now_s
+        self._addresses[connection] = address
+        return evicted
+
+    def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
+        """Count a connection to a token; return why it is refused, or None. It stays a stranger when refused."""
+        if connection in self._known:
+            return None
+        if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
+            return f"this token has {self.places.untrusted_per_token} connections, which is all it may have"
+        is_full = not is_owner and self._per_token.total() >= self.places.untrusted
+        if is_full or len(self._known) >= self.places.known:
+            return "all places for callers with a token are taken: try again"
+        self.leave(connection)
+        self._known[connection] = "" if is_owner else key
+        if not is_owner:
+            self._per_token[key] += 1
+        return None
+
+    def is_known(self, connection: int) -> bool:
+        """Whether a connection has shown a valid token."""
+        return connection in self._known
+
+    def leave(self, connection: int) -> None:
+        """Forget a connection."""
+        address, key = self._addresses.pop(connection, None), self._known.pop(connection, None)
+        if address is not None:
+            del self._strangers[address][connection]
+            if not self._strangers[address]:
+                del self._strangers[address]
+        if key:
+            self._per_token[key] -= 1
+            if not self._per_token[key]:
+                del self._per_token[key]
+
+    def oldest_stranger(self) -> int | None:
+        """Who gives way first when the process has no file left."""
+        return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
+
+    def overdue(self, now_s: float) -> list[int]:
+        """Connections that have shown no valid token in time."""
+        since = ((one, at_s) for ones in self._strangers.values() for one, at_s in ones.items())
+        return [one for one, at_s in since if now_s - at_s > AUTHENTICATE_S]
+
+
+@dataclass(slots=True)
+class RateLimit:
+    """A token bucket per key: more than that waits, nothing is refused.
+
+    A caller that is slowed down loses nothing, and what piles up while the process itself stands still is no offence.
+    """
+
+    per_s: float
+    burst: float
+    _full_s: dict[str, float] = field(default_factory=dict)
+    """Key → when its bucket is full again."""
+
+    def delay_s(self, key: str, now_s: float) -> float:
+        """Take one, and return how long to wait before it may be used."""
+        full_s = max(self._full_s.get(key, now_s), now_s) + 1 / self.per_s
+        self._full_s[key] = full_s
+        return max(0.0, full_s - now_s - self.burst / self.per_s)
+
+
+def network_of(address: str) -> str:
+    """Return what one subscriber holds: an IPv4 address, or the /64 of an IPv6 address."""
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(found) if found.version == 4 else str(IPv6Address(int(found) >> 64 << 64))
