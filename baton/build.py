@@ -42,6 +42,7 @@ from baton.run_lock import RunLock
 from baton.runs import RunDirectory
 from baton.stop import StopRequest
 from baton.swarm.crew import Crew
+from baton.tasks.prompt_lengths import measure
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import BEGIN, Clock, LeaseTrace, TraceWriter
@@ -54,7 +55,7 @@ from baton.trainer.ranked import RankedTrainer
 from baton.trainer.ranks import Ranks, TrainerSetup
 from baton.trainer.trainer import Trainer
 from baton.turns import Turns
-from baton.types import PolicyVersion, SamplingParams
+from baton.types import PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
@@ -134,13 +135,15 @@ def _build_loop(
 ) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
-    _check_machine(recipe, crew)
+    if recipe.swarm.is_on:
+        check_swarm(recipe, crew)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
+    check_room(recipe, is_here=crew is None and start_ranks is None)
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
-    held_out = mixture.held_out(recipe.eval.num_prompts)
+    held_out = _prompts(recipe, mixture, tokenizer, observer)
     place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
     trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
@@ -176,12 +179,17 @@ def _build_loop(
     )
 
 
-def _check_machine(recipe: Recipe, crew: Crew | None) -> None:
-    """Raise UserError where this machine cannot do what the recipe asks of it."""
-    if recipe.swarm.is_on:
-        check_swarm(recipe, crew)
-    if recipe.rollout.is_colocated:
-        check_room(recipe)
+def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observer: Observer) -> list[Prompt]:
+    """Have prompts left out that are too long, and return the held-out ones; say what there is less of than asked."""
+    room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
+    with observer.phase("measure prompts", 0) as measured:
+        for lengths in measure(mixture, tokenizer.num_tokens, room, seed=seed, on_measured=measured):
+            if lengths.too_long:
+                observer.said(f"task {lengths}")
+    held_out = mixture.held_out(wanted, or_fewer=True)
+    if len(held_out) < wanted:
+        observer.said(f"evaluations use all {len(held_out)} held-out prompts there are (eval.num_prompts = {wanted})")
+    return held_out
 
 
 def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
@@ -309,8 +317,9 @@ def evaluate_model(
     set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(str(model_path))
     mixture = TaskMixture(recipe.task, recipe.answer)
+    mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
-    prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts)
+    prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts, or_fewer=num_prompts is None)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
     model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
     version = PolicyVersion("eval", 0)

@@ -27,7 +27,7 @@ class EvalSettings(Settings):
     every: int = Field(default=20, ge=0)
     """Train steps between evaluations; 0 evaluates only before the first and after the last step."""
     num_prompts: int = Field(default=256, ge=1)
-    """Distinct held-out prompts."""
+    """Distinct held-out prompts; all there are where a task has fewer than its share."""
     samples: int = Field(default=1, ge=1)
     """Sampled responses per prompt (k of pass@k)."""
     temperature: float = Field(default=1.0, gt=0)

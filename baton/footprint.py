@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from baton.config import Recipe
 from baton.errors import UserError
-from baton.policy.adapters import add_adapters
-from baton.policy.load import torch_device, torch_dtype
+from baton.policy.adapters import add_adapters, base_of_adapter
+from baton.policy.load import check_weight_files, torch_device, torch_dtype
 from baton.policy.memory import available_bytes
-from baton.policy.tokenizer import load_tokenizer
+from baton.policy.tokenizer import first_line, load_tokenizer
+from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 
@@ -32,24 +34,39 @@ class Footprint:
     """Of these, what a trainer at rest does not keep."""
     engine_bytes: int
     """The engine's weights and its whole KV cache."""
+    cache_bytes: int
+    """Of these, the KV cache."""
+    available_bytes: int | None
+    """Of the device that the trainer is on; None where that is on other machines."""
+    device: str
+    max_positions: int | None
+    """The longest context that the model was made for; None where its configuration does not say."""
+    prompts: tuple[PromptLengths, ...]
+    """By task."""
+    held_out_prompts: int
+    """What an evaluation uses of `eval.num_prompts`."""
     trajectories_per_step: int
     max_generated_tokens_per_step: int
     updates_per_step: int
 
 
-def footprint(recipe: Recipe) -> Footprint:
-    """Work out memory and work of a recipe; opens its tasks as a start would, but reads no weights."""
+def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
+    """Work out memory and work of a recipe; opens its tasks as a start would, and of its weights only the headers.
+
+    is_here: whether trainer and engine will be on this machine. Raises UserError for all that a start would refuse.
+    """
     tokenizer = load_tokenizer(recipe.model.path)
+    check_weight_files(recipe.model.path)
+    config, model = check_room(recipe, is_here=is_here)
     mixture = TaskMixture(recipe.task, recipe.answer)
     Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
-    mixture.held_out(recipe.eval.num_prompts)
+    prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
+    held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
     prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
-    config = AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     parameters = sum(p.numel() for p in model.parameters())
-    engine_bytes = _engine_bytes(recipe, config, parameters)
+    weights_bytes, cache_bytes = _engine_bytes(recipe, config, model)
     trainer_bytes, gradient_bytes = _trainer_bytes(recipe, model)
+    device = torch_device(recipe.model.device) if is_here else None
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     return Footprint(
         example_prompt=tokenizer.text(prompt_ids, keep_special=True),
@@ -57,21 +74,28 @@ def footprint(recipe: Recipe) -> Footprint:
         parameters=parameters,
         trainer_bytes=_rank_bytes(recipe, trainer_bytes, gradient_bytes),
         gradient_bytes=gradient_bytes,
-        engine_bytes=engine_bytes,
+        engine_bytes=weights_bytes + cache_bytes,
+        cache_bytes=cache_bytes,
+        available_bytes=None if device is None else available_bytes(device),
+        device=str(device or recipe.model.device),
+        max_positions=_max_positions(config),
+        prompts=tuple(prompts),
+        held_out_prompts=len(held_out),
         trajectories_per_step=trajectories,
         max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
         updates_per_step=recipe.algorithm.num_updates,
     )
 
 
-def _engine_bytes(recipe: Recipe, config: PretrainedConfig, parameters: int) -> int:
-    """Weights and slots in the engine's dtype."""
+def _engine_bytes(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes of the weights and of the slots, in the engine's dtype."""
     width = torch_dtype(recipe.engine.dtype).itemsize
+    parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * width
-    return int(width * parameters + recipe.engine.slots * recipe.engine.max_context_tokens * kv_bytes_per_token)
+    return width * parameters, recipe.engine.slots * recipe.engine.max_context_tokens * int(kv_bytes_per_token)
 
 
 def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
@@ -101,15 +125,72 @@ def _rank_bytes(recipe: Recipe, trainer_bytes: int, gradient_bytes: int) -> int:
     return -(-trainer_bytes // ranks) + whole
 
 
-def check_room(recipe: Recipe) -> None:
-    """Raise UserError where one device cannot hold what trainer or engine has in its turn, before either is made.
+def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Return a model's configuration and shapes. Raises UserError where it or the machine is too small for a recipe.
 
-    Activations come on top of a trainer's turn, so that what is let through may still be too much.
+    is_here: whether trainer and engine will be on this machine. Activations come on top of what is counted here, so
+    that what is let through may still be too much.
     """
-    config = AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    engine = _engine_bytes(recipe, config, sum(p.numel() for p in model.parameters()))
+    path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: {path!r} holds no causal LM: {first_line(error)}") from error
+    positions = _max_positions(config)
+    if positions is not None and recipe.engine.max_context_tokens > positions:
+        raise UserError(
+            f"engine.max_context_tokens: got {recipe.engine.max_context_tokens}, but the model in {path!r} was made "
+            f"for at most {positions} positions; lower it"
+        )
+    if is_here and recipe.rollout.is_colocated:
+        _check_turns(recipe, config, model)
+    elif is_here:
+        _check_side_by_side(recipe, config, model)
+    return config, model
+
+
+def _max_positions(config: PretrainedConfig) -> int | None:
+    """The longest context of a model, as far as its configuration says, stretched as its rotary embedding is."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    scaling = getattr(text, "rope_scaling", None) or {}
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    original = scaling.get("original_max_position_embeddings") or positions if factor else positions
+    return max(positions, int(original * (factor or 1)))
+
+
+def _check_side_by_side(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> None:
+    device = torch_device(recipe.model.device)
+    weights, cache = _engine_bytes(recipe, config, model)
+    ranks = recipe.trainer.ranks if device.type == "cpu" else 1
+    needed = {"the trainer": ranks * _rank_bytes(recipe, *_trainer_bytes(recipe, model))}
+    advice = {"the trainer": "take a smaller model, or [lora]"}
+    if recipe.engine.kind == "embedded" and (recipe.swarm.workers or not recipe.swarm.is_on):
+        engines = max(1, recipe.engine.processes, recipe.swarm.workers)
+        each = "" if engines == 1 else f" of {engines} engines"
+        needed |= {f"the KV cache{each}": engines * cache, f"the weights{each}": engines * weights}
+        advice |= {f"the KV cache{each}": "lower engine.slots or engine.max_context_tokens"}
+        advice |= {f"the weights{each}": 'take a smaller model or fewer engines, or set engine.dtype = "bfloat16"'}
+    free = available_bytes(device)
+    if sum(needed.values()) > free:
+        first, *others = sorted(needed, key=lambda name: -needed[name])
+        beside = "".join(f", {name} {_gib(needed[name])}" for name in others)
+        raise UserError(
+            f"{first} needs {_gib(needed[first])}{beside}, but {_gib(free)} are free on {device}: {advice[first]}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def _check_turns(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """Raise UserError where one device cannot hold what trainer or engine has in its turn."""
+    engine = sum(_engine_bytes(recipe, config, model))
     trainer, gradients = _trainer_bytes(recipe, model)
     device, host = torch_device(recipe.model.device), torch.device("cpu")
     resting = trainer - gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
@@ -13,6 +13,9 @@ from rich.console import Console
 
 from baton.config import Recipe, WarmStart
 from baton.errors import UserError
+
+LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
+"""Sections of which a recipe may have several."""
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -48,6 +51,12 @@ def print_keys(console: Console, keys: Sequence[Key]) -> None:
         if key.section != section:
             section = key.section
             console.print(f"\n[bold]\\[{section}][/bold]" if section else "\n[bold]top level[/bold]")
+            if section in LISTS:
+                console.print(
+                    f"  a list: \\[\\[{section}]] may stand several times; an override counts from 0, as in "
+                    f"{section}.0.{key.key}=…",
+                    highlight=False,
+                )
         default = "required" if key.default is None else f"= {key.default}"
         console.print(f"  {key.key} {default}   ({key.type})", highlight=False, markup=False)
         console.print(f"      {key.meaning}", style="dim", highlight=False, markup=False)

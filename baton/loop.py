@@ -308,6 +308,7 @@ class Loop:
         counted = counts.metrics()
         is_sync = self.rollout.mode == "sync"
         in_batch = sum(m.trajectory.num_tokens for g in groups for m in g.members)
+        counted |= self.stream.take_counts()
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
         if self.runner.rules.is_adaptive:
             counted["rollout/overprovision"] = self.runner.scheduler.overprovision

@@ -34,8 +34,9 @@ def train(
         typer.Option("--skip-batch", metavar="STEP", min=1, help="With --resume: leave a step's recorded batch out."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe and print what it resolves to and needs; start nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe, data, model and memory, print what it needs, end.")
     ] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="With --dry-run: print all keys that it resolves to.")] = False,
     serve: Annotated[
         str | None, typer.Option("--serve", metavar="HOST:PORT", help="Let workers from elsewhere join here.")
     ] = None,
@@ -71,7 +72,7 @@ def train(
 
     loaded = load(())
     if dry_run:
-        _print_dry_run(loaded, as_json)
+        _print_dry_run(loaded, is_here=plan is None, keys=keys, as_json=as_json)
         return
 
     def run(observer: Any, stop: StopRequest) -> Any:
@@ -128,12 +129,12 @@ def _exit_code(stop: StopRequest) -> int:
     return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 
-def _print_dry_run(recipe: Any, as_json: bool) -> None:
+def _print_dry_run(recipe: Any, *, is_here: bool, keys: bool, as_json: bool) -> None:
     from baton.footprint import footprint
     from baton.report import print_dry_run
 
-    needs = footprint(recipe)
+    needs = footprint(recipe, is_here=is_here)
     if as_json:
         print_json({"recipe": recipe.model_dump(mode="json"), "needs": msgspec.to_builtins(needs)})
     else:
-        print_dry_run(out, recipe, needs)
+        print_dry_run(out, recipe, needs, keys=keys)

@@ -76,7 +76,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStartReport:
     if recipe.task:  # refused now, and not by the evaluation after the training
-        TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts)
+        TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)

@@ -89,10 +89,57 @@ def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path
     assert needs["updates_per_step"] == 2
     assert found["recipe"]["algorithm"]["num_epochs"] == 2
     text, _ = invoke(*arguments)
-    assert "num_epochs = 2" in text
-    assert f"parameters: {parameters:,}" in text
+    assert [line.split()[0] for line in text.splitlines()[:5]] == ["model", "task", "task", "evaluation", "memory"]
+    assert "[algorithm]" not in text
+    assert f"{parameters:,} parameters" in text
+    assert "[algorithm]" in invoke(*arguments, "--keys")[0]
+    assert "num_epochs = 2" in invoke(*arguments, "--keys")[0]
     assert needs["example_prompt"] in text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("engine.slots=4000000",), "the KV cache needs 122 GiB"),
+        (("engine.processes=4", "engine.slots=2000000"), "the KV cache of 4 engines needs 244 GiB"),
+        (("engine.max_context_tokens=8192",), "the model in '{model}' was made for at most 1024 positions; lower it"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_dry_run_and_by_the_start_with_the_key_to_lower(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], sentence: str
+) -> None:
+    """By hand: 4 million slots of 64 tokens and 512 bytes are 122 GiB."""
+    monkeypatch.setattr("baton.footprint.available_bytes", lambda device: 100 * 2**30)
+    for dry in (("--dry-run",), ()):
+        said = mistake("train", small.recipe, f"run.directory={tmp_path / 'runs'}", *overrides, *dry)
+        assert sentence.format(model=small.model) in said
+        assert "lower" in said
+    assert not (tmp_path / "runs" / "small").exists()
+
+
+def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small.model, model)
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    arguments = ("train", small.recipe, f"model.path={model}", "--dry-run")
+    for content, sentence in (
+        (whole[:-7], f"has {len(whole) - 7:,} bytes, but its header tells of {len(whole):,}"),
+        (b"\xff" * 5000, "its header cannot be read"),
+        (b"", "its header cannot be read"),
+    ):
+        file.write_bytes(content)
+        assert sentence in mistake(*arguments)
+    file.unlink()
+    assert "holds no weights" in mistake(*arguments)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    assert "lacks model-00002-of-00002.safetensors, which its index names" in mistake(*arguments)
+
+
+def test_keys_say_how_a_list_is_overridden() -> None:
+    assert "an override counts from 0, as in task.0.name=…" in invoke("keys", "task")[0]
+    assert "counts from 0" not in invoke("keys", "engine")[0]
 
 
 def test_the_quickstart_is_ready_to_run() -> None:

@@ -305,6 +305,28 @@ def test_a_run_without_any_difference_in_rewards_says_that_nothing_can_be_learne
     assert "for 4 steps all responses to a prompt have had the same reward (0 everywhere)" in printed_report(run)
 
 
+def test_a_prompt_that_is_too_long_is_left_out_counted_and_never_ends_a_run(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nine of 60 rows have more tokens than the context; before, the first that was drawn ended the run."""
+    rows = [
+        {"prompt": q + " and 1" * (200 if i % 7 == 0 else 0), "answer": a}
+        for i, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True))
+    ]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree |= {"task": [{"name": "mine", "path": str(tmp_path / "long.jsonl")}], "reward": [{"kind": "format"}]}
+    tree["run"]["steps"], tree["eval"] = 13, {"num_prompts": 256, "every": 0}  # a step takes four prompts
+    run, said = observed(tree)
+    assert "; 9 too long and left out" in said
+    assert "held-out prompts there are (eval.num_prompts = 256)" in said
+    counted = [row.get("prompts/too_long", 0) for row in read_metrics(run.path)]
+    assert sum(counted) >= 6
+    assert RunDirectory.open(run.path).recorded_steps()[-1] == 13
+    tree["task"][0]["too_long"], tree["run"]["name"] = "refuse", "refused"
+    with pytest.raises(UserError, match=r"task 'mine': 9 prompts are longer than 127 tokens, the longest has "):
+        observed(tree)
+
+
 def test_a_function_that_always_raises_stops_the_run_in_one_sentence(tree: dict[str, Any], tmp_path: Path) -> None:
     tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "raises")]}
     with pytest.raises(UserError) as caught:

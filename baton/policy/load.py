@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -36,6 +38,47 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def check_weight_files(path: str) -> None:
+    """Raise UserError where weight files are missing or cut short, from their index and headers alone."""
+    base = base_of_adapter(Path(path))
+    path = base or path
+    directory = Path(path)
+    if not directory.is_dir():
+        found = try_to_load_from_cache(path, "config.json")
+        if not isinstance(found, str):
+            return  # said elsewhere
+        directory = Path(found).parent
+    index = directory / "model.safetensors.index.json"
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"model.path: {index} is no index of weight files; copy or download the model again") from error
+    names = names or [file.name for file in directory.glob("*.safetensors")]
+    if not names and not list(directory.glob("pytorch_model*.bin")):
+        raise UserError(f"model.path: {path!r} holds no weights; copy or download the model again")
+    for name in names:
+        file = directory / name
+        if not file.is_file():
+            raise UserError(f"model.path: {path!r} lacks {name}, which its index names; copy or download it again")
+        size, told = file.stat().st_size, _told_bytes(file)
+        if size != told:
+            said = "its header cannot be read" if told is None else f"its header tells of {told:,}"
+            raise UserError(f"model.path: {file} has {size:,} bytes, but {said}; copy or download it again")
+
+
+def _told_bytes(file: Path) -> int | None:
+    """The size of a safetensors file as its header has it; None where there is no such header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(100_000_000, file.stat().st_size):
+            return None
+        try:
+            header = json.loads(stream.read(length))
+            return 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
 
 
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:

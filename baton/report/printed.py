@@ -91,25 +91,27 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
     console.print(table, soft_wrap=True)
 
 
-def print_dry_run(console: Console, recipe: Recipe, needs: Footprint) -> None:
-    """Print what a recipe resolves to and needs."""
+def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:
+    """Print what a recipe needs in a line each; `keys`: and then all that it resolves to."""
     ranks = recipe.trainer.ranks
     trainer = "trainer" if ranks == 1 else f"each of the trainer's {ranks} ranks"
-    console.print(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), highlight=False, markup=False)
-    console.print(
-        f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}\n"
-        f"parameters: {needs.parameters:,}\n"
-        f"memory: {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained), "
-        f"engine {_size(needs.engine_bytes)} (weights and KV cache), and activations"
-        f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}\n"
-        f"each step: {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
-        f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)\n"
-        + "".join(f"{note}\n" for note in recipe.algorithm.notes(recipe.rollout.model_dump()))
-        + "the recipe is valid; nothing was started",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    made_for = "" if needs.max_positions is None else f", made for {needs.max_positions:,} positions"
+    free = "" if needs.available_bytes is None else f"; {_size(needs.available_bytes)} free on {needs.device}"
+    lines = [
+        f"model       {recipe.model.path}, {needs.parameters:,} parameters{made_for}",
+        *(f"task        {prompts}" for prompts in needs.prompts),
+        f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})",
+        f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained),"
+        f" engine {_size(needs.engine_bytes)} (weights, and KV cache {_size(needs.cache_bytes)}), and activations"
+        f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}{free}",
+        f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
+        f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)",
+        *recipe.algorithm.notes(recipe.rollout.model_dump()),
+        f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}",
+        *([tomli_w.dumps(without_none(recipe.model_dump(mode="json")))] if keys else []),
+        f"the recipe is valid; nothing was started{'' if keys else '; --keys prints all that it resolves to'}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _size(num_bytes: float) -> str:

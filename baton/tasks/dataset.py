@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Literal
@@ -45,6 +45,11 @@ class FileTask:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def rows(self) -> Sequence[Problem]:
+        """All of them, in the order of the file."""
+        return self._rows
 
     @property
     def scorer(self) -> Scorer:

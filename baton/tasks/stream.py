@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -45,6 +45,9 @@ class TaskSettings(Settings):
     reference answer, and reward functions judge alone."""
     form: Literal["original", "compact"] = "original"
     """Wording of the problem: reasoning-gym's own, or a compact one for small models."""
+    too_long: Literal["filter", "refuse"] = "filter"
+    """Prompts that leave no room for a response within engine.max_context_tokens. filter: left out and counted.
+    refuse: the run does not start where some are found; one that is only found when it is drawn is left out."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this task in the training stream, relative to the others."""
 
@@ -95,7 +98,15 @@ class TaskMixture:
             raise UserError(f"[[task]]: the name {min(twice)!r} is used twice; give each task its own name")
         self.tasks: dict[str, Task] = {s.name: s.build() for s in settings}
         self.weights = [s.weight for s in settings]
+        self.refuses_long = {s.name: s.too_long == "refuse" for s in settings}
+        """Whether a task's prompts must all leave room for a response, by task."""
+        self.has_room: Callable[[Prompt], bool] = lambda prompt: True
+        """Whether a prompt may be used; see `limit`."""
         self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
+
+    def limit(self, num_tokens: Callable[[Sequence[Message]], int], most: int) -> None:
+        """Leave out prompts of more tokens than `most`, from the training stream and from the held-out set."""
+        self.has_room = lambda prompt: num_tokens(prompt.messages) <= most
 
     def prompt(self, task: str, problem: Problem) -> Prompt:
         """Word a problem as a prompt; a conversation is taken as it is."""
@@ -112,10 +123,11 @@ class TaskMixture:
             problem.metadata,
         )
 
-    def held_out(self, num_prompts: int, seed: int = 0) -> list[Prompt]:
+    def held_out(self, num_prompts: int, seed: int = 0, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, shared among the tasks as evenly as possible: the same ones each time.
 
-        Raises TaskExhausted when a task has fewer distinct held-out problems than its share.
+        Raises TaskExhausted when a task has fewer distinct held-out problems than its share; with `or_fewer` when it
+        has none.
         """
         prompts: list[Prompt] = []
         seen: set[str] = set()
@@ -125,11 +137,14 @@ class TaskMixture:
             while found < share:
                 problem = task.draw(seed, index)
                 index += 1
-                if problem.is_held_out and problem.problem_id not in seen:
+                is_new = problem.is_held_out and problem.problem_id not in seen
+                if is_new and self.has_room(prompt := self.prompt(name, problem)):
                     seen.add(problem.problem_id)
-                    prompts.append(self.prompt(name, problem))
+                    prompts.append(prompt)
                     found, last_new = found + 1, index
                 elif index - last_new > PATIENCE:
+                    if found and or_fewer:
+                        break
                     raise TaskExhausted(
                         f"task {name!r} has only {found} distinct held-out problems ({HELD_OUT_PERCENT} % of all), "
                         f"but {share} were asked for: ask for fewer, or widen its params"
@@ -146,6 +161,12 @@ class PromptStream:
         self._seed = seed
         self.position = {name: (start or {}).get(name, 0) for name in mixture.tasks}
         """Task name → draws made, held-out ones included."""
+        self._too_long = 0
+
+    def take_counts(self) -> dict[str, float]:
+        """Return how many prompts were left out because they are too long since the last call; nothing where none."""
+        taken, self._too_long = self._too_long, 0
+        return {"prompts/too_long": float(taken)} if taken else {}
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts, none of them held out. Raises TaskExhausted when a task has no such problem."""
@@ -157,11 +178,15 @@ class PromptStream:
             name = dice.choices(names, self._mixture.weights)[0]
             problem = self._mixture.tasks[name].draw(self._seed, self.position[name])
             self.position[name] += 1
-            if problem.is_held_out:
+            prompt = self._mixture.prompt(name, problem)
+            has_room = problem.is_held_out or self._mixture.has_room(prompt)
+            self._too_long += not has_room
+            if problem.is_held_out or not has_room:
                 misses += 1
             else:
                 misses = 0
-                prompts.append(self._mixture.prompt(name, problem))
+                prompts.append(prompt)
             if misses > PATIENCE:
-                raise TaskExhausted(f"task {name!r} has no training problem in {PATIENCE} draws: widen its params")
+                hint = "widen its params" if has_room else "its prompts are too long: raise engine.max_context_tokens"
+                raise TaskExhausted(f"task {name!r} has no training problem in {PATIENCE} draws: {hint}")
         return prompts

@@ -54,6 +54,9 @@ class Prompts:
         self.position["numbers"] += num_prompts
         return [Prompt(str(first + i), "numbers", (Message("user", str(first + i)),)) for i in range(num_prompts)]
 
+    def take_counts(self) -> dict[str, float]:
+        return {}
+
 
 class LateJudges:
     """Judges in any order, some calls late, and counts."""
