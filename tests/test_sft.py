@@ -148,8 +148,9 @@ def test_a_warm_start_whose_evaluation_cannot_work_is_refused_before_the_trainin
     path = write_warm_start(tmp_path / "warm.toml", "")
     with path.open("a") as file:
         file.write(GENERATED)
-    with pytest.raises(TaskExhausted, match="'chain_sum' has only 16 distinct held-out problems"):
-        warm_start(load_recipe(WarmStart, path, ["eval.num_prompts=17"]), Console(quiet=True))
+    one_digit = "task.0.params={ min_terms = 1, max_terms = 1, min_digits = 1, max_digits = 1 }"
+    with pytest.raises(TaskExhausted, match="'chain_sum' has only 0 distinct held-out problems"):
+        warm_start(load_recipe(WarmStart, path, [one_digit]), Console(quiet=True))
     assert not (tmp_path / "runs").exists()
 
 
