@@ -71,6 +71,7 @@ def test_the_cheap_commands_run_as_they_stand(words: list[str], monkeypatch: pyt
     words = ["model.path=models/quickstart" if word.startswith("model.path=") else word for word in words]
     if words[0] == "train":
         words = [*words, "eval.num_prompts=4"]  # a dry run draws them, and some take a tenth of a second each
+        words += ["engine.max_context_tokens=1024", "rollout.max_new_tokens=512"]  # for which the shipped model is made
     result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
 
