@@ -39,7 +39,7 @@ class HangingFileSystem(MemoryFileSystem):
         self.let_go.wait(PATIENCE_S)
         raise FileNotFoundError
 
-    open = makedirs = size = find = exists = _hang
+    open = cat_file = makedirs = size = find = exists = _hang
 
 
 @pytest.fixture
