@@ -115,7 +115,7 @@ class Journal:
     def _check_entries(self) -> None:
         (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
-            raise sqlite3.DatabaseError(found)
+            raise sqlite3.DatabaseError(" ".join(found.split()))
         for *key, content, digest in self._db.execute(
             "SELECT kind, number, sample, token_offset, content, digest FROM entries"
         ):

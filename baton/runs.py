@@ -201,7 +201,10 @@ class RunDirectory:
             there = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
             raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
         try:
-            return [_group(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+            data = file.read_bytes()
+            if not data:  # which gzip takes for no lines
+                raise EOFError("it is empty")
+            return [_group(line) for line in gzip.decompress(data).splitlines()]
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Damaged(
                 f"{file} is damaged: {error}; where the run is to go on, remove it: the batch is then made again"

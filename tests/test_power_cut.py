@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -133,9 +134,8 @@ def build(wanted: Recipe) -> Scripted:
         noise_seed=1,
         journal=journal,
     )
-    judge: Any = SimpleNamespace(
-        close=lambda: None, warnings=SimpleNamespace(take=lambda at: [], stepped=lambda *at: [])
-    )
+    judge = MagicMock()
+    judge.warnings.take.return_value = judge.warnings.stepped.return_value = []
     nothing: Any = None
     return Scripted(
         run=run,

@@ -452,7 +452,7 @@ def test_under_changed_reward_weights_what_is_in_no_batch_yet_is_judged_again(ti
     partial = {"rollout__mode": "partial", "rollout__overprovision": 2.0, "engine__slots": 24}
     begun = recipe(tiny_model, tmp_path, run__steps=5, **partial)
     run = RunDirectory(begun.run.path)
-    train(begun, resume=False, should_stop=lambda: len(run.recorded_steps()) >= 2)
+    train(begun, resume=False, stop=StopWhen(lambda: len(run.recorded_steps()) >= 2))
     done = run.recorded_steps()
     with closing(Journal(run.journal, keeps_partials=True)) as journal:
         assert any(group.judged for group in journal.open_groups()), "some are judged and in no batch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 
 from baton import build
 from baton.config import Recipe
-from baton.errors import RankLost
+from baton.errors import Damaged, RankLost
+from baton.files import verify
 from baton.launch.ranks import LocalRanks
 from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
@@ -106,6 +108,14 @@ def test_a_rank_that_is_lost_ends_the_run_with_its_name_and_the_run_can_go_on(
     monkeypatch.setattr(build, "LocalRanks", lambda count, *, threads: pool.lend(count))
     wanted = recipe(run_model, tmp_path)
     train(wanted, stop_after=1)
+    checkpoint = latest_checkpoint(RunDirectory(wanted.run.path).checkpoints)
+    assert checkpoint is not None
+    shard = next((checkpoint / "baton" / "optimizer").glob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(Damaged, match=re.escape(shard.name)):
+        verify(checkpoint)
+    shard.write_bytes(whole)
     message = "trainer rank 1 (pid 5) ended by SIGKILL; go on from the last checkpoint"
 
     def lost(self: LocalRanks, message_to: object, timeout_s: float) -> list[Any]:

@@ -1,0 +1,65 @@
+"""Rows that a process died within are left out, others that cannot be read are named; sealed files are compared."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from baton.errors import Damaged
+from baton.files import append, atomic_directory, read_rows, remove_leftovers, seal, verify, writing
+
+
+def test_the_line_that_a_process_died_within_is_left_out_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    assert read_rows(file, dict[str, Any]) == []
+    append(file, b'{"a":1}\n{"a":2}\n{"a":')
+    assert read_rows(file, dict[str, Any]) == [{"a": 1}, {"a": 2}]
+    append(file, b"3}\n" + bytes(30))  # a power cut may leave zeros where the size was written and the bytes were not
+    assert [row["a"] for row in read_rows(file, dict[str, Any])] == [1, 2, 3]
+    file.write_bytes(b'{"a":1}\n{"a"\xff2}\n{"a":3}\n')
+    with pytest.raises(Damaged, match=r"rows.jsonl is damaged: line 2 of 3 cannot be read"):
+        read_rows(file, dict[str, Any])
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 99_999, 200_000])
+def test_a_sealed_directory_tells_any_change_of_any_file(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "sub" / "data.bin"
+    file.parent.mkdir()
+    file.write_bytes(bytes(size))
+    verify(tmp_path)  # not sealed: taken as it is
+    seal(tmp_path)
+    verify(tmp_path)
+    (tmp_path / "added").write_text("another's")
+    verify(tmp_path)
+    file.write_bytes(bytes(size + 1))
+    with pytest.raises(Damaged, match=rf"sub/data.bin has {size + 1} bytes, {size} were written"):
+        verify(tmp_path)
+    verify(tmp_path, lambda name: name != "sub/data.bin")
+    file.unlink()
+    with pytest.raises(Damaged, match=r"sub/data\.bin is missing"):
+        verify(tmp_path)
+    if size:
+        file.write_bytes(bytes(size - 1) + b"\x01")
+        with pytest.raises(Damaged, match=r"sub/data\.bin does not have the digest"):
+            verify(tmp_path)
+
+
+def test_a_directory_that_was_being_replaced_when_the_power_failed_comes_back(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "thing") as directory:
+        (directory / "one").write_text("1")
+    (tmp_path / "thing").rename(tmp_path / ".thing.replaced")
+    remove_leftovers(tmp_path)
+    assert (tmp_path / "thing" / "one").read_text() == "1"
+
+
+def test_an_error_of_a_write_names_its_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as caught, writing(tmp_path / "f"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "f")
+    with pytest.raises(OSError, match="I/O error") as caught, writing(tmp_path / "f"):
+        raise SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "f"))
