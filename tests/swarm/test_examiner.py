@@ -354,3 +354,14 @@ def test_a_key_is_known_again_after_a_restart_and_only_with_its_token():
     assert keys.worker("token", keys.issue("token")) not in {worker, None}
     for forged in ("", ".", key[:-1], f"0{key}", "é.é", worker):
         assert keys.worker("token", forged) is None
+
+
+def test_whose_quarantine_was_lifted_while_the_hub_runs_is_a_new_worker(office, tmp_path):
+    office.examiner.violated(author("a"), "nonsense", "a report")
+    assert not office.finish(1, (author("a"), 0, LENGTH))
+    Quarantine(tmp_path / "quarantine.jsonl").lift("a", 0.0)
+    office.examiner.tick()
+    assert reason(office, "a") is None
+    assert office.finish(2, (author("a"), 0, LENGTH))
+    office.rule()
+    assert office.released == [(9, 2, 0)]

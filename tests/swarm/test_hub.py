@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.error
@@ -11,17 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from swarm_bench import LINEAGE, MODEL, SwarmBench, quick, version_of, wait_until
+from swarm_bench import LINEAGE, MODEL, SwarmBench, hello, quick, version_of, wait_until
 
 from baton.errors import UserError
-from baton.swarm.auth import Role, TokenFile
+from baton.swarm.auth import Role, TokenFile, digest_of
 from baton.swarm.examiner import Examiner
 from baton.swarm.hub import Hub
 from baton.swarm.inspector import Conviction, InspectionSettings, Inspector
 from baton.swarm.listen import Listen
+from baton.swarm.messages import Admitted, Heard, Rejected, decode_from_hub, encode
 from baton.swarm.overview import overview
 from baton.swarm.quarantine import Quarantine
 from baton.swarm.status import HubStatus, prometheus
@@ -128,6 +131,39 @@ def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(
     assert "in quarantine: forged logprobs" in {line["reason"] for line in lines}
     text = (bench.directory / "audit.jsonl").read_text()
     assert not any(token in text for token in (*tokens.values(), revoked, expired, banned)), "never a token itself"
+
+
+def test_quarantine_takes_the_worker_by_its_key_and_the_token_with_the_third(bench):
+    token = bench.tokens.create(Role.WORKER, 3600, name="guest")
+
+    async def join(key: str = "") -> list[Any]:
+        """Say Hello, and return what the hub says until it hangs up, or a Heartbeat is answered."""
+        heard: list[Any] = []
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            line = await session.ws_connect(f"{bench.url}/worker", headers={"Authorization": f"Bearer {token}"})
+            await line.send_bytes(encode(hello(key)))
+            while (message := await line.receive()).type is aiohttp.WSMsgType.BINARY:
+                heard.append(decode_from_hub(message.data))
+                if isinstance(heard[-1], Heard):
+                    break
+            await line.close()
+        return [message for message in heard if isinstance(message, Admitted | Rejected)]
+
+    bench.begin()
+    digest = digest_of(token)
+    for number in range(3):
+        (admitted,) = asyncio.run(join())
+        worker = bench.hub.parts.keys.worker(digest, admitted.key)
+        assert asyncio.run(join(admitted.key)) == [], "the same worker"
+        verdict = violation("forged logprobs")
+        conviction = Conviction(worker, "0/0@1", verdict, (), (), 0, 1, 1, digest, f"guest#{number}")
+        bench.in_hub(lambda conviction=conviction: bench.examiner.quarantine.add(conviction))
+        if number < 2:
+            assert asyncio.run(join(admitted.key)) == [Rejected("in quarantine: forged logprobs", is_final=True)]
+    with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+        asyncio.run(join())
+    bench.in_hub(lambda: bench.examiner.quarantine.lift("guest", 0.0))
+    assert isinstance(asyncio.run(join())[0], Admitted)
 
 
 def test_what_is_handed_out_is_what_was_published(bench):
