@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import aiohttp
 
 from baton.errors import DeadlineExceeded, WeightsFault
 from baton.fault import Fault
-from baton.swarm.messages import FromHub, FromWorker, Malformed, decode_from_hub, encode
+from baton.swarm.messages import SILENT_HEARTBEATS, FromHub, FromWorker, Malformed, decode_from_hub, encode
 
 SEND_DEADLINE_S = 30.0
 
@@ -37,11 +38,14 @@ class WorkerLine:
 
     async def receive(self, deadline_s: float) -> FromHub:
         """Return the hub's next message. Raises ConnectionLost."""
-        try:
-            async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
-                message = await self._socket.receive()
-        except TimeoutError as error:
-            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s") from error
+        message = None
+        for _ in range(SILENT_HEARTBEATS):  # in slices, as in `line.py`: a pause of this process counts as one
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
+                    message = await self._socket.receive()
+                    break
+        if message is None:
+            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s")
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
         try:
