@@ -361,18 +361,36 @@ def exists(path: Path) -> bool:
 # ---- TLS -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_a_run_over_tls_is_the_run_without_it(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
+def self_signed(directory: Path, name: str) -> dict[str, str]:
+    """Make a certificate for a name; return the keys of a recipe that say where it is."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the program openssl to make certificates")
     made = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
-    named = ["-subj", "/CN=hub", "-addext", "subjectAltName=IP:127.0.0.1"]
-    key, certificate = tmp_path / "hub.key", tmp_path / "hub.pem"
+    named = ["-subj", "/CN=hub", "-addext", f"subjectAltName={name}"]
+    key, certificate = directory / "hub.key", directory / "hub.pem"
     command = ["openssl", *made, *named, "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-    with swarm(tmp_path, model, swarm__certificate=str(certificate), swarm__key=str(key)) as run:
+    return {"swarm__certificate": str(certificate), "swarm__key": str(key)}
+
+
+def test_a_run_over_tls_is_the_run_without_it(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
+    tls = self_signed(tmp_path, "IP:127.0.0.1")
+    with swarm(tmp_path, model, **tls) as run:
         run.trainer = run._child("trainer", ["train", str(run.recipe), "--serve", "127.0.0.1:0"], None)
         url = run.trainer.await_said(r"the hub listens at (https://127\.0\.0\.1:\d+)")
-        worker = run.worker("--ca", str(certificate), url=url)
+        worker = run.worker("--ca", tls["swarm__certificate"], url=url)
         run.finish()
         assert_as_if_nothing_was(run, unbroken)
         assert "Traceback" not in run.trainer.said() + worker.said()
         assert "the run is complete" in worker.said()
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_a_runs_own_workers_reach_a_hub_that_listens_everywhere(model: Path, tmp_path: Path, is_tls: bool) -> None:
+    """Its certificate names another host, and nobody vouches for it."""
+    changes = self_signed(tmp_path, "DNS:hub.example.org") if is_tls else {"swarm__insecure": True}
+    with swarm(tmp_path, model, run__steps=1, **changes) as run:
+        arguments = ["train", str(run.recipe), "--serve", "0.0.0.0:0", "--workers", "1"]
+        run.trainer = run._child("trainer", arguments, None)
+        run.trainer.await_said("#0 joined: ")
+        run.finish()

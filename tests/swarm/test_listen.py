@@ -122,6 +122,14 @@ def test_what_is_no_hubs_url_is_said_with_what_would_be(scheme: str, rest: str) 
         check_url(scheme + rest, is_insecure=True)
 
 
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("192.168.1.4", "192.168.1.4"), ("hub.example", "hub.example")],
+)
+def test_a_hub_that_listens_everywhere_is_called_over_loopback_by_its_own(host: str, own: str) -> None:
+    assert Listen.parse(f"{host}:80", is_insecure=True).own_url(8000) == f"http://{own}:8000"
+
+
 @dataclass(frozen=True)
 class Pem:
     certificate: Path
@@ -186,6 +194,12 @@ def test_certificates_that_cannot_be_used_are_named(pems: dict[str, Pem], tmp_pa
     both = tmp_path / "both.pem"
     both.write_bytes(ours.certificate.read_bytes() + ours.key.read_bytes())
     assert Listen.parse("0.0.0.0:0", both).scheme == "https"
+    swapped = tmp_path / "swapped.pem"
+    swapped.write_bytes(ours.key.read_bytes() + ours.certificate.read_bytes() + other.certificate.read_bytes())
+    assert Listen.parse("0.0.0.0:0", swapped).fingerprint() == Listen.parse("0.0.0.0:0", both).fingerprint()
+    command = ["openssl", "x509", "-in", str(ours.certificate), "-noout", "-fingerprint", "-sha256"]
+    shown = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
+    assert Listen.parse("0.0.0.0:0", both).fingerprint() == shown.partition("=")[2].strip().replace(":", "").lower()
     locked = tmp_path / "locked.key"
     command = ["openssl", "pkey", "-in", str(ours.key), "-aes256", "-passout", "pass:word", "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
