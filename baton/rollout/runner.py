@@ -168,9 +168,9 @@ class Runner:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Free the worker for something else; what runs is put down, and carried on afterwards."""
+        """Free the worker and the judges for something else; what runs is put down, and carried on afterwards."""
         self._tell(Paused(self._now_s()))
-        self._pump_until(lambda: not self.scheduler.num_leased)
+        self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
         yield
         self._tell(Resumed(self._now_s()))
 

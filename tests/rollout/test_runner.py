@@ -68,6 +68,10 @@ class LateJudges:
         self._rng = random.Random(seed)
         self._waiting: list[Trajectory] = []
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
         for trajectory, response in zip(trajectories, responses, strict=True):
             assert prompt.prompt_id == str(trajectory.prompt_ids[-1] - 1000)
@@ -191,6 +195,19 @@ def test_every_batch_is_what_the_engine_wrote_and_nothing_is_generated_twice(mod
         assert any(len(t.segments) > 1 for t in members), "some were carried on by another version"
         if values.get("stale") == "drop":
             assert max(staleness) <= 1
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+def test_a_pause_leaves_nothing_with_the_judges_for_an_evaluation_to_take_for_its_own(mode, values):
+    bench, in_flight = Bench(mode, **values), 0
+    bench.begin()
+    for _ in range(8):
+        bench.step()
+        in_flight += bool(bench.judges.num_waiting)
+        with bench.runner.paused():
+            assert bench.judges.num_waiting == 0
+    assert in_flight or mode == "sync", "there was something to wait for"
+    assert [len(batch) for batch in bench.batches] == [4] * 8
 
 
 def _versions(group: Group) -> list[int]:
