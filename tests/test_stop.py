@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from baton.stop import Stopped, StopRequest
+from baton.swarm.auth import Role, TokenFile
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300.0
@@ -153,8 +154,9 @@ def test_an_evaluation_that_a_stop_cut_is_made_when_the_run_goes_on(small: Any, 
 
 @pytest.mark.slow
 def test_a_run_that_waits_for_workers_to_join_stops(small: Any, tmp_path: Path) -> None:
-    arguments = ["train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, "--serve", "127.0.0.1:0"]
-    with baton(*arguments) as process:
+    TokenFile(tmp_path / "tokens.json").create(Role.WORKER, 86_400, name="worker")
+    hub = ["--serve", "127.0.0.1:0", f"swarm.token_file={tmp_path / 'tokens.json'}"]
+    with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, *hub) as process:
         wait_for((tmp_path / "small" / "metrics.jsonl").exists, process, "the run's metrics")
         process.terminate()
         assert process.wait(PATIENCE_S) == SIGNALLED
