@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from baton.stop import Stopped, StopRequest
-from baton.swarm.auth import Role, TokenFile
+from baton.swarm.auth import Role, TokenFile, write_private
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300.0
@@ -163,16 +164,16 @@ def test_a_run_that_waits_for_workers_to_join_stops(small: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_worker_whose_hub_accepts_and_says_nothing_leaves(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("baton_" + "x" * 43)
-    token.chmod(0o600)
+@pytest.mark.parametrize("command", ["worker", "relay"])
+def test_a_worker_or_relay_whose_hub_accepts_and_says_nothing_ends(tmp_path: Path, command: str) -> None:
+    role = Role.WORKER if command == "worker" else Role.RELAY
+    write_private(tmp_path / "token", TokenFile(tmp_path / "tokens.json").create(role, 86_400, name="it").encode())
+    more = ["--device", "cpu"] if command == "worker" else ["--listen", "127.0.0.1:0", "--cache", tmp_path / "cache"]
     with socket.create_server(("127.0.0.1", 0)) as hub:
-        hub.settimeout(PATIENCE_S)
         url = f"http://127.0.0.1:{hub.getsockname()[1]}"
-        with baton("worker", url, "--token-file", token, "--device", "cpu") as process:
+        with baton(command, url, "--token-file", tmp_path / "token", *more) as process:
+            wait_for(lambda: select.select([hub], [], [], 0.1)[0], process, "a connection")
             connection, _ = hub.accept()
             with connection:
-                connection.recv(1)
                 process.terminate()
                 assert process.wait(PATIENCE_S) == 0
