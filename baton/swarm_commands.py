@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from baton.swarm.status import HubStatus
 
 STATUS_DEADLINE_S = 10.0
+RELAY_GRACE_S = 2.0
+"""What a relay that is to end has to do so by itself."""
 MAX_STATUS_BYTES = 16 * 1024 * 1024
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Where the hub is, such as https://hub.example:7000.")]
@@ -175,10 +178,17 @@ def relay(
 
 
 async def _relay(one: Relay) -> None:
-    until = asyncio.Event()
+    until, loop = asyncio.Event(), asyncio.get_running_loop()
+    running = asyncio.create_task(one.run(until))
+
+    def end() -> None:
+        until.set()
+        loop.call_later(RELAY_GRACE_S, running.cancel)  # it may be waiting for its hub
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, until.set)
-    await one.run(until)
+        loop.add_signal_handler(number, end)
+    with suppress(asyncio.CancelledError):
+        await running
 
 
 def _say(text: str) -> None:
