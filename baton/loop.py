@@ -195,10 +195,12 @@ class Loop:
         )
 
     def _train(self) -> list[Evaluation]:
-        self._warn([kept] if (kept := self.judge.start()) else [])
         self._catch_up()
         results: list[Evaluation] = []
         try:
+            with self.stop.interrupting():
+                isolation = self.judge.start()
+            self._warn([isolation] if isolation else [])
             self._publish()
             if self._lacks_evaluation():
                 results = self._evaluated()
