@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.errors import UserError
 from baton.rollout.events import (
     Abort,
     Assign,
@@ -27,7 +28,7 @@ from baton.rollout.events import (
     VersionMade,
 )
 from baton.rollout.scheduler import RolloutScheduler
-from baton.rollout.settings import Rules
+from baton.rollout.settings import FILTERED_LIMIT, Rules
 from baton.rollout.tracked import State, TrackedGroup
 
 
@@ -199,6 +200,14 @@ def test_a_filtered_group_is_discarded_and_its_place_given_to_another() -> None:
     assert finish(made, 1, [1.0, 0.0]) == [Deliver(1, (1,))]
     plain, _ = served(Rules(batch_groups=1, group_size=2))
     assert finish(plain, 0, [1.0, 1.0]) == [Deliver(1, (0,))]
+
+
+def test_dynamic_sampling_gives_up_at_exactly_its_limit() -> None:
+    made, _ = served(Rules(batch_groups=1, group_size=2, dynamic_sampling=True))
+    for group_id in range(FILTERED_LIMIT - 1):
+        finish(made, group_id, [1.0, 1.0])
+    with pytest.raises(UserError, match=f"rejected {FILTERED_LIMIT} groups for one batch of 1"):
+        finish(made, FILTERED_LIMIT - 1, [1.0, 1.0])
 
 
 # ---- versions --------------------------------------------------------------------------------------------------------

@@ -347,3 +347,41 @@ def test_an_exact_version_is_never_granted_to_another():
                     held.append(command.lease)
                     assert serves[command.worker] == asked[command.task]
     assert num_grants > 10_000
+
+
+# ---- at the last moment, and just beyond it --------------------------------------------------------------------------
+
+
+def test_a_worker_is_wedged_after_wedge_s_and_not_before():
+    table = table_of(1, silence_s=99.0, wedge_s=60.0)
+    want(table, 0)
+    assert table.handle(Tick(60.0)) == []
+    assert table.handle(Tick(60.5)) == [Expel(0, "held 1 leases and made no token for 60 s")]
+
+
+def test_a_lease_starves_after_starve_s_and_not_before():
+    table = table_of(2, silence_s=99.0, wedge_s=99.0, starve_s=50.0, relief=0.0)
+    want(table, 0)
+    assert table.handle(Tick(50.0)) == []
+    assert table.handle(Tick(50.5)) == [Drop(0, 0), Grant(0, 1, 0, 0)]
+
+
+def test_a_recall_is_unanswered_after_silence_s_and_not_before():
+    table = table_of(1, silence_s=30.0, relief=0.0)
+    want(table, 0)
+    assert table.handle(TaskAborted(2.0, 0)) == [Recall(0, 0)]
+    table.handle(WorkerHeard(20.0, 0, 1, 0))
+    assert table.handle(Tick(32.0)) == []
+    assert table.handle(Tick(32.5)) == [Drop(0, 0), PutDown(0)]
+
+
+@pytest.mark.parametrize(("at_s", "tokens", "is_relieved"), [(5.0, 11, True), (4.9, 11, False), (5.0, 10, False)])
+def test_relief_comes_at_its_age_where_it_takes_more_than_twice_as_long(at_s, tokens, is_relieved):
+    """5 tokens in 5 s leave 95 s here; at 10 tokens in 5 s there it would be exactly half of that."""
+    table = table_of(1, 1, relief=2.0, relief_after_s=5.0)
+    want(table, 0)
+    want(table, 1)
+    table.handle(LeaseGrew(at_s, 0, 5))
+    table.handle(LeaseGrew(5.0, 1, tokens))
+    table.handle(LeaseFinished(5.0, 1))
+    assert table.handle(Tick(at_s)) == ([Grant(1, 2, 0, 5)] if is_relieved else [])

@@ -207,6 +207,14 @@ def test_opsm_counts_trained_tokens_alone():
     assert CORRECTIONS["opsm"](left, replace(SHAPE, delta=0.4)).is_cut.tolist() == [[True, True, False]]
 
 
+def test_opsm_drops_a_single_token_of_a_small_negative_advantage_and_never_a_good_one():
+    one = at_a_bound([-1.0, -1.0], [-1.0, -1.0], advantage=-0.25, current=[-1.5, -1.5])  # drift 0.5 over one token
+    one = replace(one, mask=torch.tensor([[True, False]]))
+    assert CORRECTIONS["opsm"](one, SHAPE).is_cut.tolist() == [[True, False]]
+    good = replace(one, advantages=-one.advantages)
+    assert not CORRECTIONS["opsm"](good, SHAPE).is_cut.any()
+
+
 def test_the_second_moment_may_be_exactly_the_limit_and_a_square_exactly_the_cutoff():
     assert second_moment_cutoff([torch.tensor([0.5, 1.0])], 0.625) == 1.0  # (0.25 + 1) / 2
     assert second_moment_cutoff([torch.tensor([0.5, 1.0])], 0.6249) == 0.25
