@@ -137,15 +137,18 @@ def test_nothing_is_leased_while_nobody_serves_nobody_wants_a_batch_or_all_is_pa
 
 
 def test_a_batch_is_delivered_with_its_last_group_and_counted_to_the_token() -> None:
-    """Tokens of versions 1 and 2 in the batch of version 2 with max_staleness 0: those of version 1 are masked."""
-    rules = Rules(mode="partial", batch_groups=2, group_size=1, overprovision=1.5, on_new_version="resume")
+    """Tokens of versions 0 to 2 in the batch of version 2 with max_staleness 1: those of version 0 are masked."""
+    rules = Rules(
+        mode="partial", batch_groups=2, group_size=1, overprovision=1.5, on_new_version="resume", max_staleness=1
+    )
     made, _ = served(rules, version=2)
-    made.handle(Grew(0.0, 0, 0, 1, 3))
+    made.handle(Grew(0.0, 0, 0, 0, 3))
+    made.handle(Grew(0.0, 0, 0, 1, 2))
     assert finish(made, 0, [1.0], version=2, tokens=4) == []
     said = finish(made, 1, [1.0], version=2, tokens=5)
     assert said == [Abort(2, 0), Deliver(3, (0, 1))]
-    assert (made.ledger.generated, made.ledger.trained, made.ledger.masked) == (12, 9, 3)
-    assert (made.step.finished, made.step.carried_groups, made.step.generated_tokens) == (2, 1, 12)
+    assert (made.ledger.generated, made.ledger.trained, made.ledger.masked) == (14, 11, 3)
+    assert (made.step.finished, made.step.carried_groups, made.step.generated_tokens) == (2, 1, 14)
     assert (made.num_open, made.num_carried_tokens) == (1, 0)
     with pytest.raises(AssertionError, match="a batch is wanted while the last one is being trained"):
         made.handle(BatchWanted(0.0))
