@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from baton.console import Console
 from baton.errors import UserError
 from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
@@ -65,27 +65,26 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
     for each in algorithms:
         values = {**each.sets, **{f"rollout.{key}": value for key, value in each.rollout.items()}}
         sets = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items()) or "the defaults"
-        about = f"{each.idea}\n[dim]updates per batch: {escape(each.updates)}[/dim]"
-        table.add_row(f"[bold]{each.name}[/bold]\n[dim]arXiv {each.paper}[/dim]", about, escape(sets))
-    console.print(table, highlight=False)
+        name = Text.assemble((each.name, "bold"), (f"\narXiv {each.paper}", "dim"))
+        about = Text.assemble(each.idea, (f"\nupdates per batch: {each.updates}", "dim"))
+        table.add_row(name, about, sets)
+    console.print(table)
     console.print(
         'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] may '
         "be set besides, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, baton keys algorithm. The "
         "formulas: docs/algorithms.md",
-        highlight=False,
-        markup=False,
     )
 
 
 def _print_one(console: Console, one: Algorithm) -> None:
-    console.print(f"[bold]{one.name}[/bold] (arXiv {one.paper}): {escape(one.idea)}", highlight=False)
-    console.print(f"updates per batch in the paper: {one.updates}", highlight=False, markup=False)
+    console.print(Text.assemble((one.name, "bold"), f" (arXiv {one.paper}): {one.idea}"))
+    console.print(f"updates per batch in the paper: {one.updates}")
     for key, value in one.all.items():
         if key != "name" and value is not None:
             mark = "   # not the default" if key in one.sets else ""
-            console.print(f"  {key} = {_toml(value)}{mark}", highlight=False, markup=False)
+            console.print(f"  {key} = {_toml(value)}{mark}")
     for key, value in one.rollout.items():
-        console.print(f"  rollout.{key} = {_toml(value)}   # not the default", highlight=False, markup=False)
+        console.print(f"  rollout.{key} = {_toml(value)}   # not the default")
 
 
 def _toml(value: Any) -> str:

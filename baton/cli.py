@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 # before torch is imported. A thread that waits spins for some microseconds, then sleeps: sleeping at once (`passive`)
 # makes a train step on two threads twice as long, and spinning on would starve the engines' processes
@@ -14,53 +16,61 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import typer
+from rich.text import Text
 
 import baton
 from baton.cluster_command import cluster_app
-from baton.console import err, out, print_json
+from baton.console import LogFormatter, err, out, print_json
 from baton.errors import BatonError, UserError
 from baton.files import STORAGE_ERRORS
 from baton.plan_command import plan as plan_command
 from baton.plan_command import profile
 from baton.simulate_command import simulate
 from baton.swarm_commands import relay, status, worker
-from baton.terminal import Json, Overrides, RecipePath, RunPath
+from baton.terminal import Commands, Json, Overrides, RecipePath, RunPath
 from baton.token_command import token_app
 from baton.trace_command import trace
 from baton.train_command import train
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Reinforcement learning of language models on whatever hardware you have. Begin with: "
-    "[bold]baton train recipes/quickstart.toml[/bold]",
+    rich_markup_mode=None,  # rich takes the brackets in "[rollout]" for markup, and drops them
+    help="Reinforcement learning of language models on whatever hardware you have. Begin with: baton train "
+    "recipes/quickstart.toml",
 )
 app.command()(train)
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one sentence on stderr and exit code 2, another failure is 1."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.getLogger("baton").addHandler(handler)
     try:
         app(standalone_mode=True)
     except UserError as error:
-        err.print(f"[bold red]error:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _fail("error", error, 2)
     except BatonError as error:
-        err.print(f"[bold red]{type(error).__name__}:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
+        _fail(type(error).__name__, error, 1)
+    except Exception as error:  # noqa: BLE001  # an error that nobody expected may quote text from outside too
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+            _fail("StorageFault", error, 1)
+        err.print("".join(traceback.format_exception(error)), end="", soft_wrap=True)
         sys.exit(1)
-    except OSError as error:
-        if error.errno not in STORAGE_ERRORS:
-            raise
-        err.print(f"[bold red]StorageFault:[/bold red] {_escaped(error)}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+
+
+def _fail(name: str, error: Exception, code: int) -> NoReturn:
+    err.print(Text.assemble((f"{name}:", "bold red"), f" {error}"), soft_wrap=True)
+    sys.exit(code)
 
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        out.print(baton.__version__, highlight=False)
+        out.print(baton.__version__)
         raise typer.Exit
 
 
@@ -175,7 +185,7 @@ def report(
         if as_json:
             print_json({"page": str(path)})
         else:
-            out.print(f"the page: {path}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"the page: {path}", soft_wrap=True)
     elif as_json:
         print_json(summarise(opened))
     else:
@@ -227,7 +237,9 @@ def algorithms(
         print_algorithms(out, found)
 
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine, with a recipe's model and settings.")
+bench_app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Measure this machine, with a recipe's model and settings."
+)
 app.add_typer(bench_app, name="bench")
 
 
@@ -289,7 +301,3 @@ def rank(descriptor: Annotated[int, typer.Argument(help="File descriptor of the 
     from baton.launch.rank_process import serve
 
     serve(descriptor)
-
-
-def _escaped(error: BaseException) -> str:
-    return str(error).replace("[", r"\[")

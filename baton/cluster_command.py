@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from baton.console import err, out, print_json
-from baton.terminal import Json
+from baton.terminal import Commands, Json
 
-cluster_app = typer.Typer(no_args_is_help=True, help="What a cluster consists of, for [bold]baton plan[/bold].")
+cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="What a cluster consists of, for baton plan.")
 
 
 @cluster_app.callback()
@@ -48,11 +47,11 @@ def describe(
     if write_to is not None:
         write_whole(write_to, text.encode())
     for note in described.notes:
-        err.print(note, highlight=False, markup=False, soft_wrap=True)
+        err.print(note, soft_wrap=True)
     if as_json:
         content = described.settings.model_dump(exclude_none=True, exclude_defaults=True)
         print_json({**content, "notes": described.notes})
     elif write_to is not None:
-        out.print(f"written: {write_to}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"written: {write_to}", soft_wrap=True)
     else:
-        sys.stdout.write(text)
+        out.print(text, end="", soft_wrap=True)

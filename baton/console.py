@@ -1,15 +1,72 @@
-"""Standard output and error of the commands, and JSON for scripts."""
+"""Everything that a command prints. Text from outside is shown as it is, and controls nothing.
+
+Names of workers, causes of faults, responses of models and rows of data sets may hold escape sequences, marks that
+reorder what is read, and rich's markup. A `Console` spells out the first two and knows no markup, whatever is printed;
+our own styles are given as `style=` or `rich.text.Text`. tests/test_architecture.py allows no other way to print.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
+import unicodedata
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-from rich.console import Console
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+_SEPARATORS = frozenset("\u2028\u2029")
+"""Some programs take them for line ends."""
+
+
+def visible(text: str, *, keep: str = "\n\t") -> str:
+    """Return text with its control, formatting and lone surrogate characters spelled out as `\\x1b`, but for `keep`.
+
+    An escape sequence moves a terminal's cursor, a direction mark reorders what is read, and a lone surrogate cannot be
+    written at all. keep="" makes one line of a text.
+    """
+    return _spelled(text, keep, _escape)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON, for scripts; characters that `visible` spells out become JSON's escapes."""
+    text = msgspec.json.format(msgspec.json.encode(value)).decode()
+    sys.stdout.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
+
+
+class Console(rich.console.Console):
+    """A console to which any text may be given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # before the layout, so that what is spelled out has room
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+class LogFormatter(logging.Formatter):
+    """One line per record, and its traceback if it has one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
 
 out = Console()
 err = Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """Print a line to standard error."""
+    err.print(text, soft_wrap=True)
 
 
 def wide_out() -> Console:
@@ -17,6 +74,16 @@ def wide_out() -> Console:
     return out if out.is_terminal else Console(width=120)
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON, for scripts."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+def _spelled(text: str, keep: str, spell: Callable[[str], str]) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c in keep or c.isprintable() or not _is_control(c) else spell(c) for c in text)
+
+
+def _is_control(character: str) -> bool:
+    return character in _SEPARATORS or unicodedata.category(character) in ("Cc", "Cf", "Cs")
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -9,9 +9,9 @@ from typing import Any, get_args, get_origin
 import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.console import Console
 
 from baton.config import Recipe, WarmStart
+from baton.console import Console
 from baton.errors import UserError
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
@@ -50,16 +50,15 @@ def print_keys(console: Console, keys: Sequence[Key]) -> None:
     for key in keys:
         if key.section != section:
             section = key.section
-            console.print(f"\n[bold]\\[{section}][/bold]" if section else "\n[bold]top level[/bold]")
+            console.print(f"\n[{section}]" if section else "\ntop level", style="bold")
             if section in LISTS:
                 console.print(
-                    f"  a list: \\[\\[{section}]] may stand several times; an override counts from 0, as in "
-                    f"{section}.0.{key.key}=…",
-                    highlight=False,
+                    f"  a list: [[{section}]] may stand several times; an override counts from 0, as in "
+                    f"{section}.0.{key.key}=…"
                 )
         default = "required" if key.default is None else f"= {key.default}"
-        console.print(f"  {key.key} {default}   ({key.type})", highlight=False, markup=False)
-        console.print(f"      {key.meaning}", style="dim", highlight=False, markup=False)
+        console.print(f"  {key.key} {default}   ({key.type})")
+        console.print(f"      {key.meaning}", style="dim")
 
 
 def _keys(kind: type[BaseModel]) -> Iterator[Key]:

@@ -108,7 +108,7 @@ def profile(
         keep_busy(loaded)
 
     def say(text: str) -> None:
-        (err if as_json else out).print(text, highlight=False, markup=False, soft_wrap=True)
+        (err if as_json else out).print(text, soft_wrap=True)
 
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
     found = measure(loaded, gpu, say, companion)

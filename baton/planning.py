@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
-from rich.console import Console
 
 from baton.cluster import Cluster, ClusterSettings
 from baton.config import Recipe, load_recipe, without_removed
-from baton.console import print_json
+from baton.console import Console, print_json
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
 from baton.metrics import read_metrics
@@ -163,7 +162,7 @@ def run(question: Question, out: Console) -> None:
     print_answer(out, answer.plan, answer.rivals, answer.marginals, answer.choice, answer.replanned)
     for path in (question.write_to, question.html):
         if path is not None:
-            out.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"written: {path}", soft_wrap=True)
 
 
 def ask(question: Question) -> Answer:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from baton.console import Console
 from baton.evaluation import Evaluation
 
 
@@ -20,7 +21,7 @@ class TerminalObserver:
         self._is_live = console.is_terminal if is_live is None else is_live
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -51,7 +52,6 @@ class TerminalObserver:
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
             f"length {metrics['response_length/mean']:6.1f}  entropy {metrics['policy/entropy']:5.3f}  "
             f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s",
-            highlight=False,
             soft_wrap=True,
         )
 
@@ -60,12 +60,9 @@ class TerminalObserver:
         for result in results:
             if result.task != results[-1].task:
                 continue  # the last task is the overall one; the others are in metrics.jsonl
-            self._console.print(
-                f"[bold]held-out accuracy after step {step}[/bold], {result.way}: {result.accuracy} "
-                f"on {result.num_prompts} problems",
-                highlight=False,
-                soft_wrap=True,
-            )
+            line = Text.assemble((f"held-out accuracy after step {step}", "bold"))
+            line.append(f", {result.way}: {result.accuracy} on {result.num_prompts} problems")
+            self._console.print(line, soft_wrap=True)
 
     def said(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.console import Group as Stack
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
+from baton.console import Console, visible
 from baton.errors import UserError
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.runs import RunDirectory
 from baton.types import Group, Judged
 
 ORDERS = ("best", "worst", "longest")
-INVISIBLE = frozenset("\u2028\u2029\ufeff")
-"""Beside the categories below: separators that some programs take for line ends, and the byte order mark."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -150,18 +147,10 @@ def reading(tokenizer: Tokenizer, step: int, group: Group, member: Judged) -> Re
     return Reading(shown, _pieces(tokenizer, trajectory.prompt_ids), _pieces(tokenizer, trajectory.token_ids))
 
 
-def visible(text: str) -> str:
-    """Return text with its control and formatting characters spelt out, line ends and tabs apart.
-
-    An escape sequence moves a terminal's cursor, a direction mark reorders what is read: both are shown as `\\x1b`.
-    """
-    return "".join(c if c in "\n\t" or c.isprintable() or not _is_control(c) else _spelt(c) for c in text)
-
-
 def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
     """Print trajectories as panels, special tokens dim."""
     if not readings:
-        console.print("no trajectory fits", highlight=False)
+        console.print("no trajectory fits")
     for r in readings:
         t = r.shown
         parts = ", ".join(f"{name} {value:g}" for name, value in t.parts.items()) if len(t.parts) > 1 else ""
@@ -199,12 +188,3 @@ def _pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> tuple[Piece, ...]
     special = frozenset(tokenizer.hf.all_special_ids)
     runs = groupby(token_ids, key=lambda i: i in special)
     return tuple(Piece(tokenizer.text(list(ids), keep_special=True), is_special) for is_special, ids in runs)
-
-
-def _is_control(character: str) -> bool:
-    return character in INVISIBLE or unicodedata.category(character) in ("Cc", "Cf", "Cs")
-
-
-def _spelt(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

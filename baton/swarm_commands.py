@@ -18,7 +18,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from baton.console import out, print_json
+from baton.console import out, print_json, say, visible
 from baton.errors import UserError
 from baton.terminal import Json
 
@@ -104,7 +104,7 @@ def worker(
         device=_device_name(device),
         engine=engine,
         patience_s=None if patience is None else parse_duration(patience),
-        say=_say,
+        say=say,
     )
 
     def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
@@ -172,7 +172,7 @@ def relay(
         cache,
         int(cache_gb * 2**30),
         client_ssl(base, ca),
-        _say,
+        say,
     )
     asyncio.run(_relay(Relay(options)))
 
@@ -191,10 +191,6 @@ async def _relay(one: Relay) -> None:
         await running
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def status(
     url: Url,
     token_file: TokenPath,
@@ -206,10 +202,13 @@ def status(
     from baton.swarm.status import HubStatus
 
     body = _get(url, token_file, insecure, ca)
-    if as_json:
-        print_json(msgspec.json.decode(body))
-        return
-    _print_status(msgspec.json.decode(body, type=HubStatus))
+    try:
+        if as_json:
+            print_json(msgspec.json.decode(body))
+        else:
+            _print_status(msgspec.json.decode(body, type=HubStatus), url)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{url} does not answer with a hub's status ({error}): is it a hub of this Baton?") from error
 
 
 def _get(url: str, token_file: Path, insecure: bool, ca: Path | None) -> bytes:
@@ -230,12 +229,14 @@ def _get(url: str, token_file: Path, insecure: bool, ca: Path | None) -> bytes:
         raise UserError(f"there is no hub at {base}: {getattr(error, 'reason', error)}") from error
 
 
-def _print_status(status: HubStatus) -> None:
+def _print_status(status: HubStatus, url: str) -> None:
+    def line(text: str, style: str = "") -> None:
+        out.print(visible(text, keep=""), style=style)  # a line break from outside would begin another line
+
     version = "none" if status.version is None else str(status.version)
-    out.print(
+    line(
         f"run {status.run}, step {status.step}; version {version} published; {status.tasks} trajectories wanted, "
         f"{status.waiting} of them waiting",
-        highlight=False,
     )
     table = Table(box=None, header_style="bold")
     for name in ("worker", "state", "version", "leases", "tokens/s", "fetched MB", "checked"):
@@ -250,20 +251,23 @@ def _print_status(status: HubStatus) -> None:
             f"{one.fetched_bytes / 1e6:,.1f}",
             str(one.checked),
         )
-    out.print(table)
+    if status.workers:
+        out.print(table)
+    else:
+        line(f"no worker has joined yet; one joins by: baton worker {url} --token-file FILE")
     for kind, count in Counter(one.worker_class for one in status.workers).items():
-        out.print(f"{count} of the class {kind}", highlight=False)
-    out.print(status.provisioning, highlight=False)
+        line(f"{count} of the class {kind}")
+    line(status.provisioning)
     if status.staleness:
         shares = ", ".join(f"{age} versions {share:.0%}" for age, share in status.staleness.items())
-        out.print(f"age of the last batch's tokens: {shares}", highlight=False)
+        line(f"age of the last batch's tokens: {shares}")
     sent = ", ".join(f"{route} {num / 1e6:,.1f} MB" for route, num in status.bytes_out.items())
-    out.print(f"sent: {sent}", highlight=False)
+    line(f"sent: {sent}")
     if status.wasted_tokens:
         causes = ", ".join(f"{cause} {num}" for cause, num in status.wasted_tokens.items())
-        out.print(f"tokens made in vain: {causes}", highlight=False)
+        line(f"tokens made in vain: {causes}")
     for bad in status.quarantine:
         steps = f"trained in steps {', '.join(map(str, bad.trained_steps))}" if bad.trained_steps else "never trained"
-        out.print(f"[red]in quarantine[/red]: {bad.name}: {bad.reason} ({steps})", highlight=False)
+        line(f"in quarantine: {bad.name}: {bad.reason} ({steps})", "red")
     for note in status.notes:
-        out.print(f"[yellow]{note}[/yellow]", highlight=False)
+        line(note, "yellow")

@@ -15,7 +15,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from baton.console import err, print_json, wide_out
+from baton.console import err, out, print_json, wide_out
 from baton.errors import UserError
 from baton.swarm.audit import Audit
 from baton.swarm.auth import (
@@ -28,9 +28,9 @@ from baton.swarm.auth import (
     write_private,
 )
 from baton.swarm.quarantine import Quarantine
-from baton.terminal import Json
+from baton.terminal import Commands, Json
 
-token_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke the tokens that open a hub.")
+token_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Make, list and revoke the tokens that open a hub.")
 
 File = Annotated[Path, typer.Option("--file", help="The hub's token file.")]
 
@@ -85,11 +85,11 @@ def create(
         print_json(msgspec.structs.replace(_shown(made), token=None if place else text, written_to=place))
         return
     if write_to is None:
-        typer.echo(text)
+        out.print(text, soft_wrap=True)
     where = "it is shown this once" if write_to is None else f"written: {write_to}"
     trust = ", trusted" if trusted else ""
     say = f"{made.name}: {role}{trust}, until {_utc(made.expires)} UTC; {where}; {file} keeps a hash"
-    err.print(say, highlight=False, markup=False, soft_wrap=True)
+    err.print(say, soft_wrap=True)
 
 
 @token_app.command(name="list")
@@ -115,7 +115,7 @@ def revoke(
 ) -> None:
     """Let a token open nothing any more, for good. A hub that runs refuses it from its next request on."""
     TokenFile(file).revoke(name)
-    typer.echo(f"{name} is revoked in {file}")
+    out.print(f"{name} is revoked in {file}", soft_wrap=True)
 
 
 @token_app.command()
@@ -129,7 +129,7 @@ def unquarantine(
         raise UserError(f"nobody is in quarantine in {run}: there is no {kept}")
     lifted = Quarantine(kept).lift(name, time.time())
     Audit(run / "audit.jsonl").record("unquarantined", 0, ", ".join(lifted), "", "baton token unquarantine", name)
-    typer.echo(f"{name} is in quarantine no more: {', '.join(lifted)}")
+    out.print(f"{name} is in quarantine no more: {', '.join(lifted)}", soft_wrap=True)
 
 
 def _shown(token: Token) -> ShownToken:

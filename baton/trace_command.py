@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.console import print_json
+from baton.console import out, print_json
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.runs import RunDirectory
@@ -33,4 +33,4 @@ def trace(
     if as_json:
         print_json({"trace": str(path), "spans": len(spans)})
     else:
-        typer.echo(f"{len(spans):,} spans: {path}; open it at https://ui.perfetto.dev")
+        out.print(f"{len(spans):,} spans: {path}; open it at https://ui.perfetto.dev", soft_wrap=True)

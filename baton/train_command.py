@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from baton.console import err, out, print_json
+from baton.console import err, out, print_json, say
 from baton.errors import UserError
 from baton.stop import Stopped, StopRequest
 from baton.terminal import Json, Overrides, RecipePath
@@ -102,7 +102,7 @@ def _train(run: Callable[[Any, StopRequest], Any], steps: int, as_json: bool) ->
     from baton.progress import TerminalObserver
     from baton.report import print_report, summarise
 
-    stop = StopRequest(lambda text: err.print(text, highlight=False))
+    stop = StopRequest(say)
     console = err if as_json else out
     try:
         with TerminalObserver(console, steps) as observer, stop:
@@ -119,7 +119,6 @@ def _train(run: Callable[[Any, StopRequest], Any], steps: int, as_json: bool) ->
     if not loop.is_complete:
         console.print(
             f"stopped after step {loop.state.step} of {steps}; go on with the same command and --resume",
-            highlight=False,
         )
         raise typer.Exit(_exit_code(stop))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from baton.build import evaluate_model, set_up_torch
 from baton.config import WarmStart
+from baton.console import Console
 from baton.errors import UserError
 from baton.evaluation import Evaluation
 from baton.files import atomic_directory, writing
@@ -54,7 +54,7 @@ def warm_start(recipe: WarmStart, console: Console, *, overwrite: bool = False) 
     """
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-    lock = RunLock.take(recipe.run.path, lambda text: console.print(text, highlight=False, markup=False))
+    lock = RunLock.take(recipe.run.path, lambda text: console.print(text))
     try:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
         return _warm_start(recipe, console, lock)
@@ -89,7 +89,7 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
         TextColumn("warm start"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
@@ -107,9 +107,7 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
                 speed = tokens / (time.perf_counter() - begin)
                 metrics.write(step, {"sft/loss": mean, "perf/throughput": speed})
                 if not console.is_terminal and step % (4 * LOG_EVERY) == 0:
-                    console.print(
-                        f"step {step}/{recipe.sft.steps}  loss {mean:.4f}  {speed:.0f} tok/s", highlight=False
-                    )
+                    console.print(f"step {step}/{recipe.sft.steps}  loss {mean:.4f}  {speed:.0f} tok/s")
 
         fine_tune(model, examples, recipe.sft, on_step=on_step)
     metrics.close()
@@ -122,7 +120,7 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
         for temperature in (1.0, 0.0):
             results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
         print_evaluations(console, results)
-    console.print(f"the model: {output}", highlight=False)
+    console.print(f"the model: {output}")
     recent = losses[-LOG_EVERY:]
     report = WarmStartReport(
         str(output),

@@ -92,10 +92,10 @@ def write_recipe(path: Path, model: Path, directory: Path) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     """One small run that many tests only look at."""
     import msgspec
-    from rich.console import Console
 
     from baton.build import build_loop
     from baton.config import Recipe, load_recipe
+    from baton.console import Console
     from baton.policy.scratch import scratch_model, scratch_tokenizer
     from baton.policy.settings import ScratchSettings
     from baton.progress import TerminalObserver

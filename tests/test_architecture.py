@@ -161,3 +161,25 @@ def test_nothing_unpickles() -> None:
         assert "pickle" not in {name.split(".")[0] for name, _ in imported(tree)}, path
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not calls & {"torch.load", "torch.save"}, path
+
+
+def test_only_the_console_prints() -> None:
+    """What is printed otherwise may hold escape sequences, and markup that rich takes for its own: baton/console.py."""
+    to_parent = {"profile/engine.py": {"sys.stdout.write"}}  # a word of our own, through a pipe
+    for path in MODULES:
+        place = str(path.relative_to(PACKAGE))
+        if place == "console.py":
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        named = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+        writes = {"print", "typer.echo", "typer.secho", "sys.stdout.write", "sys.stderr.write", "Text.from_markup"}
+        assert not named & writes - to_parent.get(place, set()), place
+        from_rich = {
+            alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module in ("rich", "rich.console", "rich.markup")
+            for alias in node.names
+        }
+        assert from_rich <= {"Group"}, f"{place} imports {from_rich} of rich: take baton.console.Console"
+        marked = {ast.unparse(node) for node in nodes if isinstance(node, ast.keyword) and node.arg == "markup"}
+        assert marked <= {"markup=False"}, place

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from baton.build import build_loop
 from baton.config import Recipe, load_recipe
+from baton.console import Console
 from baton.errors import EngineFault, UserError
 from baton.loop import Loop
 from baton.metrics import read_metrics

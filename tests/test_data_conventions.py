@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import tomli_w
-from rich.console import Console
 from safetensors.torch import load_file
 
 from baton.build import build_loop
 from baton.config import Recipe
+from baton.console import Console
 from baton.errors import UserError
 from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer

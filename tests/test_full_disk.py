@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from baton import files
 from baton.build import build_loop
+from baton.console import Console
 from baton.errors import StorageFault
 from baton.loop import Loop
 from baton.progress import TerminalObserver

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.build import build_loop
 from baton.config import Recipe, load_recipe
+from baton.console import Console
 from baton.errors import UserError
 from baton.metrics import read_metrics
 from baton.policy.load import load_model

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from rich.console import Console
 
+from baton.console import Console
 from baton.errors import UserError
 from baton.evaluation import Evaluation, Interval
 from baton.policy.tokenizer import load_tokenizer

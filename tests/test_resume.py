@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from baton.build import build_loop
 from baton.config import Recipe, compare_for_resume, without_removed
+from baton.console import Console
 from baton.errors import StorageFault, TrainingDiverged, UserError
 from baton.journal import Journal
 from baton.metrics import read_metrics

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.config import WarmStart, load_recipe
+from baton.console import Console
 from baton.errors import TaskExhausted, UserError
 from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
+from baton.console import Console, visible
 from baton.errors import UserError
 from baton.runs import RunDirectory
-from baton.show import print_trajectories, read_trajectories, visible
+from baton.show import print_trajectories, read_trajectories
 from tests.report_cases import changeable_run as changeable_run
 from tests.report_cases import write_responses
 

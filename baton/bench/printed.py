@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from baton.bench.rollout import CONTROL, BenchResult
+from baton.console import Console
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
@@ -16,7 +16,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
         f"{result.slots} slots, lengths of mean {result.mean_tokens:g} and at most {result.longest_tokens} tokens, "
         f"spread {result.between:g} between groups and {result.within:g} within"
     )
-    console.print(title, highlight=False)
+    console.print(title)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     headings = (f"tokens/{unit}", "× sync", f"× {CONTROL}", "of bound", "rows used", "full step", "prefilled again")
     for heading in ("mode", *headings):
@@ -37,9 +37,9 @@ def print_bench(console: Console, result: BenchResult) -> None:
     console.print(table)
     if result.clock != "steps":
         curve = ", ".join(f"{width}: {ms:.2f}" for width, ms in result.step_ms_by_width.items())
-        console.print(f"ms of a decode step by its width: {curve}", highlight=False)
+        console.print(f"ms of a decode step by its width: {curve}")
     if result.bound_over_sync is not None:
-        console.print(f"the bound, all slots taken all the time: {result.bound_over_sync:.2f} × sync", highlight=False)
+        console.print(f"the bound, all slots taken all the time: {result.bound_over_sync:.2f} × sync")
 
 
 def _ratio(value: float | None) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from baton.console import visible
 from baton.policy.tokenizer import load_tokenizer
 from baton.runs import RunDirectory
-from baton.show import ORDERS, Piece, ShownTrajectory, ordered, reading, visible
+from baton.show import ORDERS, Piece, ShownTrajectory, ordered, reading
 
 PER_ORDER = 2
 """Examples of each kind from each of the two steps."""

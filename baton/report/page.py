@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from baton.console import visible
 from baton.errors import Damaged, UserError
 from baton.files import write_whole
 from baton.report.examples import Example, choose_examples
 from baton.report.history import MAX_SAMPLED_STEPS, History, read_lengths
 from baton.report.summary import RunReport, summarise
 from baton.runs import RunDirectory
-from baton.show import visible
 from baton.trace import read_trace
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from baton.console import Console
 from baton.plan import Plan, Replica, Stage
 from baton.planner.compare import Rival
 from baton.planner.describe import seconds
@@ -28,7 +28,7 @@ def print_answer(
     """Print a plan, what it was compared with, and what led to it."""
 
     def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, style=style, soft_wrap=True)
 
     if choice is not None:
         _say_choice(console, plan, choice)
@@ -71,7 +71,6 @@ def _say_choice(console: Console, plan: Plan, choice: Choice) -> None:
         f"rent {counts} for {money(plan.price_per_h, plan.currency)} per hour "
         f"({choice.num_choices} choices, {choice.num_planned} of them planned, the others ruled out by their bounds)",
         style="bold",
-        highlight=False,
         soft_wrap=True,
     )
 
@@ -81,13 +80,11 @@ def _say_replanned(console: Console, replanned: Replanned) -> None:
         f"{len(replanned.lost)} GPUs lost, {len(replanned.added)} added; {replanned.chosen.name}: "
         f"{len(replanned.chosen.moved)} GPUs move",
         style="bold",
-        highlight=False,
         soft_wrap=True,
     )
     for option in replanned.options:
         console.print(
             f"  {option.name}: step {seconds(option.plan.breakdown.step_s)}, {len(option.moved)} move",
-            highlight=False,
             soft_wrap=True,
         )
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from baton.console import Console
 from baton.evaluation import Evaluation
 from baton.report.summary import RunReport
 from baton.runs import without_none
@@ -26,32 +25,27 @@ def print_report(console: Console, report: RunReport) -> None:
     console.print(
         f"{report.directory}: {done} train steps, seed {report.seed}",
         style="italic",
-        highlight=False,
-        markup=False,
         soft_wrap=True,
     )
     if report.evaluated_steps is None:
-        console.print("no held-out evaluation yet", highlight=False)
+        console.print("no held-out evaluation yet")
     else:
         console.print(_changes_table(report), soft_wrap=True)
     if not report.steps:
-        console.print("no train step is done yet", highlight=False)
+        console.print("no train step is done yet")
         return
     console.print(
         f"training reward {report.reward_before:.3f} → {report.reward_after:.3f}; "
         f"{report.generated_tokens:,.0f} tokens generated at {report.generate_tokens_per_s:,.0f} tokens/s; "
         f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s",
-        highlight=False,
         soft_wrap=True,
     )
     for warning in report.warnings:
-        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"warning: {warning}", soft_wrap=True)
     console.print(
         f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
         f"read what it wrote: baton show {report.directory} --step {report.steps}\n"
         f"checkpoints: {report.directory}/checkpoints",
-        highlight=False,
-        markup=False,
         soft_wrap=True,
     )
 
@@ -62,7 +56,7 @@ def _changes_table(report: RunReport) -> Table:
     table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
     for change in report.changes:
         table.add_row(
-            escape(f"{change.before.task}, {change.before.way}"),
+            f"{change.before.task}, {change.before.way}",
             str(change.before.accuracy),
             "" if change.after is None else str(change.after.accuracy),
             "" if change.points is None else f"{change.points:+.1f}",
@@ -85,7 +79,7 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
     for r in results:
         measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
         length, cut = f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %"
-        table.add_row(escape(r.task), str(r.num_prompts), measure, str(r.accuracy), length, cut)
+        table.add_row(r.task, str(r.num_prompts), measure, str(r.accuracy), length, cut)
         if r.samples > 1:
             table.add_row("", "", f"pass@{r.samples}", str(r.pass_at_k), "", "")
     console.print(table, soft_wrap=True)
@@ -111,7 +105,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
         *([tomli_w.dumps(without_none(recipe.model_dump(mode="json")))] if keys else []),
         f"the recipe is valid; nothing was started{'' if keys else '; --keys prints all that it resolves to'}",
     ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True)
 
 
 def _size(num_bytes: float) -> str:

@@ -8,10 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from baton.config import load_recipe
-from baton.console import print_json
+from baton.console import Console, print_json
 from baton.cost.efficiency import CalibrationSettings, Efficiencies
 from baton.errors import UserError
 from baton.files import write_whole
@@ -116,7 +115,7 @@ def _run_sweep(question: Question, source: Source, wishes: Wishes, options: Opti
 def _say_written(question: Question, out: Console) -> None:
     for path in (question.log, question.html, question.trace):
         if path is not None:
-            out.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+            out.print(f"written: {path}", soft_wrap=True)
 
 
 def _source(question: Question) -> Source:

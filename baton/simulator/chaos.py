@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from baton.console import out
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
 from baton.simulator.find import broken_law
@@ -150,7 +151,7 @@ def main(arguments: list[str]) -> int:
     days, first = [*numbers, *(DAYS, 0)[len(numbers) :]][:2]
     found = survey(days, first, os.cpu_count() or 1)
     for sentence in sentences(found, time.monotonic() - begin_s):
-        sys.stdout.write(sentence + "\n")
+        out.print(sentence, soft_wrap=True)
     return int(bool(found.violations))
 
 

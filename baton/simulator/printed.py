@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from baton.console import Console
 from baton.planner.describe import seconds
 from baton.report.plan_printed import money
 from baton.simulator.result import Result
@@ -13,7 +13,7 @@ from baton.simulator.sweep import Point, Sweep
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, style=style, soft_wrap=True)
 
 
 def print_result(console: Console, result: Result) -> None:

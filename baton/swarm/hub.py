@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from baton.console import visible
 from baton.errors import DeadlineExceeded, UserError
 from baton.fault import Fault
 from baton.swarm.audit import Audit
@@ -51,7 +52,6 @@ from baton.swarm.messages import (
     RunOver,
     Want,
     Welcome,
-    printable,
 )
 from baton.swarm.peers import Outgoing, Peer
 from baton.swarm.relay import RelayList
@@ -405,7 +405,7 @@ class Hub:
                 self.hang_up(peer.number, "left")
                 desk.leave(peer.number, "left")
             case Fault(kind=kind, text=text):
-                self.hang_up(peer.number, printable(f"{kind}: {text[:500]}"))
+                self.hang_up(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
                 desk.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")

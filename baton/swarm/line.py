@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import ClientConnectionError, WSMsgType, web
 
+from baton.console import visible
 from baton.fault import Fault
 from baton.swarm.messages import (
     SILENT_HEARTBEATS,
@@ -18,7 +19,6 @@ from baton.swarm.messages import (
     Hello,
     Malformed,
     decode_from_worker,
-    printable,
 )
 from baton.swarm.peers import Outgoing
 
@@ -106,7 +106,7 @@ class Line:
                 case Heartbeat():
                     continue
                 case Fault(kind=kind, text=text):
-                    say(f"a worker could not be built: {printable(f'{kind}: {text[:500]}')}")
+                    say(f"a worker could not be built: {visible(f'{kind}: {text[:500]}', keep='')}")
                     return None
                 case None:
                     return None

@@ -217,11 +217,6 @@ def _is_plain(text: str) -> bool:
     return len(text) <= MAX_NAME and text.isprintable()
 
 
-def printable(text: str) -> str:
-    """Return a text without line breaks and control characters: it may go to a terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 def check_protocol(welcome: Welcome) -> None:
     """Raise UserError where the hub speaks another protocol."""
     if welcome.protocol != PROTOCOL:

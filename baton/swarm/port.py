@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from baton.console import say
 from baton.rollout.engine import EngineStats
 from baton.swarm.errands import Errands
 from baton.swarm.hub import Hub
@@ -81,7 +82,7 @@ class PortParts:
     pace: Pace
     absence_s: float = 0.0
     """Seconds that there may be no worker at all."""
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
 
 
 class SwarmPort:

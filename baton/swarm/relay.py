@@ -24,6 +24,7 @@ from aiohttp import web
 from blake3 import blake3
 from yarl import URL
 
+from baton.console import say
 from baton.errors import BatonError, UserError, WeightsFault
 from baton.swarm.admission import network_of
 from baton.swarm.door import Door
@@ -89,7 +90,7 @@ class RelayOptions:
     cache: Path
     cache_bytes: int
     ssl: Any = None
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
 
 
 class Relay:

@@ -28,6 +28,7 @@ from typing import Any
 import aiohttp
 
 from baton.backoff import retry_wait_s
+from baton.console import say
 from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.fault import fault_of
 from baton.rollout.engine import Engine, EngineStats
@@ -89,7 +90,7 @@ class WorkerOptions:
     """The kind of engine; None is the recipe's. Part of the class too."""
     patience_s: float | None = None
     """Seconds without a hub after which the worker ends with DeadlineExceeded; None is never."""
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
 
 
 class SwarmWorker:

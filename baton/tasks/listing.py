@@ -7,9 +7,9 @@ import importlib
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
+from baton.console import Console
 from baton.errors import UserError
 from baton.tasks.compact import COMPACT_FORMS
 from baton.tasks.gym import GymTask, gym_tasks
@@ -36,13 +36,14 @@ def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
     """Print one task at length, or many as a table."""
     if len(tasks) == 1:
         task = tasks[0]
-        console.print(f"[bold]{task.name}[/bold]\n\nexample:\n{task.question}", highlight=False)
-        console.print(f"\nanswer: {task.answer}", highlight=False, markup=False)
+        console.print(task.name, style="bold")
+        console.print(f"\nexample:\n{task.question}")
+        console.print(f"\nanswer: {task.answer}")
         if task.compact is not None:
-            console.print(f'with form = "compact": {task.compact}', highlight=False, markup=False)
-        console.print("\nparams and their defaults:", highlight=False)
+            console.print(f'with form = "compact": {task.compact}')
+        console.print("\nparams and their defaults:")
         for key, value in task.params.items():
-            console.print(f"  {key} = {value}", highlight=False, markup=False)
+            console.print(f"  {key} = {value}")
         return
     width = max(len(task.name) for task in tasks) + 2
     for task in tasks:
@@ -50,7 +51,7 @@ def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
         line.append(" ".join(task.question.split()), style="not bold")
         line.truncate(console.width - 1, overflow="ellipsis")
         console.print(line)
-    console.print("\nbaton tasks NAME shows one at length, with its params", highlight=False)
+    console.print("\nbaton tasks NAME shows one at length, with its params")
 
 
 def _describe(name: str) -> ListedTask:

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from rich.console import Console
 
 from baton.build import build_loop
 from baton.config import Recipe
+from baton.console import Console
 from baton.errors import UserError
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from rich.console import Console
 from safetensors.torch import load_file
 
 from baton import build
 from baton.config import Recipe
+from baton.console import Console
 from baton.errors import Damaged, RankLost
 from baton.files import verify
 from baton.launch.ranks import LocalRanks
