@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -183,6 +183,29 @@ def test_a_relay_asks_the_hub_for_nothing_but_manifests_and_chunks(
                 assert answer.status == 404
             assert origin.relays == {relay.url}
             assert not origin.asked
+
+    asyncio.run(scenario())
+
+
+def test_strangers_at_a_relay_give_way_to_each_other_and_keep_no_worker_out(
+    tmp_path: Path, published: tuple[Store, PolicyVersion, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, version, _ = published
+    monkeypatch.setattr("baton.swarm.door.raised_file_limit", lambda: 64)  # 8 places for strangers
+
+    async def scenario() -> None:
+        async with running(Origin(store), tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
+            port = URL(relay.url).port
+            lines = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+            headers = {"Authorization": f"Bearer {SECRET}"}
+            async with http.get(f"{relay.url}/weights/manifest/run/{version.number}", headers=headers) as answer:
+                assert answer.status == 200
+            async with asyncio.timeout(60):
+                for reader, _ in lines[:32]:
+                    with suppress(ConnectionResetError):
+                        assert await reader.read(1) == b"", "hung up on"
+            for _, writer in lines:
+                writer.transport.abort()
 
     asyncio.run(scenario())
 
