@@ -41,7 +41,7 @@ TESTS = {
     "trainer/losses": ["tests/trainer/test_losses.py", "tests/trainer/test_objectives.py"],
     "trainer/advantages": ["tests/trainer/test_advantages.py"],
     "trainer/corrections": ["tests/trainer/test_corrections.py"],
-    "swarm/leases": ["tests/swarm/test_leases.py"],
+    "swarm/leases": ["tests/swarm/test_leases.py", "tests/swarm/test_credit.py"],
     "rollout/scheduler": ["tests/rollout/test_scheduler.py", "tests/rollout/test_scheduler_laws.py"],
 }
 """By module: the tests that must notice, quick ones first."""

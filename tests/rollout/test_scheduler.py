@@ -299,14 +299,23 @@ def test_groups_of_an_earlier_process_are_taken_up_where_they_were() -> None:
 
 
 def test_slot_time_is_counted_from_event_to_event() -> None:
-    """Of 4 slots 1 is busy for 2 s, then none for 5 s, which count for nothing."""
+    """Of 4 slots 1 is busy for 2 s, half a second at first, then none for 5 s, which count for nothing."""
     made, _ = served(Rules(batch_groups=1, group_size=1), slots=4)
+    made.handle(Grew(0.5, 0, 0, 0, 1))
+    assert (made.step.busy_slot_s, made.step.slot_s) == (0.5, 2.0)
     made.handle(Grew(2.0, 0, 0, 0, 1))
     made.handle(Finished(2.0, 0, 0))
     made.handle(Rewarded(7.0, 0, 0, 1.0))
     assert (made.step.busy_slot_s, made.step.slot_s) == (2.0, 8.0)
     made.handle(Capacity(9.0, 4))
     assert (made.step.busy_slot_s, made.step.slot_s) == (2.0, 8.0)
+
+
+def test_before_the_first_event_there_is_neither_time_nor_a_slot() -> None:
+    made = RolloutScheduler(Rules(batch_groups=1, group_size=1))
+    made.handle(VersionMade(0.0, 0))
+    made.handle(Serving(0.0, 0))
+    assert made.handle(BatchWanted(0.0)) == []
 
 
 def test_events_that_cannot_be_are_refused() -> None:

@@ -26,6 +26,7 @@ from baton.swarm.lease_events import (
     PutDown,
     Recall,
     TaskAborted,
+    TaskRevoked,
     TaskWanted,
     Tick,
     Waste,
@@ -385,3 +386,21 @@ def test_relief_comes_at_its_age_where_it_takes_more_than_twice_as_long(at_s, to
     table.handle(LeaseGrew(5.0, 1, tokens))
     table.handle(LeaseFinished(5.0, 1))
     assert table.handle(Tick(at_s)) == ([Grant(1, 2, 0, 5)] if is_relieved else [])
+
+
+def test_a_revoked_task_is_dropped_wherever_it_is_and_what_was_not_committed_is_wasted():
+    table = with_straggler(restarts=False)
+    table.handle(Tick(10.0))
+    table.handle(LeaseGrew(12.0, 2, 20))
+    table.handle(LeaseGrew(12.0, 0, 3))
+    assert table.handle(TaskRevoked(13.0, 0)) == [
+        Drop(0, 0), Drop(1, 2), Waste("overtaken", 3), Waste("overtaken", 20),
+    ]  # fmt: skip
+    assert (table.num_tasks, table.num_leases) == (0, 0)
+    assert table.handle(TaskRevoked(14.0, 0)) == []
+    full = table_of(1, prefetch=0.0)
+    want(full, 0)
+    assert want(full, 1) == []
+    assert full.num_waiting == 1
+    assert full.handle(TaskRevoked(1.0, 1)) == []
+    assert full.num_waiting == 0

@@ -113,7 +113,11 @@ def test_a_group_that_cannot_be_compared_is_refused_by_name():
         check_groups([make_group(5, [1.0])], 2)
     with pytest.raises(UserError, match=r"group 6 has 0 members, allowed are 1 or more"):
         check_groups([make_group(6, [])], 1)
+    with pytest.raises(UserError, match=r"group 6 has 0 members, allowed are 1 or more"):
+        check_groups([make_group(6, [])], 0)
     check_groups([make_group(5, [1.0])], 1)
+    with pytest.raises(AssertionError, match="group 5 has one judged trajectory"):
+        group_mean(outcomes((5, [1.0])), SHAPE)
 
 
 def without_judgement(group, *places):
@@ -165,6 +169,10 @@ def test_gae_by_hand():
     # δ = 0.9·0.4 − 0.5 = −0.14;  0.9·0.8 − 0.4 = 0.32;  1 − 0.8 = 0.2
     # A_2 = 0.2;  A_1 = 0.32 + 0.45·0.2 = 0.41;  A_0 = −0.14 + 0.45·0.41 = 0.0445
     assert found == pytest.approx([0.0445, 0.41, 0.2])
+
+
+def test_gae_has_the_lambda_of_its_paper_unless_told_otherwise():
+    assert (SHAPE.gamma, SHAPE.gae_lambda) == (1.0, 0.95)
 
 
 def test_gae_with_lambda_1_is_the_return_less_the_value_and_with_0_the_td_error():

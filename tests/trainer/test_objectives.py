@@ -379,6 +379,19 @@ def test_k1_and_k2_need_no_bound(name, value, slope):
     assert (found.nats.item(), gradient.item(), found.is_clamped.any().item()) == (value, slope, False)
 
 
+@pytest.mark.parametrize("apart", [19.5, 20.5, -19.5, -20.5])
+def test_log_ratios_are_held_within_20_nats(apart):
+    held = math.exp(min(20.0, max(-20.0, apart)))
+    logprobs, anchored = torch.tensor([[apart]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    inputs = LossInputs(logprobs, anchored, anchored, torch.ones_like(anchored), mask)
+    found = OBJECTIVES["policy_gradient"](inputs, Anchor(anchored, mask.double(), ~mask), shape_of())
+    assert found.ratio.item() == pytest.approx(held, rel=1e-12)
+    # k3 = e^(−x) − 1 + x
+    x = min(20.0, max(-20.0, apart))
+    assert losses.k3(logprobs).item() == pytest.approx(math.exp(-x) - 1 + x, rel=1e-9)
+
+
 def test_an_estimate_of_exactly_its_bound_is_not_counted_as_clamped(monkeypatch):
     apart = torch.tensor([[-1.0, 0.0]], dtype=torch.float64)
     mask = torch.ones(apart.shape, dtype=torch.bool)
