@@ -74,7 +74,7 @@ def test_a_generated_prompt_that_is_too_long_is_skipped_when_it_is_drawn() -> No
 def test_a_task_without_any_short_prompt_says_so(tmp_path: Path) -> None:
     tasks = mixture(TaskSettings(name="mine", path=rows(tmp_path / "q.jsonl")))
     measure(tasks, words, 3, seed=0)
-    with pytest.raises(TaskExhausted, match="its prompts are too long: raise engine.max_context_tokens"):
+    with pytest.raises(TaskExhausted, match=r"its prompts are too long: raise engine\.max_context_tokens"):
         PromptStream(tasks, seed=0).take(1)
 
 
