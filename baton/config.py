@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tomllib
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from baton.tasks.stream import AnswerSettings, TaskSettings
 from baton.trainer.algorithm import AlgorithmSettings, preset_of
 from baton.trainer.settings import SftSettings, TrainerSettings
 from baton.weights.settings import WeightsSettings
+
+logger = logging.getLogger(__name__)
 
 
 class RunSettings(Settings):
@@ -232,10 +235,26 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
     for override in overrides:
         _apply_override(tree, override)
     try:
-        return kind.model_validate(tree)
+        recipe = kind.model_validate(tree)
     except ValidationError as error:
         lines = [_sentence(kind, problem) for problem in error.errors()]
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
+    model = getattr(recipe, "model", None)
+    if not isinstance(model, ModelSettings) or not (Path(model.path) / "run.json").is_file():
+        return recipe
+    return recipe.model_copy(update={"model": model.model_copy(update={"path": _checkpoint_of_run(Path(model.path))})})
+
+
+def _checkpoint_of_run(run: Path) -> str:
+    """Return the newest checkpoint of a run, which the resolved recipe then names."""
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # loads torch, and few recipes name a run
+
+    found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
+    if found is None:
+        raise UserError(
+            f"model.path: the run {run} has no checkpoint; give a model's directory, such as the output of `baton sft`"
+        )
+    return str(found)
 
 
 REMOVED = {"weights.path": "workers always fetch versions as chunks"}

@@ -116,8 +116,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def read_model(path: Path) -> ModelSpec:
-    """Read a config.json, or the one in a model's directory. Raises UserError for what is missing in it."""
+    """Read a config.json, or the one in the directory of a model or of an adapter's base model.
+
+    Raises UserError for what is missing in it.
+    """
     file = path / "config.json" if path.is_dir() else path
+    if not file.is_file() and (adapter := path / "adapter_config.json").is_file():
+        file = Path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]) / "config.json"
     if not file.is_file():
         raise UserError(f"there is no model config at {file}: give a Hugging Face model directory or its config.json")
     try:

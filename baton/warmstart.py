@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import torch
@@ -31,8 +32,11 @@ from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Message
 
-LOG_EVERY = 50
-"""Updates averaged into one row of metrics."""
+LOSS_WINDOW = 50
+"""Latest updates averaged into the loss that is shown, recorded and reported."""
+
+LINES = 20
+"""Lines of progress where the console is no terminal."""
 
 
 class WarmStartReport(msgspec.Struct, frozen=True):
@@ -100,14 +104,13 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
             nonlocal tokens
             losses.append(loss)
             tokens += num_tokens
-            bar.update(task, completed=step, description=f"loss {loss:.3f}")
-            if step % LOG_EVERY == 0 or step == recipe.sft.steps:
-                recent = losses[-LOG_EVERY:]
-                mean = sum(recent) / len(recent)
-                speed = tokens / (time.perf_counter() - begin)
-                metrics.write(step, {"sft/loss": mean, "perf/throughput": speed})
-                if not console.is_terminal and step % (4 * LOG_EVERY) == 0:
-                    console.print(f"step {step}/{recipe.sft.steps}  loss {mean:.4f}  {speed:.0f} tok/s")
+            recent = fmean(losses[-LOSS_WINDOW:])
+            speed = tokens / (time.perf_counter() - begin)
+            bar.update(task, completed=step, description=f"loss {recent:.3f}")
+            metrics.write(step, {"sft/loss": recent, "perf/throughput": speed})
+            last = recipe.sft.steps
+            if not console.is_terminal and (step % max(1, last // LINES) == 0 or step in (1, last)):
+                console.print(f"step {step}/{last}  loss {recent:.4f}  {speed:.0f} tok/s")
 
         fine_tune(model, examples, recipe.sft, on_step=on_step)
     metrics.close()
@@ -121,11 +124,10 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
             results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
         print_evaluations(console, results)
     console.print(f"the model: {output}")
-    recent = losses[-LOG_EVERY:]
     report = WarmStartReport(
         str(output),
         sum(p.numel() for p in model.parameters()),
-        sum(recent) / len(recent),
+        fmean(losses[-LOSS_WINDOW:]),
         time.perf_counter() - begin,
         tuple(results),
     )

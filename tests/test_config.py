@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tomli_w
 import baton
 from baton.config import Recipe, WarmStart, load_recipe, load_tasks
 from baton.errors import UserError
+from baton.files import seal
 from baton.keys import recipe_keys
 from baton.rollout.settings import RolloutSettings
 from baton.runs import without_none
@@ -322,3 +324,18 @@ def test_a_kl_in_the_reward_of_a_standardised_group_warns() -> None:
     assert "(such as 5e-4)" in notes(**settings)[-1]
     for harmless in ({"kl_coef": 0.0}, {"kl_in": "loss"}, {"advantage": "group_mean"}, {"advantage": "leave_one_out"}):
         assert not any("5e-4" in note for note in notes(**{**settings, **harmless}))
+
+
+def test_a_runs_directory_as_model_path_is_its_newest_intact_checkpoint(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "earlier"
+    for step in (2, 10):
+        (run / "checkpoints" / f"step_{step:06d}" / "baton").mkdir(parents=True)
+        (run / "checkpoints" / f"step_{step:06d}" / "baton" / "state.json").write_text("{}")
+        seal(run / "checkpoints" / f"step_{step:06d}")
+    (run / "run.json").write_text("{}")
+    chosen = [f"model.path={run}"]
+    assert load_recipe(Recipe, base, chosen).model.path == str(run / "checkpoints" / "step_000010")
+    (run / "checkpoints" / "step_000010" / "baton" / "state.json").write_text("{ }")  # not what was written
+    assert load_recipe(Recipe, base, chosen).model.path == str(run / "checkpoints" / "step_000002")
+    shutil.rmtree(run / "checkpoints")
+    assert f"model.path: the run {run} has no checkpoint" in complaint(base, *chosen)

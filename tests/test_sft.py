@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import StringIO
 from itertools import cycle
 from pathlib import Path
 
@@ -195,3 +196,16 @@ def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tm
     attempt(overwrite=True)
     assert not (tmp_path / "made" / "old").exists()
     assert (tmp_path / "made" / "model.safetensors").is_file()
+
+
+def test_off_a_terminal_steps_and_loss_are_plain_lines_and_every_step_has_metrics(tmp_path: Path, small) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    out = StringIO()
+    warm_start(load_recipe(WarmStart, path, ["sft.steps=45"]), Console(file=out))
+    rows = read_metrics(tmp_path / "runs" / "warm")
+    assert [row["step"] for row in rows] == list(range(1, 46))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/45", *(f"{step}/45" for step in range(2, 45, 2)), "45/45"]
+    assert lines[-1].startswith(f"step 45/45  loss {rows[-1]['sft/loss']:.4f}")

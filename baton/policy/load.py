@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from baton.errors import UserError
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.settings import DTypeName
 from baton.policy.tokenizer import Tokenizer, check_model_path, first_line
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
@@ -26,10 +38,12 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
         check_model_path(path, holding="adapter_config.json")
         found = load_model(base, dtype=dtype, device=device, attention=attention)
         merged = merge_adapter(found, Path(path))
+        merged.requires_grad_(True)  # PEFT froze what it has merged into
         merged.eval()  # type: ignore[no-untyped-call]
         return merged
     check_model_path(path)
     try:
+        attention = supported_attention(AutoConfig.from_pretrained(path, local_files_only=True), attention)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
@@ -81,6 +95,21 @@ def _told_bytes(file: Path) -> int | None:
             return None
 
 
+def supported_attention(config: PretrainedConfig, attention: str) -> str:
+    """Return the attention asked for, or "eager" for a family that transformers has no SDPA for, with a line."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if attention != "sdpa" or kind is None or kind._supports_sdpa:
+        return attention
+    _say_eager(kind.__name__)
+    return "eager"
+
+
+@cache
+def _say_eager(kind: str) -> None:
+    """Once in a process."""
+    logger.warning("transformers has no SDPA attention for %s: eager attention is used (model.attention)", kind)
+
+
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
     """Write everything of a model but its weights, and its tokenizer."""
     model.config.save_pretrained(directory)
@@ -98,7 +127,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=attention
+            config, dtype=dtype, attn_implementation=supported_attention(config, attention)
         )
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -16,11 +16,13 @@ class ModelSettings(Settings):
     """[model] which policy is trained."""
 
     path: str
-    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or a name in the local hub cache."""
+    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or a name in the local hub cache. An
+    adapter's checkpoint is merged into its base model; of a run's directory the newest checkpoint is taken."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU; or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers, for trainer and engine alike."""
+    """Attention implementation of transformers, for trainer and engine alike. `eager` is used, and a line says so, for
+    families without SDPA (Gemma-2, GPT-OSS)."""
 
 
 class LoraSettings(Settings):

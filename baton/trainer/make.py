@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.adapters import base_of_adapter
 from baton.policy.load import load_model, torch_device
 from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
@@ -26,6 +29,11 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: Alone | No
         AlgorithmSettings.model_validate(setup.algorithm),
     )
     lora = None if setup.lora is None else LoraSettings.model_validate(setup.lora)
+    if lora is not None and base_of_adapter(Path(setup.model_path)) is not None:
+        raise UserError(
+            f"model.path: {setup.model_path!r} holds an adapter, and [lora] would train another one that cannot be "
+            "loaded without it; go on with its run by --resume, or leave [lora] out and train the merged model"
+        )
     device = torch_device(setup.device if parallel is None else "cpu")
     model = load_model(setup.model_path, dtype=torch.float32, device=device, attention=setup.attention)
     reference = None

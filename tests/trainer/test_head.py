@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from baton.policy import head
 from baton.policy.head import Wanted, find_head, head_scores
+from baton.policy.load import _say_eager, load_model, load_skeleton
 from baton.policy.logprobs import compute_in, padded_scores
 from baton.policy.settings import LoraSettings
 
@@ -146,3 +147,20 @@ def test_a_frozen_head_gets_no_gradient_and_hands_on_that_of_the_hidden_states()
     padded_scores(model, torch.tensor([[2, 3, 4]]), first=1, temperature=1.0).logprobs.sum().backward()
     assert model.lm_head.weight.grad is None
     assert model.model.norm.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama", "sdpa"), ("qwen3", "sdpa")]
+)
+def test_a_family_without_sdpa_gets_eager_attention_and_a_line(name, expected, tmp_path, caplog):
+    _say_eager.cache_clear()
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4} if name == "gpt_oss" else {}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **{**SHAPE, **more}), attn_implementation="eager"
+    )
+    model.save_pretrained(tmp_path)
+    for _ in range(2):
+        loaded = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+        made = load_skeleton(tmp_path, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa")
+        assert loaded.config._attn_implementation == made.config._attn_implementation == expected
+    assert caplog.text.count("transformers has no SDPA attention for") == (expected == "eager")

@@ -10,11 +10,14 @@ from trainer_cases import are_bit_equal, make_trainer, parameters, random_batch,
 from transformers import AutoModelForCausalLM
 
 from baton.errors import EngineFault, UserError
+from baton.model import read_model
 from baton.policy import adapters
 from baton.policy.load import load_model
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engines.network import Network
+from baton.trainer import make
+from baton.trainer.ranks import TrainerSetup
 from baton.types import PolicyVersion
 
 pytestmark = pytest.mark.numerics
@@ -163,3 +166,30 @@ def test_without_peft_a_sentence_says_what_to_install(base, monkeypatch):
 def test_adapters_go_with_the_rest(base, settings):
     trainer = trained(base, **settings)
     assert all(math.isfinite(value) for value in trainer.step(random_batch(3)).values())
+
+
+def test_a_checkpoint_of_an_adapter_is_trained_on_merged_but_under_no_second_adapter(base, tmp_path):
+    trained(base).save(tmp_path / "adapter")
+    merged = load(tmp_path / "adapter")
+    before = logits(merged)
+    trainer = make_trainer(merged, lr=1e-2)  # PEFT leaves what it merges into frozen
+    trainer.step(random_batch(1))
+    assert (logits(trainer.model) - before).abs().max() > 1e-3
+    assert read_model(tmp_path / "adapter") == read_model(base)
+    setup = TrainerSetup(
+        model_path=str(tmp_path / "adapter"),
+        device="cpu",
+        attention="sdpa",
+        trainer={},
+        algorithm={},
+        lora=LORA.model_dump(),
+        temperature=1.0,
+        total_steps=1,
+        version=PolicyVersion("first", 0),
+        max_new_tokens=8,
+        max_staleness=None,
+        seed=0,
+        publish_dtype="float32",
+    )
+    with pytest.raises(UserError, match=r"adapter' holds an adapter, and \[lora\] would train another one"):
+        make.make_trainer(setup, tiny_tokenizer())
