@@ -83,7 +83,7 @@ class CommitsTwice(LeaseTable):
 class BelievesForEver(LeaseTable):
     """Never gives a silent worker up."""
 
-    def _expel(self, worker, cause, now_s, commands) -> None:
+    def _expel(self, worker, cause, commands) -> None:
         return
 
 
