@@ -2,6 +2,7 @@
 
     make mutants                                    # all modules
     make mutants MUTANTS="trainer/losses --show"    # one, with the tests' output for each survivor
+    make mutants MUTANTS=--survivors                # after tests were added: the survivors of results.tsv again
 
 cosmic-ray makes the mutants. They are run here and not by its own commands, because those start a process for each
 and write the mutant into the working tree: a mutant takes seconds to import torch, its tests a fraction of one. Here
@@ -208,9 +209,16 @@ def equivalents() -> dict[tuple[str, str, str], str]:
     return {(row["module"], row["line"], row["becomes"]): row["why"] for row in rows}
 
 
-def measure(module: str, *, show: bool) -> Iterator[tuple[Mutant, str]]:
+def recorded(modules: list[str]) -> dict[tuple[str, str, str], str]:
+    """By module, line and mutated line: the outcome in results.tsv."""
+    path = HERE / "results.tsv"
+    rows = [row.split("\t") for row in path.read_text(encoding="utf-8").splitlines()[1:]] if path.exists() else []
+    return {(module, before, after): outcome for module, _, outcome, before, after in rows if module in modules}
+
+
+def measure(module: str, *, show: bool, only_survivors: bool) -> Iterator[tuple[Mutant, str]]:
     """Try every mutant of a module. Raises SystemExit when its tests fail as it stands."""
-    known = equivalents()
+    known, before = equivalents(), recorded([module]) if only_survivors else {}
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "output"
         begin_s = time.monotonic()
@@ -219,7 +227,9 @@ def measure(module: str, *, show: bool) -> Iterator[tuple[Mutant, str]]:
         deadline_s = 30 + 5 * (time.monotonic() - begin_s)
         import_libraries(output.with_suffix(".imported").read_text().splitlines())
         for mutant in mutants_of(module):
-            outcome = tried(module, mutant.source, deadline_s, output)
+            outcome = before.get((module, mutant.before, mutant.after), "survived")
+            if outcome in ("survived", "equivalent"):
+                outcome = tried(module, mutant.source, deadline_s, output)
             if outcome == "survived" and (module, mutant.before, mutant.after) in known:
                 outcome = "equivalent"
             if outcome == "survived":
@@ -244,6 +254,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; all when left out")
     parser.add_argument("--show", action="store_true", help="print the end of the tests' output for each survivor")
+    parser.add_argument("--survivors", action="store_true", help="try those again that results.tsv has as survivors")
     chosen = parser.parse_args()
     os.chdir(ROOT)
     os.environ |= {"OMP_NUM_THREADS": "1", "BATON_SCHEDULES": "60"}
@@ -256,7 +267,7 @@ def main() -> int:
     modules = chosen.modules or list(TESTS)
     is_enough, lines = True, list[str]()
     for module in modules:
-        found = list(measure(module, show=chosen.show))
+        found = list(measure(module, show=chosen.show, only_survivors=chosen.survivors))
         write_results(found, [module])
         count = Counter(outcome for _, outcome in found)
         tried_count = len(found) - count["equivalent"]
