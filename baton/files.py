@@ -201,5 +201,6 @@ def writing(path: Path) -> Iterator[None]:
         found = _OS_ERROR.search(str(error))
         raise OSError(int(found[1]) if found else errno.EIO, str(error), str(path)) from error
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None:  # without a number Python would print the name in place of the message
+            error.filename = error.filename or str(path)
         raise

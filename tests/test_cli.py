@@ -131,7 +131,7 @@ def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) 
 
 
 def test_keys_say_how_a_list_is_overridden() -> None:
-    assert "an override counts from 0, as in task.0.name=…" in invoke("keys", "task")[0]
+    assert "an override counts from 0, as in task.0.name=…" in " ".join(invoke("keys", "task")[0].split())
     assert "counts from 0" not in invoke("keys", "engine")[0]
 
 
