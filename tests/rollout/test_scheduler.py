@@ -107,6 +107,20 @@ def test_a_lease_asks_for_exactly_the_served_version_but_in_flight_for_at_least_
     assert (made.step.resumed, made.step.reprefilled_tokens) == (1, 7)
 
 
+def test_in_flight_a_lease_never_asks_for_a_version_below_zero() -> None:
+    rules = Rules(mode="async", batch_groups=1, group_size=1, on_new_version="keep", max_staleness=0, max_lag=2)
+    _, said = served(rules)
+    assert said == [Open(0), Assign(0, 0, 0, False)]
+
+
+def test_of_those_without_a_token_the_first_is_leased_first_though_it_was_put_down() -> None:
+    made, said = served(Rules(batch_groups=1, group_size=2), slots=1)
+    assert leased(said) == [(0, 0)]
+    made.handle(Capacity(0.0, 0))
+    made.handle(PutDown(0.0, 0, 0))
+    assert leased(made.handle(Capacity(0.0, 2))) == [(0, 0), (0, 1)]
+
+
 def test_what_was_put_down_is_leased_before_what_has_no_token() -> None:
     made, _ = served(Rules(batch_groups=3, group_size=1), slots=2)
     made.handle(Capacity(0.0, 0))
@@ -165,10 +179,11 @@ def test_a_second_batch_is_not_wanted_before_the_first_has_come() -> None:
         made.handle(BatchWanted(0.0))
 
 
-def test_a_group_that_is_too_old_is_tried_again_max_requeues_times_and_then_given_up() -> None:
+@pytest.mark.parametrize("max_requeues", [1, 2])
+def test_a_group_that_is_too_old_is_tried_again_max_requeues_times_and_then_given_up(max_requeues: int) -> None:
     """Its prompt comes back under new ids; a group of version 0 is dropped at version 1 with max_staleness 0."""
     rules = Rules(
-        mode="partial", batch_groups=1, group_size=1, overprovision=2.0, stale="drop", max_requeues=1,
+        mode="partial", batch_groups=1, group_size=1, overprovision=2.0, stale="drop", max_requeues=max_requeues,
         on_new_version="resume", consume="completion",
     )  # fmt: skip
     made, said = served(rules)
@@ -176,7 +191,7 @@ def test_a_group_that_is_too_old_is_tried_again_max_requeues_times_and_then_give
     stale = 1
     outcomes: list[tuple[int, int]] = []
     reopened: list[Open] = []
-    for version in range(2):
+    for version in range(max_requeues + 1):
         fresh = next(g.group_id for g in made.groups() if g.group_id != stale)
         said = finish(made, fresh, [1.0], version=version)  # the batch; the other one is put down
         assert Deliver(version + 1, (fresh,)) in said
@@ -190,9 +205,10 @@ def test_a_group_that_is_too_old_is_tried_again_max_requeues_times_and_then_give
         reopened += [c for c in said if isinstance(c, Open) and c.again is not None]
         if reopened:
             stale = reopened[-1].group_id
-    assert outcomes == [(1, 0), (1, 1)]
-    assert [c.again for c in reopened] == [1], "the prompt of group 1, once"
-    assert made.ledger.dropped == 2
+    assert outcomes == [(1, 0), (1, 1)] if max_requeues == 1 else [(1, 0), (2, 0), (2, 1)]
+    assert len(reopened) == max_requeues
+    assert reopened[0].again == 1
+    assert made.ledger.dropped == max_requeues + 1
 
 
 def test_a_filtered_group_is_discarded_and_its_place_given_to_another() -> None:
@@ -232,6 +248,15 @@ def test_resume_puts_all_down_and_loads_once_when_nobody_runs() -> None:
     assert made.handle(PutDown(0.0, 2, 0)) == [Load(1)]
     assert made.handle(Capacity(0.0, 100)) == [], "neither loaded twice nor leased before it is served"
     assert leased(made.handle(Serving(0.0, 1))) == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_a_version_that_is_being_loaded_is_not_loaded_again() -> None:
+    made, _ = served(Rules(mode="async", batch_groups=1, group_size=1, max_staleness=2, on_new_version="resume"))
+    finish(made, 0, [1.0])
+    made.handle(VersionMade(0.0, 1))
+    made.handle(PutDown(0.0, 1, 0))
+    assert made.handle(PutDown(0.0, 2, 0)) == [Load(1)]
+    assert made.handle(Revoked(0.0, 1, 0, "verification")) == [Restart(1, 0)]
 
 
 def test_keep_loads_at_once_and_leases_on() -> None:
