@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 settings.register_profile("unhurried", deadline=None)  # no test asserts a time, however busy the machine is
-settings.register_profile("mutants", deadline=None, derandomize=True, database=None, max_examples=30)
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=30,
+    phases=[Phase.explicit, Phase.generate],  # that a test fails is enough; nobody reads the smallest example
+)
 settings.load_profile("unhurried")
 
 RECIPE = """

@@ -55,6 +55,62 @@ def test_a_worker_that_delivers_has_all_its_slots_after_a_few_rounds_of_reports(
     assert needed == rounds
 
 
+def test_sixteen_tokens_earn_one_lease_up_to_the_slots():
+    credit = Credit(10, 0.0)
+    held = [credit.num_leases]
+    for num_tokens in (15, 1, 15, 1, 1000):
+        credit.earn(num_tokens)
+        held.append(credit.num_leases)
+    assert held == [8, 8, 9, 9, 10, 10]
+    assert credit.tokens == 32, "nothing is saved beyond the slots"
+    few = Credit(4, 0.0)
+    few.earn(1000)
+    assert (few.num_leases, few.tokens) == (4, 0)
+
+
+def test_a_lost_lease_costs_64_tokens_down_to_what_50_s_recover():
+    credit, seen = Credit(64, 0.0), []
+    for _ in range(4):
+        credit.lose()
+        seen.append((credit.tokens, credit.num_leases))
+    assert seen == [(-64, 4), (-128, 0), (-192, 0), (-192, 0)]
+    credit.recover(10.0)
+    assert credit.tokens == -176
+    credit.recover(10.5)
+    assert credit.tokens == pytest.approx(-175.2)
+    credit.recover(49.9)
+    assert credit.num_leases == 0
+    credit.recover(50.1)
+    assert (credit.tokens, credit.num_leases) == (-112, 1)
+    credit.recover(1000.0)
+    assert credit.tokens == -112, "one lease, and no more"
+
+
+def test_only_time_after_the_loss_recovers_and_a_clock_that_goes_back_takes_nothing():
+    credit = Credit(64, 0.0)
+    credit.lose()
+    credit.recover(100.0)
+    assert credit.tokens == -64, "there are leases left"
+    credit.lose()
+    credit.lose()
+    credit.recover(90.0)
+    assert credit.tokens == -192
+    credit.recover(100.0)
+    assert credit.tokens == -176
+
+
+def test_workers_that_come_earn_nothing_and_that_go_take_along_what_is_beyond_the_slots():
+    credit = Credit(8, 0.0)
+    credit.resize(8)
+    assert (credit.slots, credit.tokens) == (16, 0)
+    credit.earn(1000)
+    assert (credit.num_leases, credit.tokens) == (16, 128)
+    credit.resize(-4)
+    assert (credit.slots, credit.num_leases, credit.tokens) == (12, 12, 64)
+    credit.resize(-8)
+    assert (credit.slots, credit.num_leases, credit.tokens) == (4, 4, 0)
+
+
 RULES = LeaseRules(relief=2.0, relief_after_s=5.0, silence_s=30.0, wedge_s=60.0, starve_s=600.0)
 
 

@@ -36,6 +36,7 @@ from baton.swarm.lease_events import (
 )
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
+from baton.swarm.tracked import Owner
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 
@@ -216,6 +217,14 @@ def test_reports_in_a_burst_do_not_make_a_worker_fast():
     speed = table.workers[0].speed
     assert speed is not None
     assert speed < 10 * 2  # 100 tokens in 10 s; the mean of the reports' rates would be millions
+
+
+def test_a_speed_is_of_the_time_since_the_last_report():
+    table = table_of(1)
+    want(table, 0)
+    table.handle(LeaseGrew(10.0, 0, 10))
+    table.handle(LeaseGrew(20.0, 0, 10))
+    assert table.workers[0].speed == 1.0
 
 
 def test_a_silent_worker_loses_its_leases_to_the_next_from_the_last_report():
@@ -404,3 +413,148 @@ def test_a_revoked_task_is_dropped_wherever_it_is_and_what_was_not_committed_is_
     assert full.num_waiting == 1
     assert full.handle(TaskRevoked(1.0, 1)) == []
     assert full.num_waiting == 0
+
+
+def test_of_two_branches_of_one_length_the_first_is_kept():
+    table = with_straggler(restarts=False)
+    table.handle(Tick(10.0))
+    table.handle(TaskAborted(11.0, 0))
+    for lease in (2, 0):
+        table.handle(LeaseGrew(12.0, lease, 20))
+    assert table.handle(LeasePutDown(12.0, 2)) == []
+    assert table.handle(LeasePutDown(13.0, 0)) == [Commit(0, 0, 30), Waste("overtaken", 20), PutDown(0)]
+
+
+def test_a_lease_without_a_token_is_taken_for_one_that_made_one():
+    """100 tokens at one in 5 s are 500 s here; at 3 in 5 s there they are 167 s, and 500 is above 2 x 167."""
+    table = table_of(1, 1, relief=2.0, relief_after_s=5.0)
+    want(table, 0)
+    want(table, 1)
+    table.handle(LeaseGrew(5.0, 1, 3))
+    table.handle(LeaseFinished(5.0, 1))
+    assert table.handle(Tick(5.0)) == [Grant(1, 2, 0, 0)]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_the_table_says_of_a_lease(restarts):
+    table = table_of(1, restarts=restarts)
+    table.handle(TaskWanted(0.0, 0, 1, True, 7, 100))
+    base = 0 if restarts else 7
+    assert (table.knows(0), table.knows(1), table.leases_of(0), table.leases_of(1)) == (True, False, [0], [])
+    assert (table.length(0), table.is_recalled(0), table.is_comparable(0)) == (base, False, True)
+    table.handle(LeaseGrew(1.0, 0, 3))
+    table.handle(TaskAborted(1.0, 0))
+    assert (table.length(0), table.is_recalled(0)) == (base + 3, True)
+
+
+def test_a_lease_of_another_kind_is_not_comparable():
+    table = table_of(1, restarts=True)
+    want(table, 0)
+    table.handle(LeaseGrew(1.0, 0, 3))
+    table.handle(WorkerLeft(2.0, 0, "cut"))
+    table.handle(WorkerJoined(2.0, 1, 1, kind="other"))
+    assert table.handle(WorkerHeard(2.0, 1, 1, 0)) == [Grant(1, 1, 0, 0)]
+    assert not table.is_comparable(1)
+
+
+# ---- what the workers of one owner may hold --------------------------------------------------------------------------
+
+
+def owned_table(*slots: int, **rules: object) -> tuple[LeaseTable, Owner]:
+    """A table whose workers are all of one owner and serve version 1 at 0 s."""
+    table = LeaseTable(LeaseRules(**{"prefetch": 0.0, "relief": 0.0} | rules))  # type: ignore[arg-type]
+    for worker, num in enumerate(slots):
+        table.handle(WorkerJoined(0.0, worker, num, owner="somebody"))
+        table.handle(WorkerHeard(0.0, worker, 1, 0))
+    owner = table.workers[0].owner
+    assert owner is not None
+    return table, owner
+
+
+def test_an_owner_s_bound_is_the_places_of_its_workers():
+    table, owner = owned_table(4, 8, prefetch=0.25)
+    assert owner.credit.slots == 5 + 10
+    table.handle(WorkerLeft(1.0, 0, "cut"))
+    assert (owner.credit.slots, owner.workers) == (10, {1})
+    table.handle(WorkerLeft(1.0, 1, "cut"))
+    assert (owner.credit.slots, owner.workers) == (0, set())
+
+
+def test_who_leaves_pays_for_the_leases_that_brought_no_token():
+    table, owner = owned_table(4)
+    for task in range(3):
+        want(table, task)
+    table.handle(LeaseGrew(1.0, 1, 5))
+    table.handle(WorkerLeft(2.0, 0, "cut"))
+    assert (owner.credit.tokens, owner.num_held) == (-128.0, 0)
+
+
+@pytest.mark.parametrize("event", [Tick, WorkerJoined])
+def test_who_has_lost_all_credit_is_given_one_lease_after_a_while(event):
+    """Two lost leases are 16 tokens too many, which are 10 s. Worker 1 has lost none, and waits for its owner."""
+    table, owner = owned_table(2)
+    table.handle(WorkerJoined(0.0, 1, 8, owner="somebody"))
+    want(table, 0)
+    want(table, 1)
+    table.handle(WorkerLeft(0.0, 0, "cut"))
+    assert owner.credit.num_leases == 0
+    assert table.handle(WorkerHeard(0.0, 1, 1, 0)) == []
+    again = [(WorkerJoined(at_s, 2 + i, 8, owner="somebody") if event is WorkerJoined else Tick(at_s))
+             for i, at_s in enumerate((9.5, 10.0))]  # fmt: skip
+    assert table.handle(again[0]) == []
+    assert table.handle(again[1]) == [Grant(1, 2, 0, 0)]
+    assert owner.num_held == 1
+
+
+def test_a_place_that_an_owner_gets_back_is_offered_to_all_its_workers():
+    table, owner = owned_table(8, 8)
+    said = [want(table, task) for task in range(9)]
+    assert owner.num_held == 8
+    assert said[8] == []
+    ended = next(grant for (grant,) in said[:8] if grant.worker == 0)  # type: ignore[misc]
+    assert table.handle(WorkerHeard(1.0, 0, None, 0)) == []
+    assert table.handle(LeaseFinished(1.0, ended.lease)) == [Finish(ended.task, ended.lease), Grant(1, 8, 8, 0)]
+    assert owner.num_held == 8
+
+
+def test_what_a_worker_earns_is_offered_though_its_owner_had_room_before():
+    table, owner = owned_table(32, 32)
+    owner.credit.earn(1000)
+    table.handle(WorkerHeard(0.0, 1, None, 0))
+    said = [want(table, task) for task in range(10)]
+    assert [len(commands) for commands in said] == [1] * 8 + [0] * 2
+    assert table.handle(LeaseGrew(1.0, 0, 15)) == [Commit(0, 0, 15)]
+    assert table.handle(LeaseGrew(1.0, 0, 1)) == [Commit(0, 0, 16), Grant(0, 8, 8, 0)]
+
+
+@pytest.mark.parametrize(("task", "tokens"), [(0, -64.0), (1, 0.0)])
+def test_a_lease_that_waits_for_a_slot_costs_nothing(task, tokens):
+    """One slot, and one lease beyond it: the second only waits."""
+    table, owner = owned_table(1, prefetch=1.0, silence_s=30.0)
+    assert [want(table, 0), want(table, 1)] == [[Grant(0, 0, 0, 0)], [Grant(0, 1, 1, 0)]]
+    assert table.handle(TaskAborted(0.0, task)) == [Recall(0, task)]
+    table.handle(WorkerHeard(20.0, 0, 1, 0))
+    assert table.handle(Tick(30.5)) == [Drop(0, task), PutDown(task)]
+    assert owner.credit.tokens == tokens
+
+
+def test_a_wedged_worker_pays_for_each_lease():
+    table, owner = owned_table(4, silence_s=99.0, wedge_s=60.0)
+    want(table, 0)
+    want(table, 1)
+    assert table.handle(Tick(60.5)) == [Expel(0, "held 2 leases and made no token for 60 s")]
+    assert owner.credit.tokens == -128.0
+
+
+@pytest.mark.parametrize(("at_s", "tokens"), [(14.9, 0.0), (15.0, -64.0), (16.0, -64.0)])
+def test_a_lease_that_another_worker_finishes_costs_once_it_is_relief_after_s_old(at_s, tokens):
+    table = table_of(1, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    want(table, 0)
+    table.handle(LeaseGrew(10.0, 0, 10))
+    table.handle(WorkerJoined(10.0, 1, 1, 3.0, owner="somebody"))  # expected to be three times as fast
+    table.handle(WorkerHeard(10.0, 1, 1, 0))
+    assert table.handle(Tick(10.0)) == [Grant(1, 1, 0, 10)]
+    assert table.handle(LeaseFinished(at_s, 0)) == [Finish(0, 0), Drop(1, 1)]
+    owner = table.workers[1].owner
+    assert owner is not None
+    assert (owner.credit.tokens, owner.num_held) == (tokens, 0)
