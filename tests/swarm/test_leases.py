@@ -33,6 +33,7 @@ from baton.swarm.lease_events import (
     WorkerHeard,
     WorkerJoined,
     WorkerLeft,
+    WorkerWeighed,
 )
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
@@ -296,6 +297,14 @@ def test_a_plan_s_shares_are_honoured_while_there_is_room():
     assert [len(worker.leases) for worker in table.workers.values()] == [75, 25]
 
 
+def test_another_plan_changes_the_shares_of_those_that_are_there():
+    table = table_of(100, 100)
+    assert table.handle(WorkerWeighed(0.0, 0, 3.0)) == table.handle(WorkerWeighed(0.0, 2, 3.0)) == []
+    for task in range(100):
+        want(table, task)
+    assert [len(worker.leases) for worker in table.workers.values()] == [75, 25]
+
+
 def test_leases_beyond_the_slots_are_given_last_and_the_oldest_first():
     """Two workers of four slots and a quarter more: ten places, of which eight are slots."""
     table = table_of(4, 4, prefetch=0.25)
@@ -435,6 +444,48 @@ def test_a_lease_without_a_token_is_taken_for_one_that_made_one():
     assert table.handle(Tick(5.0)) == [Grant(1, 2, 0, 0)]
 
 
+@pytest.mark.parametrize(("tokens", "is_relieved"), [(10, False), (11, True)])
+def test_a_straggler_s_speed_is_that_of_its_own_tokens(tokens, is_relieved):
+    """50 of 100 were known; 5 in 5 s leave 45 s here. At 10 in 5 s there, it would be exactly half of that."""
+    table = table_of(1, 1, relief=2.0, relief_after_s=5.0)
+    assert table.handle(TaskWanted(0.0, 0, 1, True, 50, 100)) == [Grant(0, 0, 0, 50)]
+    want(table, 1)
+    table.handle(LeaseGrew(5.0, 0, 5))
+    table.handle(LeaseGrew(5.0, 1, tokens))
+    table.handle(LeaseFinished(5.0, 1))
+    assert table.handle(Tick(5.0)) == ([Grant(1, 2, 0, 55)] if is_relieved else [])
+
+
+@pytest.mark.parametrize(("tokens", "is_relieved"), [(200, False), (201, True)])
+def test_relief_in_sync_is_worth_it_where_the_whole_trajectory_takes_less_than_half_as_long(tokens, is_relieved):
+    """50 of 100 in 10 s leave 10 s here; at 200 in 10 s there, all 100 would be exactly half of that."""
+    table = table_of(1, 1, restarts=True, relief=2.0, relief_after_s=5.0)
+    want(table, 0)
+    want(table, 1)
+    table.handle(LeaseGrew(10.0, 0, 50))
+    table.handle(LeaseGrew(10.0, 1, tokens))
+    table.handle(LeaseFinished(10.0, 1))
+    assert table.handle(Tick(10.0)) == ([Grant(1, 2, 0, 0)] if is_relieved else [])
+
+
+def test_the_fastest_relieves_another_when_it_cannot_relieve_itself():
+    """Worker 0 makes 20 a second, but no token of task 0, which goes to worker 2; task 2 goes to worker 0."""
+    table = table_of(3, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    assert [want(table, 0), want(table, 1)] == [[Grant(0, 0, 0, 0)], [Grant(0, 1, 1, 0)]]
+    for worker in (1, 2):
+        table.handle(WorkerHeard(0.0, worker - 1, None, 0))
+        table.handle(WorkerJoined(0.0, worker, 1))
+        table.handle(WorkerHeard(0.0, worker, 1, 0))
+        assert want(table, worker + 1) == [Grant(worker, worker + 1, worker + 1, 0)]
+    for lease, tokens in ((1, 100), (2, 5), (3, 50)):
+        table.handle(LeaseGrew(5.0, lease, tokens))
+    for worker in (0, 1):
+        table.handle(WorkerHeard(5.0, worker, 1, 1))
+    table.handle(LeaseFinished(5.0, 1))
+    table.handle(LeaseFinished(5.0, 3))
+    assert table.handle(Tick(5.0)) == [Grant(2, 4, 0, 0), Grant(0, 5, 2, 5)]
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_what_the_table_says_of_a_lease(restarts):
     table = table_of(1, restarts=restarts)
@@ -493,7 +544,7 @@ def test_who_leaves_pays_for_the_leases_that_brought_no_token():
 def test_who_has_lost_all_credit_is_given_one_lease_after_a_while(event):
     """Two lost leases are 16 tokens too many, which are 10 s. Worker 1 has lost none, and waits for its owner."""
     table, owner = owned_table(2)
-    table.handle(WorkerJoined(0.0, 1, 8, owner="somebody"))
+    table.handle(WorkerJoined(0.0, 1, 1, owner="somebody"))
     want(table, 0)
     want(table, 1)
     table.handle(WorkerLeft(0.0, 0, "cut"))
@@ -525,6 +576,20 @@ def test_what_a_worker_earns_is_offered_though_its_owner_had_room_before():
     assert [len(commands) for commands in said] == [1] * 8 + [0] * 2
     assert table.handle(LeaseGrew(1.0, 0, 15)) == [Commit(0, 0, 15)]
     assert table.handle(LeaseGrew(1.0, 0, 1)) == [Commit(0, 0, 16), Grant(0, 8, 8, 0)]
+
+
+def test_what_a_worker_recovers_is_offered_though_its_owner_had_room_before():
+    table, owner = owned_table(8, 8)
+    owner.credit.earn(1000)
+    lost = table.workers[0].credit
+    assert lost is not None
+    for worker in (0, 1):
+        table.handle(WorkerHeard(0.0, worker, None, 0))
+    lost.lose()
+    lost.lose()
+    assert table.handle(WorkerHeard(0.0, 0, 1, 0)) == want(table, 0) == []
+    assert table.handle(Tick(9.5)) == []
+    assert table.handle(Tick(10.0)) == [Grant(0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(("task", "tokens"), [(0, -64.0), (1, 0.0)])
