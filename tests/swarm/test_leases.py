@@ -498,6 +498,15 @@ def test_what_the_table_says_of_a_lease(restarts):
     assert (table.length(0), table.is_recalled(0)) == (base + 3, True)
 
 
+def test_a_task_is_aborted_once_and_one_that_is_over_not_at_all():
+    table = table_of(1)
+    want(table, 0)
+    assert table.handle(TaskAborted(1.0, 0)) == [Recall(0, 0)]
+    assert table.handle(TaskAborted(2.0, 0)) == table.handle(TaskAborted(2.0, 1)) == []
+    assert table.handle(LeasePutDown(3.0, 0)) == [PutDown(0)]
+    assert table.handle(TaskAborted(4.0, 0)) == []
+
+
 def test_a_lease_of_another_kind_is_not_comparable():
     table = table_of(1, restarts=True)
     want(table, 0)
