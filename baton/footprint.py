@@ -17,6 +17,7 @@ from baton.policy.tokenizer import first_line, load_tokenizer
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.optimizer import check_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
     is_here: whether trainer and engine will be on this machine. Raises UserError for all that a start would refuse.
     """
+    trainer = recipe.trainer
+    check_schedule(warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
     config, model = check_room(recipe, is_here=is_here)

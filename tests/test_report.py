@@ -115,6 +115,9 @@ def test_one_evaluation_is_no_gain_of_zero(run: RunDirectory) -> None:
     change = summarise(run).changes[0]
     assert (change.after, change.points) == (None, None)
     assert "25.0 %" in render(run)
+    printed = StringIO()
+    print_report(Console(file=printed), summarise(run))
+    assert printed.getvalue().count("step 0") == 1
 
 
 def test_a_value_that_was_not_finite_is_left_out(run: RunDirectory) -> None:

@@ -53,6 +53,11 @@ def print_report(console: Console, report: RunReport) -> None:
 def _changes_table(report: RunReport) -> Table:
     assert report.evaluated_steps is not None
     first, last = report.evaluated_steps
+    if first == last:
+        table = _table("held-out accuracy", f"step {first}")
+        for change in report.changes:
+            table.add_row(f"{change.before.task}, {change.before.way}", str(change.before.accuracy))
+        return table
     table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
     for change in report.changes:
         table.add_row(

@@ -35,8 +35,8 @@ def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None
     """Raise UserError when no step is left to decay over."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
-            f"warmup_steps: got {warmup_steps}, but there are {total_steps} steps and the learning rate is to decay "
-            f"({decay}) after the warm-up; allowed are fewer"
+            f"warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, because the "
+            f"learning rate decays ({decay}) after the warm-up: lower warmup_steps or raise the number of steps"
         )
 
 
