@@ -45,11 +45,12 @@ class Outcome:
 
 
 def run(name: str, arguments: list[str], environment: Mapping[str, str]) -> Outcome:
-    """Run pytest on two processes, its output on the terminal."""
+    """Run pytest on two cores, its output on the terminal: threads of several processes would starve each other."""
+    processes = max(1, 2 // int(environment["OMP_NUM_THREADS"]))
     print(f"\n==== {name}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-n", "2", f"--junitxml={report}", *arguments]
+        command = [sys.executable, "-m", "pytest", "-n", str(processes), f"--junitxml={report}", *arguments]
         exit_code = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
