@@ -147,7 +147,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def seal(directory: Path) -> None:
-    """Write the digests of all files below a directory into it. The last write of whoever makes the directory."""
+    """Write the digests of all files below a directory into it. Call it after all other writes."""
     files = {
         path.relative_to(directory).as_posix(): _File(path.stat().st_size, _digest(path))
         for path in sorted(directory.rglob("*"))

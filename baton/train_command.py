@@ -124,7 +124,7 @@ def _train(run: Callable[[Any, StopRequest], Any], steps: int, as_json: bool) ->
 
 
 def _exit_code(stop: StopRequest) -> int:
-    """What tells whoever supervises, and has sent SIGTERM, that the run is not complete."""
+    """Exit code that tells the supervisor that sent SIGTERM that the run is not complete."""
     return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 

@@ -147,7 +147,7 @@ class Runner:
         self._tell(BatchWanted(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
-            if self.rules.mode != "async":  # the worker stands still from here to the next batch
+            if self.rules.mode != "async":  # the worker is idle from here to the next batch
                 self._pump_until(lambda: not self.scheduler.num_leased)
         finally:
             self._on_judged = lambda count: None
@@ -168,7 +168,7 @@ class Runner:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Free the worker and the judges for something else; what runs is put down, and carried on afterwards."""
+        """Free the worker and the judges for something else; running rollouts are aborted, and resumed afterwards."""
         self._tell(Paused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
         yield

@@ -39,7 +39,7 @@ class Sweep:
     ) -> None:
         """`max_context_tokens` is the worker's: requests that cannot fit are refused before any is sent.
 
-        lease_ids: shared with whoever else leases to this worker. stop: ends every wait.
+        lease_ids: shared with all others that lease to this worker. stop: ends every wait.
         """
         self._port, self.stop = port, stop or StopRequest()
         self._max_context_tokens = max_context_tokens

@@ -110,7 +110,7 @@ class Admission:
 class RateLimit:
     """A token bucket per key: more than that waits, nothing is refused.
 
-    A caller that is slowed down loses nothing, and what piles up while the process itself stands still is no offence.
+    A caller that is slowed down loses nothing, and what queues up while this process is paused is no offence.
     """
 
     per_s: float

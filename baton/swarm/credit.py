@@ -14,7 +14,7 @@ FIRST_LEASES = 8
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
 RECOVERED_TOKENS_PER_S = 1.6
-"""Up to one lease: after a worker has lost every lease it is given one in 40 s."""
+"""Up to one lease: a worker that has lost every lease is given one again after 40 to 50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 

@@ -36,7 +36,7 @@ MAX_BATCH = 64
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
 """The verdict on a trajectory is waited for so long, and so much longer for each of its tokens."""
 MAX_REMADE = 2
-"""A trajectory that cannot be checked is made again at most so many times."""
+"""Most times that a trajectory that cannot be checked is generated again."""
 REMEMBERED_REMADE = 10_000
 """Trajectories whose repetitions are counted."""
 

@@ -1,6 +1,6 @@
-"""Bodies of weights on their way out: read and sent piece by piece, as fast as the reader takes them.
+"""Weights sent to callers: read and sent piece by piece, as fast as the reader takes them.
 
-Memory is bounded over all downloads, a download that stands still is cut, and each token has its share of the places:
+Memory is bounded over all downloads, a download without progress is cut, and each token has its share of the places:
 a caller that takes nothing off its connections holds up nobody else.
 """
 

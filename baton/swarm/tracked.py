@@ -12,7 +12,7 @@ Ask = tuple[int, bool]
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """Whoever holds a token, with all workers that bear it."""
+    """The holder of a token, with all workers that use it."""
 
     credit: Credit
     workers: set[int] = field(default_factory=set)
