@@ -464,6 +464,10 @@ class SwarmBench:
             numbers = [version.number for version in engine.served]
             assert numbers == sorted(set(numbers)), "never back"
 
+    def wait_for_said(self, text: str) -> None:
+        """Wait for a line of the hub: a worker may be over before the hub has read its last message."""
+        wait_until(lambda: any(text in line for line in self.said), f"the hub to say {text!r}")
+
     def close(self) -> None:
         for worker in self.workers:
             if not worker.is_over:

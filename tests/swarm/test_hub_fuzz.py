@@ -355,7 +355,7 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
     line.close()
     assert memory_mb() - memory < 100
     wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the deaf one is forgotten")
-    assert any("takes nothing off its connection" in text for text in bench.said)
+    bench.wait_for_said("takes nothing off its connection")
 
 
 def test_who_does_not_take_a_body_off_is_hung_up_on(bench, monkeypatch):

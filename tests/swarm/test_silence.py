@@ -61,7 +61,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_not_accused(bench):
     asyncio.run(work())
     assert bench.accused == []
     assert bench.hub.counters.malformed == 0
-    assert "worker mute#0: silent for 1.2 s" in bench.said
+    bench.wait_for_said("worker mute#0: silent for 1.2 s")
     lines = [json.loads(line) for line in (bench.directory / "audit.jsonl").read_text().splitlines()]
     assert {(line["event"], line["status"]) for line in lines} == {("silent", 0)}
 

@@ -166,7 +166,7 @@ def test_a_worker_that_leaves_hands_in_what_it_has(make):
     for _ in range(3):
         bench.step()
     bench.assert_sound()
-    assert "left" in " ".join(bench.said)
+    bench.wait_for_said("left")
 
 
 def test_an_engine_that_fails_ends_its_worker_and_others_go_on(make):
@@ -181,7 +181,7 @@ def test_an_engine_that_fails_ends_its_worker_and_others_go_on(make):
     assert isinstance(bad.error, EngineFault)
     assert "out of memory" in str(bad.error)
     bench.assert_sound()
-    assert any("RuntimeError: out of memory" in text for text in bench.said)
+    bench.wait_for_said("RuntimeError: out of memory")
 
 
 def test_an_engine_that_cannot_be_built_ends_its_worker(make, monkeypatch):
@@ -205,7 +205,7 @@ def test_a_wedged_worker_is_taken_for_dead_and_its_work_goes_on_elsewhere(make):
     stuck.engine.token_s = 3.0
     for _ in range(3):
         bench.step()
-    wait_until(lambda: any("made no token" in text for text in bench.said), "the verdict")
+    bench.wait_for_said("made no token")
     stuck.engine.token_s = 0.002
     bench.step()
     bench.assert_sound()
