@@ -19,7 +19,7 @@ KINDS: Final[dict[str, type[BatonError]]] = {
 """Errors that mean the same in the process that receives them; of any other, that process says who failed."""
 
 
-class Fault(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     """An error: the sender cannot go on, or cannot give the answer that was asked for."""
 
     kind: str

@@ -257,7 +257,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """Strings that end a trajectory once its text contains them; the tokens that complete one are kept."""
 
 
-class Lease(msgspec.Struct, frozen=True, tag=True):
+class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """One trajectory given to one worker."""
 
     lease_id: int
@@ -272,13 +272,13 @@ class Lease(msgspec.Struct, frozen=True, tag=True):
     """True: serve exactly this version or say retry. False: at least this version."""
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, tag="Abort"):
     """Stop a lease and report what there is. Harmless when the lease has already ended."""
 
     lease_id: int
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class Report(msgspec.Struct, frozen=True, tag="Report"):
     """What a lease has grown since its last report."""
 
     lease_id: int
@@ -290,21 +290,21 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """The lease has ended without finishing the trajectory."""
 
 
-class Retry(msgspec.Struct, frozen=True, tag=True):
+class Retry(msgspec.Struct, frozen=True, tag="Retry"):
     """A worker's refusal of a lease whose version it does not hold."""
 
     lease_id: int
     has_version: int
 
 
-class WorkLost(msgspec.Struct, frozen=True, tag=True):
+class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
     """Tokens that workers made and that are part of no trajectory."""
 
     cause: str
     num_tokens: int
 
 
-class WorkRevoked(msgspec.Struct, frozen=True, tag=True):
+class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
     """What a trajectory has so far is not to be trusted; its lease, if there is one, has ended."""
 
     noise_seed: int

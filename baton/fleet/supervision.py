@@ -23,14 +23,14 @@ from baton.fleet.placement import Placement, Post, change
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Began(msgspec.Struct, frozen=True, tag=True):
+class Began(msgspec.Struct, frozen=True, tag="Began"):
     """A post's process is at work."""
 
     at_s: float
     name: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class Ended(msgspec.Struct, frozen=True, tag="Ended"):
     """A post's process, or the actor that holds it, has ended, or could not be begun."""
 
     at_s: float
@@ -38,21 +38,21 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     cause: str
 
 
-class MachineLost(msgspec.Struct, frozen=True, tag=True):
+class MachineLost(msgspec.Struct, frozen=True, tag="MachineLost"):
     """A machine is gone from the cluster."""
 
     at_s: float
     machine: str
 
 
-class MachineJoined(msgspec.Struct, frozen=True, tag=True):
+class MachineJoined(msgspec.Struct, frozen=True, tag="MachineJoined"):
     """A machine that can be planned with is there now."""
 
     at_s: float
     machine: str
 
 
-class Planned(msgspec.Struct, frozen=True, tag=True):
+class Planned(msgspec.Struct, frozen=True, tag="Planned"):
     """The answer to Replan: the workers that there are to be, or why things stay as they are."""
 
     at_s: float
@@ -60,7 +60,7 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
     words: str
 
 
-class Tick(msgspec.Struct, frozen=True, tag=True):
+class Tick(msgspec.Struct, frozen=True, tag="Tick"):
     """Time has passed."""
 
     at_s: float
@@ -71,13 +71,13 @@ Event = Began | Ended | MachineLost | MachineJoined | Planned | Tick
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class Begin(msgspec.Struct, frozen=True, tag="Begin"):
     """Start a post's process."""
 
     post: Post
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class End(msgspec.Struct, frozen=True, tag="End"):
     """Have a post's process put down what it has, and end; or only forget it where its machine is gone."""
 
     name: str
@@ -85,32 +85,32 @@ class End(msgspec.Struct, frozen=True, tag=True):
     is_there: bool = True
 
 
-class Weigh(msgspec.Struct, frozen=True, tag=True):
+class Weigh(msgspec.Struct, frozen=True, tag="Weigh"):
     """A worker's share is another now."""
 
     post: Post
 
 
-class Replan(msgspec.Struct, frozen=True, tag=True):
+class Replan(msgspec.Struct, frozen=True, tag="Replan"):
     """Ask the planner about the machines there are now."""
 
     lost: tuple[str, ...]
     joined: tuple[str, ...]
 
 
-class TrainerLost(msgspec.Struct, frozen=True, tag=True):
+class TrainerLost(msgspec.Struct, frozen=True, tag="TrainerLost"):
     """A machine that trains is gone: the trainer goes back to its last checkpoint."""
 
     machine: str
 
 
-class Fail(msgspec.Struct, frozen=True, tag=True):
+class Fail(msgspec.Struct, frozen=True, tag="Fail"):
     """The run cannot go on."""
 
     cause: str
 
 
-class Say(msgspec.Struct, frozen=True, tag=True):
+class Say(msgspec.Struct, frozen=True, tag="Say"):
     """A line for people."""
 
     text: str

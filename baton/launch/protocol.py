@@ -15,7 +15,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 """A longer frame is a fault, not a reason to allocate."""
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class Start(msgspec.Struct, frozen=True, tag="Start"):
     """The first message: what engine to build."""
 
     model_path: str
@@ -32,21 +32,21 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         return EngineSettings.model_validate(self.settings)
 
 
-class LoadWeights(msgspec.Struct, frozen=True, tag=True):
+class LoadWeights(msgspec.Struct, frozen=True, tag="LoadWeights"):
     """Switch to the tensors in a safetensors file."""
 
     path: str
     version: PolicyVersion
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class Progress(msgspec.Struct, frozen=True, tag="Progress"):
     """Reports, with the engine's counters after them."""
 
     messages: tuple[Report | Retry, ...]
     stats: EngineStats
 
 
-class Serving(msgspec.Struct, frozen=True, tag=True):
+class Serving(msgspec.Struct, frozen=True, tag="Serving"):
     """The engine is built, or has switched, and serves this version."""
 
     version: PolicyVersion

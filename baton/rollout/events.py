@@ -11,7 +11,7 @@ import msgspec
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Capacity(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Capacity(msgspec.Struct, frozen=True, tag="Capacity", gc=False):
     """The workers together have so many places."""
 
     at_s: float
@@ -21,7 +21,7 @@ class Capacity(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Leases they want beyond that, so that a free slot never waits for one."""
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Lost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
     """Tokens were generated that are part of no trajectory: a branch that another overtook, or a worker took away."""
 
     at_s: float
@@ -29,7 +29,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True, gc=False):
     num_tokens: int
 
 
-class Revoked(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
     """A trajectory that is in no batch is not to be trusted: it is generated again from its prompt."""
 
     at_s: float
@@ -38,7 +38,7 @@ class Revoked(msgspec.Struct, frozen=True, tag=True, gc=False):
     cause: str
 
 
-class Grew(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Grew(msgspec.Struct, frozen=True, tag="Grew", gc=False):
     """Tokens of one version have arrived."""
 
     at_s: float
@@ -48,7 +48,7 @@ class Grew(msgspec.Struct, frozen=True, tag=True, gc=False):
     num_tokens: int
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
     """A trajectory is complete; its tokens have been heard of before."""
 
     at_s: float
@@ -56,7 +56,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, gc=False):
     sample_index: int
 
 
-class PutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
+class PutDown(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
     """A lease has ended without finishing its trajectory: aborted, or refused by the worker."""
 
     at_s: float
@@ -64,7 +64,7 @@ class PutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
     sample_index: int
 
 
-class Rewarded(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Rewarded(msgspec.Struct, frozen=True, tag="Rewarded", gc=False):
     """A finished trajectory is judged; without a reward where there is no judgement."""
 
     at_s: float
@@ -73,7 +73,7 @@ class Rewarded(msgspec.Struct, frozen=True, tag=True, gc=False):
     reward: float | None
 
 
-class VersionMade(msgspec.Struct, frozen=True, tag=True, gc=False):
+class VersionMade(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
     """The trainer has made a version."""
 
     at_s: float
@@ -82,26 +82,26 @@ class VersionMade(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Whether workers are to serve it; with a publish period above 1 most are not."""
 
 
-class Serving(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Serving(msgspec.Struct, frozen=True, tag="Serving", gc=False):
     """The workers serve the version that was loaded."""
 
     at_s: float
     version: int
 
 
-class BatchWanted(msgspec.Struct, frozen=True, tag=True, gc=False):
+class BatchWanted(msgspec.Struct, frozen=True, tag="BatchWanted", gc=False):
     """The trainer can take a batch."""
 
     at_s: float
 
 
-class Paused(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Paused(msgspec.Struct, frozen=True, tag="Paused", gc=False):
     """The workers are wanted for something else: put down everything, start nothing."""
 
     at_s: float
 
 
-class Resumed(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Resumed(msgspec.Struct, frozen=True, tag="Resumed", gc=False):
     """They are free again."""
 
     at_s: float
@@ -125,7 +125,7 @@ Event = (
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Open(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Open(msgspec.Struct, frozen=True, tag="Open", gc=False):
     """Begin a group with the next prompt, or with that of a group which was dropped."""
 
     group_id: int
@@ -133,7 +133,7 @@ class Open(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The dropped group whose prompt is tried once more."""
 
 
-class Assign(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Assign(msgspec.Struct, frozen=True, tag="Assign", gc=False):
     """Lease a trajectory; where to is not decided here."""
 
     group_id: int
@@ -143,21 +143,21 @@ class Assign(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Serve exactly this version, else at least it."""
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Abort(msgspec.Struct, frozen=True, tag="Abort", gc=False):
     """Have a trajectory put down, and what there is of it reported."""
 
     group_id: int
     sample_index: int
 
 
-class Restart(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Restart(msgspec.Struct, frozen=True, tag="Restart", gc=False):
     """Forget a trajectory's tokens: it is generated again from its prompt."""
 
     group_id: int
     sample_index: int
 
 
-class Discard(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Discard(msgspec.Struct, frozen=True, tag="Discard", gc=False):
     """A group will not be trained."""
 
     group_id: int
@@ -165,14 +165,14 @@ class Discard(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`filtered` or `dropped`."""
 
 
-class Deliver(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Deliver(msgspec.Struct, frozen=True, tag="Deliver", gc=False):
     """The batch of the next train step."""
 
     step: int
     group_ids: tuple[int, ...]
 
 
-class Load(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Load(msgspec.Struct, frozen=True, tag="Load", gc=False):
     """Have the workers switch to a version; nothing stands in the way."""
 
     version: int

@@ -20,21 +20,21 @@ from baton.types import PolicyVersion
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Wanted(msgspec.Struct, frozen=True, tag="Wanted", gc=False):
     """The hub wants this version served."""
 
     at_s: float
     version: PolicyVersion
 
 
-class Fetched(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Fetched(msgspec.Struct, frozen=True, tag="Fetched", gc=False):
     """All bytes are here, and every tensor is what its digest says."""
 
     at_s: float
     version: PolicyVersion
 
 
-class FetchFailed(msgspec.Struct, frozen=True, tag=True, gc=False):
+class FetchFailed(msgspec.Struct, frozen=True, tag="FetchFailed", gc=False):
     """A version could not be had, or was not what its digest says."""
 
     at_s: float
@@ -42,14 +42,14 @@ class FetchFailed(msgspec.Struct, frozen=True, tag=True, gc=False):
     cause: str
 
 
-class Activated(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Activated(msgspec.Struct, frozen=True, tag="Activated", gc=False):
     """The engine serves the version."""
 
     at_s: float
     version: PolicyVersion
 
 
-class Woken(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Woken(msgspec.Struct, frozen=True, tag="Woken", gc=False):
     """Time has passed."""
 
     at_s: float
@@ -60,19 +60,19 @@ Event = Wanted | Fetched | FetchFailed | Activated | Woken
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Fetch(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Fetch(msgspec.Struct, frozen=True, tag="Fetch", gc=False):
     """Get a version, whole and verified, while the old one serves."""
 
     version: PolicyVersion
 
 
-class Activate(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Activate(msgspec.Struct, frozen=True, tag="Activate", gc=False):
     """Switch the engine to what was fetched."""
 
     version: PolicyVersion
 
 
-class WakeAt(msgspec.Struct, frozen=True, tag=True, gc=False):
+class WakeAt(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
     """Say `Woken` at this time."""
 
     at_s: float

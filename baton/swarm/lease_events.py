@@ -11,7 +11,7 @@ import msgspec
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
+class WorkerJoined(msgspec.Struct, frozen=True, tag="WorkerJoined", gc=False):
     """A worker offers places."""
 
     at_s: float
@@ -28,7 +28,7 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
     at once."""
 
 
-class WorkerWeighed(msgspec.Struct, frozen=True, tag=True, gc=False):
+class WorkerWeighed(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
     """Another plan expects something else of a worker."""
 
     at_s: float
@@ -36,7 +36,7 @@ class WorkerWeighed(msgspec.Struct, frozen=True, tag=True, gc=False):
     weight: float
 
 
-class WorkerHeard(msgspec.Struct, frozen=True, tag=True, gc=False):
+class WorkerHeard(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
     """A sign of life, with what the worker serves; `LeaseGrew` is one too."""
 
     at_s: float
@@ -47,7 +47,7 @@ class WorkerHeard(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Its engine's counter: a worker that is heard of and does not move is wedged."""
 
 
-class WorkerLeft(msgspec.Struct, frozen=True, tag=True, gc=False):
+class WorkerLeft(msgspec.Struct, frozen=True, tag="WorkerLeft", gc=False):
     """A worker is gone, with whatever it had not reported."""
 
     at_s: float
@@ -55,7 +55,7 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag=True, gc=False):
     cause: str
 
 
-class TaskWanted(msgspec.Struct, frozen=True, tag=True, gc=False):
+class TaskWanted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
     """A trajectory is to be grown."""
 
     at_s: float
@@ -68,21 +68,21 @@ class TaskWanted(msgspec.Struct, frozen=True, tag=True, gc=False):
     """What it may have at the end."""
 
 
-class TaskAborted(msgspec.Struct, frozen=True, tag=True, gc=False):
+class TaskAborted(msgspec.Struct, frozen=True, tag="TaskAborted", gc=False):
     """A trajectory is to be put down."""
 
     at_s: float
     task: int
 
 
-class TaskRevoked(msgspec.Struct, frozen=True, tag=True, gc=False):
+class TaskRevoked(msgspec.Struct, frozen=True, tag="TaskRevoked", gc=False):
     """What a trajectory has so far is not to be trusted: nobody grows it any more, and its owner knows."""
 
     at_s: float
     task: int
 
 
-class LeaseGrew(msgspec.Struct, frozen=True, tag=True, gc=False):
+class LeaseGrew(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
     """Tokens have come in, checked and in order."""
 
     at_s: float
@@ -92,14 +92,14 @@ class LeaseGrew(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Of the last of them: whoever goes on must serve at least this one."""
 
 
-class LeaseFinished(msgspec.Struct, frozen=True, tag=True, gc=False):
+class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
     """The worker has finished the trajectory; its tokens have been heard of before."""
 
     at_s: float
     lease: int
 
 
-class LeasePutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
+class LeasePutDown(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
     """The worker has put the trajectory down, or refused it.
 
     Who refuses what it should be able to serve is given nothing before it is heard of again: else it would get the same
@@ -110,7 +110,7 @@ class LeasePutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
     lease: int
 
 
-class Tick(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Tick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
     """Time has passed."""
 
     at_s: float
@@ -136,7 +136,7 @@ Event = (
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Grant(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Grant(msgspec.Struct, frozen=True, tag="Grant", gc=False):
     """Lease a task to a worker."""
 
     worker: int
@@ -146,21 +146,21 @@ class Grant(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Tokens that the worker is given; it grows the trajectory from there."""
 
 
-class Recall(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Recall(msgspec.Struct, frozen=True, tag="Recall", gc=False):
     """Have a worker put a lease down; it answers with what it has."""
 
     worker: int
     lease: int
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Drop(msgspec.Struct, frozen=True, tag="Drop", gc=False):
     """A lease is no longer valid: whatever still comes for it is ignored, and its worker may stop."""
 
     worker: int
     lease: int
 
 
-class Commit(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Commit(msgspec.Struct, frozen=True, tag="Commit", gc=False):
     """Tokens of a lease become the trajectory's, up to a length."""
 
     task: int
@@ -168,34 +168,34 @@ class Commit(msgspec.Struct, frozen=True, tag=True, gc=False):
     length: int
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Finish(msgspec.Struct, frozen=True, tag="Finish", gc=False):
     """A task is done; all of the lease's tokens are committed."""
 
     task: int
     lease: int
 
 
-class Replace(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Replace(msgspec.Struct, frozen=True, tag="Replace", gc=False):
     """A task is done, by a lease that made other tokens than those that are committed: its tokens take their place."""
 
     task: int
     lease: int
 
 
-class PutDown(msgspec.Struct, frozen=True, tag=True, gc=False):
+class PutDown(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
     """A task that was aborted is nobody's now."""
 
     task: int
 
 
-class Waste(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Waste(msgspec.Struct, frozen=True, tag="Waste", gc=False):
     """Tokens that were made for nothing."""
 
     cause: str
     num_tokens: int
 
 
-class Expel(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Expel(msgspec.Struct, frozen=True, tag="Expel", gc=False):
     """A worker is taken for dead: hang up, it may come back."""
 
     worker: int

@@ -43,7 +43,7 @@ MAX_NAME = 256
 # ---- from the hub ----------------------------------------------------------------------------------------------------
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
+class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     """The first message: what engine to build."""
 
     protocol: int
@@ -72,7 +72,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         return EngineSettings.model_validate(self.engine)
 
 
-class Want(msgspec.Struct, frozen=True, tag=True):
+class Want(msgspec.Struct, frozen=True, tag="Want"):
     """The version that workers are to serve as soon as they can."""
 
     version: PolicyVersion
@@ -82,13 +82,13 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     """URLs of workers that hand on what they have."""
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
+class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
     """A lease is no longer valid, and nothing need be said of it."""
 
     lease_id: int
 
 
-class Ack(msgspec.Struct, frozen=True, tag=True):
+class Ack(msgspec.Struct, frozen=True, tag="Ack"):
     """Everything up to this length has arrived; when the lease has ended, all of it."""
 
     lease_id: int
@@ -96,22 +96,22 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     has_ended: bool = False
 
 
-class RunOver(msgspec.Struct, frozen=True, tag=True):
+class RunOver(msgspec.Struct, frozen=True, tag="RunOver"):
     """The run is complete: there is nothing more to do, now or later."""
 
 
-class Admitted(msgspec.Struct, frozen=True, tag=True):
+class Admitted(msgspec.Struct, frozen=True, tag="Admitted"):
     """The answer to the first Hello of a worker."""
 
     key: str
     """Issued by the hub: after a cut the worker presents it and is the same worker."""
 
 
-class Heard(msgspec.Struct, frozen=True, tag=True):
+class Heard(msgspec.Struct, frozen=True, tag="Heard"):
     """The answer to a Heartbeat."""
 
 
-class Rejected(msgspec.Struct, frozen=True, tag=True):
+class Rejected(msgspec.Struct, frozen=True, tag="Rejected"):
     """The worker is not wanted; the connection ends after this."""
 
     reason: str
@@ -122,7 +122,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 # ---- from the worker -------------------------------------------------------------------------------------------------
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """The worker is ready."""
 
     key: str
@@ -137,7 +137,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """Those that it still has from before a cut."""
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
     """A sign of life, with what the worker is doing."""
 
     serves: PolicyVersion | None
@@ -150,7 +150,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Why the last attempt to fetch came to nothing."""
 
 
-class Leaving(msgspec.Struct, frozen=True, tag=True):
+class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
     """The worker goes, on purpose; all it had has been reported."""
 
 

@@ -42,7 +42,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class Place(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Place(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     """Which rank a process is, and where; told by the transport before anything else."""
 
     rank: int
@@ -59,11 +59,11 @@ class Place(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Directory, in memory where there is one, for the tensors of a published version."""
 
 
-class Listen(msgspec.Struct, frozen=True, tag=True):
+class Listen(msgspec.Struct, frozen=True, tag="Listen"):
     """Rank 0: open the store in which the ranks will meet. The others have nothing to do."""
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True):
+class Setup(msgspec.Struct, frozen=True, tag="Setup"):
     """Meet at rank 0's store and build the trainer."""
 
     trainer: TrainerSetup
@@ -73,49 +73,49 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """After which a collective gives up."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Step(msgspec.Struct, frozen=True, tag="Step"):
     """Run a train step. Every rank is given the whole batch."""
 
     batch: Batch
 
 
-class Publish(msgspec.Struct, frozen=True, tag=True):
+class Publish(msgspec.Struct, frozen=True, tag="Publish"):
     """Rank 0: write the weights as engines load them."""
 
 
-class Save(msgspec.Struct, frozen=True, tag=True):
+class Save(msgspec.Struct, frozen=True, tag="Save"):
     """Write each one's part of a checkpoint into a directory that is there, and that all ranks see."""
 
     directory: str
 
 
-class Restore(msgspec.Struct, frozen=True, tag=True):
+class Restore(msgspec.Struct, frozen=True, tag="Restore"):
     """Continue from a checkpoint, by however many ranks it was written."""
 
     directory: str
 
 
-class Listening(msgspec.Struct, frozen=True, tag=True):
+class Listening(msgspec.Struct, frozen=True, tag="Listening"):
     """Answer to Listen; port 0 from any but rank 0."""
 
     host: str
     port: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag="Ready"):
     """Answer to Setup, Save and Restore."""
 
     version: PolicyVersion
 
 
-class Stepped(msgspec.Struct, frozen=True, tag=True):
+class Stepped(msgspec.Struct, frozen=True, tag="Stepped"):
     """Answer to Step."""
 
     version: PolicyVersion
     metrics: dict[str, float]
 
 
-class Published(msgspec.Struct, frozen=True, tag=True):
+class Published(msgspec.Struct, frozen=True, tag="Published"):
     """Answer to Publish."""
 
     version: PolicyVersion

@@ -33,14 +33,14 @@ class Call(msgspec.Struct, frozen=True):
     """[L] of the response, as the engine sampled them."""
 
 
-class Value(msgspec.Struct, frozen=True, tag=True):
+class Value(msgspec.Struct, frozen=True, tag="Value"):
     """What a judge said."""
 
     value: float | None
     """Finite; None where the judge says that it does not apply (TRL's convention only)."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(msgspec.Struct, frozen=True, tag="Failed"):
     """Why a judge said nothing."""
 
     cause: FailureCause
@@ -56,7 +56,7 @@ def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> tuple[Out
     return (Failed(cause, detail),) * len(calls)
 
 
-class FunctionSpec(msgspec.Struct, frozen=True, tag=True):
+class FunctionSpec(msgspec.Struct, frozen=True, tag="FunctionSpec"):
     """A reward function by import path."""
 
     path: str
@@ -66,7 +66,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, tag=True):
         return f"reward function {self.path!r}"
 
 
-class GymSpec(msgspec.Struct, frozen=True, tag=True):
+class GymSpec(msgspec.Struct, frozen=True, tag="GymSpec"):
     """The scorer of a reasoning-gym task."""
 
     name: str
@@ -77,7 +77,7 @@ class GymSpec(msgspec.Struct, frozen=True, tag=True):
         return f"the scorer of task {self.name!r}"
 
 
-class MathSpec(msgspec.Struct, frozen=True, tag=True):
+class MathSpec(msgspec.Struct, frozen=True, tag="MathSpec"):
     """math-verify."""
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ Spec = FunctionSpec | GymSpec | MathSpec
 """What a worker process can be asked about."""
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True):
+class Setup(msgspec.Struct, frozen=True, tag="Setup"):
     """The first message to a worker process."""
 
     specs: tuple[Spec, ...]
@@ -98,7 +98,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """Most that the process may allocate; 0 sets no limit."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag="Ready"):
     """The answer to `Setup`."""
 
     error: str | None = None
@@ -107,7 +107,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """What the process is kept from."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class Ask(msgspec.Struct, frozen=True, tag="Ask"):
     """Responses to be judged in one call of the judge: one, or those of a group."""
 
     call_id: int
@@ -117,7 +117,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     deadline_s: float
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, tag="Answer"):
     """What came of one call of the judge."""
 
     call_id: int
