@@ -72,8 +72,9 @@ class RolloutScheduler:
         self.ledger = Ledger()
         self.step = StepCounts()
         """Of the batch that is being made."""
+        self.next_group_id = next_group_id
+        """Of the next group that is opened."""
         self._delivered = version
-        self._next_group_id = next_group_id
         self._groups: dict[int, TrackedGroup] = {}
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._places = 0
@@ -111,7 +112,7 @@ class RolloutScheduler:
         """Go on with the unconsumed groups of an earlier process, before the first event."""
         commands: list[Command] = []
         for group in carried:
-            assert group.group_id < self._next_group_id, f"group {group.group_id} is to be opened yet"
+            assert group.group_id < self.next_group_id, f"group {group.group_id} is to be opened yet"
             self._groups[group.group_id] = group
             self._buffer.opened(group.group_id)
             self.ledger.generated += group.num_tokens
@@ -286,7 +287,7 @@ class RolloutScheduler:
 
     def _open(self, commands: list[Command]) -> None:
         again, attempts = self._dropped.popleft() if self._dropped else (None, 0)
-        group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
+        group_id, self.next_group_id = self.next_group_id, self.next_group_id + 1
         group = TrackedGroup.new(group_id, self.rules.group_size, opened_at=self.version, attempts=attempts)
         self._groups[group_id] = group
         self._buffer.opened(group_id)

@@ -20,6 +20,7 @@ from baton.rollout.tracked import State
 from baton.simulator.swarm import Swarm
 from baton.simulator.world import World
 from baton.swarm import lease_events as ev
+from baton.swarm.leases import LeaseTable
 
 Key = tuple[int, int]
 
@@ -294,7 +295,7 @@ class _TableLaws:
         must(table.num_tasks == len(self._lengths), "leases", "tasks in the table")
         must(table.wasted == self._wasted, "conservation", "wasted tokens")
         restarts, open_ = table.rules.restarts, 0
-        for task in table._tasks.values():  # what rests is nobody's business but the witness's
+        for task in table.tasks():
             must(len(task.leases) <= 2, "leases", f"task {task.number} is leased {len(task.leases)} times")
             if not restarts:
                 open_ += sum(lease.length - task.committed for lease in (*task.leases, *task.rested))
@@ -310,12 +311,12 @@ class _TableLaws:
                 silent_s = event.at_s - self._heard_s[number]
                 must(silent_s <= table.rules.silence_s, "leases", f"worker {number} is silent for {silent_s:.1f} s")
 
-    def _check_places(self, table: Any) -> None:
+    def _check_places(self, table: LeaseTable) -> None:
         if not table.num_waiting:
             return
         prefetch = table.rules.prefetch
         room = [w for w in table.workers.values() if len(w.leases) < w.slots + int(prefetch * w.slots)]
-        waiting = [task for task in table._tasks.values() if task.is_waiting]
+        waiting = [task for task in table.tasks() if task.is_waiting]
         for task in waiting if room else ():
             idle = [w.number for w in room if w.serves(*task.ask)]
             self._must(not idle, "leases", f"workers {idle} have room, and task {task.number} waits")

@@ -349,9 +349,8 @@ class World:
             self._batch = None
         self.record.restarted(now_s, old.ledger)
         groups = sorted((self._kept(group) for group in old.groups()), key=lambda group: group.group_id)
-        next_group_id = old._next_group_id  # the journal knows it; the scheduler does not say
         self._key_of, self._lease_of, self._is_training = {}, {}, False
-        self.clock.after(down_s + replay_s, self._resume, self.lineage, delivered, next_group_id, groups)
+        self.clock.after(down_s + replay_s, self._resume, self.lineage, delivered, old.next_group_id, groups)
 
     def _kept(self, group: TrackedGroup) -> TrackedGroup:
         """A group as the journal has it."""

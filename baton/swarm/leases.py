@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from baton.swarm.credit import Credit
@@ -103,6 +103,10 @@ class LeaseTable:
     def num_tasks(self) -> int:
         """Tasks that are neither finished nor put down."""
         return len(self._tasks)
+
+    def tasks(self) -> Iterable[TrackedTask]:
+        """The tasks that are neither finished nor put down."""
+        return self._tasks.values()
 
     @property
     def num_leases(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,10 +11,12 @@ from simulator_cases import bad_day, rules, setting, swarm
 
 from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.settings import Rules
 from baton.simulator.faults import FaultSettings
 from baton.simulator.find import broken_law
 from baton.simulator.run import Options, simulate
 from baton.swarm import lease_events as ev
+from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 
 
@@ -26,37 +29,54 @@ class ForgetsTokens(RolloutScheduler):
         return super().handle(event)
 
 
-class OpensTooMany(RolloutScheduler):
-    """Lets one more batch be open than the bound allows."""
+class LaxRules(Rules):
+    """Bounds that are higher than what was asked for."""
 
-    def _may_open(self) -> bool:
-        return len(self._buffer) < (self.rules.max_staleness + 3) * self.rules.batch_groups
+    def __init__(self, rules: Rules) -> None:
+        given = {field.name: getattr(rules, field.name) for field in fields(rules)}
+        super().__init__(**given | {"max_staleness": rules.max_staleness + 2})
+
+    def max_outstanding(self, overprovision: float) -> float:
+        return super().max_outstanding(overprovision) + self.batch_groups
+
+
+class OpensTooMany(RolloutScheduler):
+    """Lets more groups be open than the bound allows."""
+
+    def __init__(self, rules: Rules, **options: Any) -> None:
+        super().__init__(LaxRules(rules), **options)
 
 
 class TrainsStaleTokens(RolloutScheduler):
     """Goes by another bound than its rules."""
 
-    def __init__(self, rules, **options) -> None:
+    def __init__(self, rules: Rules, **options: Any) -> None:
         super().__init__(rules, **options)
-        self._kept = rules
         self.rules = replace(rules, max_staleness=rules.max_staleness + 2)
 
 
 class LoadsUnderWay(RolloutScheduler):
     """Exchanges weights while trajectories run."""
 
-    def _load_when_free(self, commands: list[ro.Command]) -> None:
-        if self._is_changing and not self._is_loading:
-            self._is_loading = True
-            commands.append(ro.Load(self._published))
+    def handle(self, event: ro.Event) -> list[ro.Command]:
+        found = super().handle(event)
+        if isinstance(event, ro.VersionMade) and self.num_leased:
+            found.append(ro.Load(event.version))
+        return found
 
 
 class NeverResumes(RolloutScheduler):
-    """Loses what was put down."""
+    """Takes the places for lost, and not for free, once something was put down."""
 
-    def _put_back(self, trajectory) -> None:
-        super()._put_back(trajectory)
-        self._pending = [item for item in self._pending if item[1:] != (trajectory.group_id, trajectory.sample_index)]
+    has_lost_places = False
+
+    def handle(self, event: ro.Event) -> list[ro.Command]:
+        if isinstance(event, ro.PutDown):
+            self.has_lost_places = True
+            super().handle(ro.Capacity(event.at_s, 0))
+        if isinstance(event, ro.Capacity) and self.has_lost_places:
+            event = msgspec.structs.replace(event, slots=0, queue=0)
+        return super().handle(event)
 
 
 class AsksForNewer(RolloutScheduler):
@@ -73,49 +93,51 @@ class AsksForNewer(RolloutScheduler):
 class CommitsTwice(LeaseTable):
     """Commits what it has committed before."""
 
-    def _commit(self, task, lease, commands) -> None:
-        before = task.committed
-        super()._commit(task, lease, commands)
-        if task.number % 7 == 3 and before != task.committed:
-            commands.append(ev.Commit(task.number, lease.number, lease.length))
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        found = super().handle(event)
+        again = [c for c in found if isinstance(c, ev.Commit) and c.task % 7 == 3]
+        return [c for one in found for c in ((one, one) if one in again else (one,))]
 
 
 class BelievesForEver(LeaseTable):
-    """Never gives a silent worker up."""
+    """Takes all time for a delay of its own, and so never gives a silent worker up."""
 
-    def _expel(self, worker, cause, commands) -> None:
-        return
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        if isinstance(event, ev.Tick):
+            event = msgspec.structs.replace(event, delay_s=event.at_s)
+        return super().handle(event)
 
 
 class HidesWaste(LeaseTable):
     """Does not say what was made for nothing."""
 
-    def _waste(self, cause, num_tokens, commands) -> None:
-        return
-
-
-class GrantsLate(LeaseTable):
-    """Gives nothing to who has room until the next tick."""
-
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        if isinstance(event, ev.LeaseFinished):
-            self._is_slack = True
-        return super().handle(event)
+        found = super().handle(event)
+        self.wasted.clear()
+        return [c for c in found if not isinstance(c, ev.Waste)]
 
-    def _grant_all(self, at_s, commands) -> None:
-        if not getattr(self, "_is_slack", False):
-            super()._grant_all(at_s, commands)
-        self._is_slack = False
+
+class GrantsTooFew(LeaseTable):
+    """Leaves places free that its rules want filled."""
+
+    def __init__(self, rules: LeaseRules) -> None:
+        super().__init__(replace(rules, prefetch=0.0))
+        self.rules = rules
 
 
 class GrantsTheAborted(LeaseTable):
-    """Leases what was to be put down."""
+    """Leases what was to be put down: it recalls it, and knows nothing of it when it comes back."""
 
-    def _end(self, lease, commands) -> None:
-        task = self._tasks[lease.task]
-        aborting, task.is_aborting = task.is_aborting, False
-        super()._end(lease, commands)
-        task.is_aborting = aborting and lease.task in self._tasks
+    def __init__(self, rules: LeaseRules) -> None:
+        super().__init__(rules)
+        self.holder: dict[int, int] = {}
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        if isinstance(event, ev.TaskAborted):
+            return [ev.Recall(self.holder[lease], lease) for lease in self.leases_of(event.task)]
+        found = super().handle(event)
+        self.holder |= {c.lease: c.worker for c in found if isinstance(c, ev.Grant)}
+        return found
 
 
 def found(mode: str, *, scheduler: type = RolloutScheduler, table: type = LeaseTable, faults: bool = False):
@@ -142,7 +164,7 @@ def found(mode: str, *, scheduler: type = RolloutScheduler, table: type = LeaseT
         ("append only", "async", {"table": CommitsTwice, "faults": True}),
         ("leases", "async", {"table": BelievesForEver, "faults": True}),
         ("conservation", "sync", {"table": HidesWaste, "faults": True}),
-        ("leases", "async", {"table": GrantsLate}),
+        ("leases", "async", {"table": GrantsTooFew}),
         ("leases", "partial", {"table": GrantsTheAborted}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value.values())).__name__,
