@@ -1,0 +1,189 @@
+"""What is sent and written, as bytes: every message of every connection, and every record of every file.
+
+A case is one direction of a connection, or one kind of record. Keys of its golden instances are tags that are in the
+bytes already, or say what the record is for; no name of a class is in the golden file.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.evaluation import Evaluation
+from baton.journal import Issued, StreamPlace
+from baton.keys import Key
+from baton.launch import protocol
+from baton.launch.frames import FrameSocket
+from baton.loop import LoopState
+from baton.plan import Plan
+from baton.report.summary import RunReport
+from baton.run_lock import Holder
+from baton.runs import RecordedEvaluation
+from baton.show import ShownTrajectory
+from baton.swarm import messages
+from baton.swarm.audit import AuditLine
+from baton.swarm.inspector import Conviction
+from baton.swarm.quarantine import Lifted
+from baton.swarm.relay import RelayTicket
+from baton.swarm.status import HubStatus
+from baton.tasks.judging import calls
+from baton.trace.spans import Span
+from baton.trainer import ranks
+from baton.trainer.checkpoint import State
+from baton.types import (
+    Batch,
+    FinishReason,
+    Group,
+    Judged,
+    Judgement,
+    Prompt,
+    Segment,
+    Trajectory,
+)
+from tests.golden.canonical import Canonical, members, tag_of
+
+FILE = Path(__file__).parent / "wire.json"
+
+
+def _group(choice: int, is_least: bool) -> Group:
+    """A group's members have its id and their own index, and are finished."""
+    reasons = list(FinishReason)
+    segment = CANONICAL.make(Segment, choice, is_least)
+    grown = [Trajectory(7, i, (1, 2), (segment,), reasons[(choice + i) % len(reasons)]) for i in range(2)]
+    judged = tuple(Judged(each, CANONICAL.make(Judgement, choice, is_least)) for each in grown)
+    return Group(7, CANONICAL.make(Prompt, choice, is_least), judged)
+
+
+CANONICAL = Canonical({Group: _group})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One direction of a connection, or one kind of record."""
+
+    kinds: dict[str, Any]
+    """Key in the golden file → type."""
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes, Any], Any]
+    """(bytes, type) → instance."""
+
+
+def _tagged(union: Any, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]) -> Case:
+    return Case({tag_of(kind): kind for kind in members(union)}, encode, lambda data, kind: decode(data))
+
+
+def _frame(send: Callable[[FrameSocket, Any], None], message: Any) -> bytes:
+    """Return what `send` puts on a socket."""
+    near, far = socket.socketpair()
+    with closing(far), closing(near):
+        send(FrameSocket(near, protocol.MAX_FRAME_BYTES), message)
+        return far.recv(1 << 20)
+
+
+def _received(receive: Callable[[FrameSocket], Any], data: bytes) -> Any:
+    """Return what `receive` makes of bytes on a socket."""
+    near, far = socket.socketpair()
+    with closing(far), closing(near):
+        far.sendall(data)
+        return receive(FrameSocket(near, protocol.MAX_FRAME_BYTES))
+
+
+def _body(data: bytes) -> bytes:
+    assert int.from_bytes(data[: calls.HEADER_BYTES], "big") == len(data) - calls.HEADER_BYTES
+    return data[calls.HEADER_BYTES :]
+
+
+def _records(of: str, **kinds: Any) -> Case:
+    coder = msgspec.json if of == "json" else msgspec.msgpack
+    return Case(
+        {name.replace("_", " "): kind for name, kind in kinds.items()},
+        coder.encode,
+        lambda data, kind: coder.decode(data, type=kind),
+    )
+
+
+CASES = {
+    "hub to worker": _tagged(messages.FromHub, messages.encode, messages.decode_from_hub),
+    "worker to hub": _tagged(messages.FromWorker, messages.encode, messages.decode_from_worker),
+    "parent to engine": _tagged(
+        protocol.ToEngine,
+        lambda message: _frame(protocol.send_to_engine, message),
+        lambda data: _received(protocol.receive_to_engine, data),
+    ),
+    "engine to parent": _tagged(
+        protocol.FromEngine,
+        lambda message: _frame(protocol.send_to_parent, message),
+        lambda data: _received(protocol.receive_from_engine, data),
+    ),
+    "controller to rank": _tagged(ranks.ToRank, ranks.encode, ranks.decode_to_rank),
+    "rank to controller": _tagged(ranks.FromRank, ranks.encode, ranks.decode_from_rank),
+    "run to scorer process": Case(
+        {tag_of(kind): kind for kind in (calls.Setup, calls.Ask)},
+        calls.frame,
+        lambda data, kind: msgspec.msgpack.decode(_body(data), type=kind),
+    ),
+    "scorer process to run": _tagged(
+        calls.FromWorker, calls.frame, lambda data: msgspec.msgpack.decode(_body(data), type=calls.FromWorker)
+    ),
+    "journal.sqlite": _records(
+        "msgpack",
+        group=Issued,
+        segments=tuple[Segment, ...],
+        finished=Trajectory,
+        judged=Judged,
+        consumed=int,
+        discarded=str,
+        batch=dict[str, float],
+        place=StreamPlace,
+        last_step=int,
+    ),
+    "a run's directory": _records(
+        "json",
+        trajectories=Group,
+        evaluations=RecordedEvaluation,
+        trace=Span,
+        holder=Holder,
+        report=RunReport,
+        checkpoint_state=State,
+        checkpoint_loop=LoopState,
+        audit=AuditLine,
+        quarantine=Conviction,
+        quarantine_lifted=Lifted,
+    ),
+    "json output": _records(
+        "json", status=HubStatus, plan=Plan, relay=RelayTicket, show=ShownTrajectory, keys=Key, eval=Evaluation
+    ),
+    "train step": _records("msgpack", batch=Batch),
+}
+
+
+def text_of(data: bytes) -> str:
+    """Return bytes as the golden file has them: JSON as it is, all else in base64."""
+    return data.decode() if data[:1] == b"{" else base64.b64encode(data).decode()
+
+
+def bytes_of(text: str) -> bytes:
+    """Return the bytes of a text in the golden file."""
+    return text.encode() if text[:1] == "{" else base64.b64decode(text)
+
+
+def encoded(case: Case) -> dict[str, list[str]]:
+    """Return the canonical instances of a case as the golden file has them."""
+    return {key: [text_of(case.encode(each)) for each in CANONICAL.instances(kind)] for key, kind in case.kinds.items()}
+
+
+def make() -> None:
+    """Write the golden file."""
+    found = {name: encoded(case) for name, case in CASES.items()}
+    FILE.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    make()
