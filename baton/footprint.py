@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -20,8 +20,7 @@ from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.optimizer import check_schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(msgspec.Struct, frozen=True):
     """What a recipe will need, as far as it can be known before starting."""
 
     example_prompt: str

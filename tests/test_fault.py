@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from baton import errors
-from baton.fault import KINDS, MAX_TEXT, Fault, fault_of
+from baton.fault import KINDS, MAX_TEXT, NAMES, Fault, fault_of
+from baton.swarm.auth import Denied
+from baton.swarm.messages import Malformed
 
 
 def crossed(error: BaseException) -> Fault:
@@ -22,9 +24,46 @@ def test_errors_with_the_same_meaning_on_both_sides_keep_their_class_and_text(ki
     assert str(found) == "what, got, allowed"
 
 
-def test_the_table_names_classes_by_their_own_names() -> None:
-    assert {name: kind.__name__ for name, kind in KINDS.items()} == {name: name for name in KINDS}
-    assert all(getattr(errors, name) is kind for name, kind in KINDS.items())
+def test_the_names_under_which_errors_are_sent_never_change() -> None:
+    assert list(KINDS) == ["UserError", "TaskExhausted", "TrainingDiverged", "EngineFault"]
+    assert sorted(NAMES.values()) == [
+        "BatonError",
+        "Damaged",
+        "DeadlineExceeded",
+        "EngineFault",
+        "OSError",
+        "RankLost",
+        "RunTakenOver",
+        "StorageFault",
+        "TaskExhausted",
+        "TrainingDiverged",
+        "UserError",
+        "WeightsFault",
+    ]
+
+
+def test_every_error_of_the_tree_has_a_name_of_its_own() -> None:
+    tree = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BatonError)}
+    assert tree | {OSError} == NAMES.keys()
+    assert len(set(NAMES.values())) == len(NAMES)
+
+
+def test_renaming_an_error_changes_no_byte_that_is_sent() -> None:
+    ours = {kind: kind.__name__ for kind in NAMES if kind is not OSError}
+    sent = [msgspec.msgpack.encode(fault_of(kind("what"))) for kind in ours]
+    try:
+        for kind in ours:
+            kind.__name__ = "Renamed"
+        assert [msgspec.msgpack.encode(fault_of(kind("what"))) for kind in ours] == sent
+    finally:
+        for kind, name in ours.items():
+            kind.__name__ = name
+
+
+def test_an_error_that_has_no_name_is_sent_as_its_nearest_base_that_has_one() -> None:
+    assert fault_of(Denied(401, "no token")).kind == "BatonError"
+    assert fault_of(Malformed("not msgpack")) == Fault("ValueError", "not msgpack")
+    assert Fault("AnErrorOfAnotherVersion", "what").error() is None
 
 
 def test_a_full_disk_keeps_its_number_and_any_other_error_only_its_name() -> None:

@@ -18,9 +18,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
+
+import msgspec
 
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.auth import Grant
@@ -203,7 +205,7 @@ class Examiner:
             self._release(case)
 
     def _convict(self, conviction: Conviction, author: Author) -> Conviction:
-        known = replace(conviction, token=author.grant.digest, label=author.label)
+        known = msgspec.structs.replace(conviction, token=author.grant.digest, label=author.label)
         self.quarantine.add(known)
         self._on_conviction(known)
         return known

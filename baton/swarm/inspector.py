@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 from pydantic import Field
 
 from baton.settings import Settings
@@ -42,8 +43,7 @@ class InspectionSettings(Settings):
     """Checked trajectories of a worker that are judged together: the newest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conviction:
+class Conviction(msgspec.Struct, frozen=True):
     """A worker is out. The record is kept as evidence."""
 
     worker: str
