@@ -90,9 +90,14 @@ def sft(
     from baton.config import WarmStart, load_recipe
 
     loaded = load_recipe(WarmStart, recipe, overrides or ())
+    from baton.report import print_evaluations
     from baton.warmstart import warm_start
 
-    result = warm_start(loaded, err if as_json else out, overwrite=overwrite)
+    console = err if as_json else out
+    result = warm_start(loaded, console, overwrite=overwrite)
+    if result.evaluations:
+        print_evaluations(console, result.evaluations)
+    console.print(f"the model: {result.output}", soft_wrap=True)
     if as_json:
         print_json(result)
 

@@ -23,7 +23,6 @@ from baton.metrics import MetricsWriter
 from baton.policy.load import end_ids, load_model, torch_device
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
-from baton.report import print_evaluations
 from baton.run_lock import RunLock
 from baton.runs import RunDirectory
 from baton.tasks.dataset import read_demonstrations
@@ -122,8 +121,6 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
     if recipe.task:
         for temperature in (1.0, 0.0):
             results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
-        print_evaluations(console, results)
-    console.print(f"the model: {output}")
     report = WarmStartReport(
         str(output),
         sum(p.numel() for p in model.parameters()),

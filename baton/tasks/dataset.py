@@ -13,9 +13,9 @@ import msgspec
 
 from baton.errors import UserError
 from baton.tasks.columns import REFERENCE_COLUMNS, find_reference, lookup, messages_of
-from baton.tasks.judging.calls import MathSpec
+from baton.tasks.judging.calls import MathSpec, Scorer
 from baton.tasks.rows import Row, read_rows
-from baton.tasks.task import Problem, Scorer
+from baton.tasks.task import Problem
 from baton.types import Message
 
 FileScorer = Literal["number", "math", "none"]

@@ -21,8 +21,9 @@ from blake3 import blake3
 from baton.errors import UserError
 from baton.tasks.compact import COMPACT_FORMS, canonical_problem
 from baton.tasks.guard import may_be_scored
-from baton.tasks.judging.calls import GymSpec
-from baton.tasks.task import Problem, Scorer
+from baton.tasks.judging.calls import Score, Scorer, ScorerSpec
+from baton.tasks.judging.functions import number
+from baton.tasks.task import Problem
 
 BLOCK = 500
 """Draws that share one reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
@@ -63,7 +64,8 @@ class GymTask:
     def scorer(self) -> Scorer:
         inherited = importlib.import_module("reasoning_gym.dataset").ProceduralDataset.score_answer
         is_quick = self._gym_name in QUICK_SCORERS or type(self._dataset(0)).score_answer is inherited
-        return "inline" if is_quick else GymSpec(self.name, self._gym_name, self._params)
+        arguments = {"task": self.name, "gym_name": self._gym_name, "params": self._params}
+        return "inline" if is_quick else ScorerSpec(self.name, f"{__name__}:{gym_scorer.__name__}", arguments)
 
     def draw(self, seed: int, index: int) -> Problem:
         block, place = divmod(index, BLOCK)
@@ -127,6 +129,12 @@ class GymTask:
                 f"{self._params} ({type(error).__name__}: {error}); change the params"
             ) from error
         return entry
+
+
+def gym_scorer(task: str, gym_name: str, params: dict[str, Any]) -> Score:
+    """Return the scorer of a task, in the worker process that a `ScorerSpec` names it to."""
+    made = GymTask(task, gym_name, params, is_compact=False)
+    return lambda call: number(made.score(call.answer, call.prompt.answer, call.prompt.metadata))
 
 
 def gym_tasks() -> list[str]:

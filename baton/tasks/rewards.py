@@ -12,7 +12,7 @@ import queue
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +24,18 @@ from pydantic import Field, model_validator
 from baton.errors import DeadlineExceeded, UserError
 from baton.settings import Settings
 from baton.tasks.answer import AnswerFormat, extract_answer, meets_format
-from baton.tasks.judging.calls import Call, Failed, FunctionSpec, MathSpec, Outcome, Setup, Signature, Spec, Value
+from baton.tasks.judging.calls import (
+    Call,
+    Failed,
+    FunctionSpec,
+    MathSpec,
+    Outcome,
+    ScoredTask,
+    Setup,
+    Signature,
+    Spec,
+    Value,
+)
 from baton.tasks.judging.functions import (
     MAX_REWARD,
     call_here,
@@ -37,7 +48,6 @@ from baton.tasks.judging.functions import (
 from baton.tasks.judging.mathematics import check_installed
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.reward_warnings import RewardWarnings
-from baton.tasks.task import Task
 from baton.types import FailureCause, Group, Judged, Judgement, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -126,7 +136,7 @@ class Judge:
 
     def __init__(
         self,
-        tasks: dict[str, Task],
+        tasks: Mapping[str, ScoredTask],
         rewards: Sequence[RewardSettings],
         answer_format: AnswerFormat,
         settings: JudgeSettings | None = None,
@@ -325,7 +335,7 @@ class Judge:
             return f"the scorer of task {call.prompt.task!r}"
         return f"reward function {reward.function!r}"
 
-    def _scorer(self, task: Task) -> _Asked | _Here | None:
+    def _scorer(self, task: ScoredTask) -> _Asked | _Here | None:
         scorer = task.scorer
         if scorer is None:
             wanting = next((r for r in self._rewards if r.kind in NEEDS_REFERENCE), None)

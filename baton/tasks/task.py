@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from blake3 import blake3
 
-from baton.tasks.judging.calls import Spec
+from baton.tasks.judging.calls import ScoredTask
 from baton.types import Message
-
-Scorer = Spec | Literal["inline"] | None
-"""Who scores the answers of a task: `inline` calls `score` in place; a spec tells a worker process what to load,
-because some answers may never let the scorer return; None has no scorer, so that reward functions judge alone."""
 
 HELD_OUT_PERCENT = 10
 """Share of all distinct problems that nobody trains on: neither RL nor the warm start, in any recipe, ever."""
@@ -43,27 +39,9 @@ class Problem(msgspec.Struct, frozen=True):
         )
 
 
-class Task(Protocol):
+class Task(ScoredTask, Protocol):
     """A source of problems with a scorer."""
-
-    @property
-    def name(self) -> str:
-        """The name the recipe gives it."""
-        ...
-
-    @property
-    def scorer(self) -> Scorer:
-        """Where `score` may be called."""
-        ...
 
     def draw(self, seed: int, index: int) -> Problem:
         """Return draw `index` of stream `seed`: the same one each time; draws may repeat a problem."""
-        ...
-
-    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return what `score` may be given in place of `metadata` in another process, to save it work."""
-        ...
-
-    def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Score an extracted answer in 0..1; only 1 is correct, less is partial credit."""
         ...

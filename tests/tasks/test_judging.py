@@ -26,7 +26,7 @@ from judging_cases import (
 from baton.errors import DeadlineExceeded, UserError
 from baton.tasks import rewards
 from baton.tasks.gym import GymTask
-from baton.tasks.judging.calls import GymSpec
+from baton.tasks.judging.calls import ScorerSpec
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.types import FailureCause, Judgement, Prompt
@@ -338,7 +338,7 @@ def test_a_part_that_does_not_apply_is_left_out_and_not_zero(functions: str) -> 
 def test_a_scorer_that_hangs_is_killed_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Countdown's answers are evaluated by sympy. Even if one got past the guard, it could not stall a run."""
     task = GymTask("countdown", "countdown", {}, is_compact=False)
-    assert isinstance(task.scorer, GymSpec)
+    assert isinstance(task.scorer, ScorerSpec)
     settings = JudgeSettings(deadline_s=1.5, retries=0)
     with Judge({"countdown": task}, [RewardSettings(kind="score")], "last_line", settings) as judge:
         problems = [task.draw(0, index) for index in range(3)]

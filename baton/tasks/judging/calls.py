@@ -11,8 +11,8 @@ A frame is four bytes of length (big-endian) and a msgpack body.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -66,15 +66,16 @@ class FunctionSpec(msgspec.Struct, frozen=True, tag="FunctionSpec"):
         return f"reward function {self.path!r}"
 
 
-class GymSpec(msgspec.Struct, frozen=True, tag="GymSpec"):
-    """The scorer of a reasoning-gym task."""
+class ScorerSpec(msgspec.Struct, frozen=True, tag="ScorerSpec"):
+    """The scorer of a task, by the import path of the function that makes it."""
 
-    name: str
-    gym_name: str
-    params: dict[str, Any]
+    task: str
+    path: str
+    """`module:function`: takes `arguments` by name and returns a `Score`."""
+    arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"the scorer of task {self.name!r}"
+        return f"the scorer of task {self.task!r}"
 
 
 class MathSpec(msgspec.Struct, frozen=True, tag="MathSpec"):
@@ -84,8 +85,35 @@ class MathSpec(msgspec.Struct, frozen=True, tag="MathSpec"):
         return "math-verify"
 
 
-Spec = FunctionSpec | GymSpec | MathSpec
+Spec = FunctionSpec | ScorerSpec | MathSpec
 """What a worker process can be asked about."""
+Score = Callable[[Call], Outcome]
+"""Scores one response. What it raises is a failure of the scorer."""
+Scorer = Spec | Literal["inline"] | None
+"""Who scores the answers of a task: `inline` calls `score` in place; a spec tells a worker process what to load,
+because some answers may never let the scorer return; None has no scorer, so that reward functions judge alone."""
+
+
+class ScoredTask(Protocol):
+    """What a reward needs of a task."""
+
+    @property
+    def name(self) -> str:
+        """The name the recipe gives it."""
+        ...
+
+    @property
+    def scorer(self) -> Scorer:
+        """Where `score` may be called."""
+        ...
+
+    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return what `score` may be given in place of `metadata` in another process, to save it work."""
+        ...
+
+    def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
+        """Score an extracted answer in 0..1; only 1 is correct, less is partial credit."""
+        ...
 
 
 class Setup(msgspec.Struct, frozen=True, tag="Setup"):

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,15 +26,15 @@ from baton.tasks.judging.calls import (
     Ask,
     Call,
     FunctionSpec,
-    GymSpec,
     Outcome,
     Ready,
+    ScorerSpec,
     Setup,
     Spec,
     failed,
     frame,
 )
-from baton.tasks.judging.functions import call_function, import_function, number, told
+from baton.tasks.judging.functions import call_function, import_function, told
 from baton.tasks.judging.isolation import keep
 from baton.types import FailureCause
 
@@ -98,11 +99,9 @@ def _judge(spec: Spec) -> Judge:
     if isinstance(spec, FunctionSpec):
         function = import_function(spec.path)
         return lambda calls: call_function(function, spec.signature, calls)
-    if isinstance(spec, GymSpec):
-        from baton.tasks.gym import GymTask
-
-        task = GymTask(spec.name, spec.gym_name, spec.params, is_compact=False)
-        return _scorer(lambda call: number(task.score(call.answer, call.prompt.answer, call.prompt.metadata)))
+    if isinstance(spec, ScorerSpec):
+        module, _, name = spec.path.partition(":")
+        return _scorer(getattr(import_module(module), name)(**spec.arguments))
     from baton.tasks.judging.mathematics import load, math_score
 
     load()
