@@ -18,7 +18,7 @@ from baton.config import Recipe, load_tasks
 from baton.errors import UserError
 from baton.evaluation import Evaluation, evaluate
 from baton.files import writing
-from baton.footprint import check_room
+from baton.footprint import check_room, choices_with
 from baton.hosting import check_swarm, open_swarm
 from baton.journal import Journal
 from baton.launch.pool import EnginePool
@@ -41,6 +41,7 @@ from baton.rollout.traced import TracedJudges
 from baton.run_lock import RunLock
 from baton.runs import RunDirectory
 from baton.stop import StopRequest
+from baton.support import experimental_parts
 from baton.swarm.crew import Crew
 from baton.tasks.prompt_lengths import measure
 from baton.tasks.rewards import Judge
@@ -140,7 +141,9 @@ def _build_loop(
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
-    check_room(recipe, is_here=crew is None and start_ranks is None)
+    config, _ = check_room(recipe, is_here=crew is None and start_ranks is None)
+    if parts := experimental_parts(choices_with(recipe, config)):
+        observer.said(f"experimental: {'; '.join(parts)}")
     mixture = TaskMixture(recipe.task, recipe.answer)
     judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = _prompts(recipe, mixture, tokenizer, observer)

@@ -21,6 +21,7 @@ from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.settings import Settings
+from baton.support import check_support
 from baton.swarm.inspector import InspectionSettings
 from baton.swarm.settings import SwarmSettings
 from baton.tasks.demonstrations import DemonstrationSettings
@@ -112,14 +113,8 @@ class Recipe(Settings):
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
                 "trajectories of a group and needs at least 2; algorithms without groups are reinforce_pp and ppo"
             )
-        is_beside = self.engine.processes or self.engine.kind != "embedded" or self.swarm.is_on
-        if self.rollout.mode == "async" and not is_beside:
-            raise ValueError(
-                'engine.processes: got 0, but rollout.mode = "async" generates in processes of their own: set it to at '
-                "least 1, or use workers (swarm.workers, swarm.serve)"
-            )
+        check_support(self.choices())
         self._check_publish_period()
-        self._check_placement()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
             raise ValueError(
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
@@ -139,18 +134,6 @@ class Recipe(Settings):
             )
         return self
 
-    def _check_placement(self) -> None:
-        if not self.rollout.is_colocated:
-            return
-        foreign = self.engine.kind != "embedded"
-        apart = {"engine.processes": self.engine.processes, "swarm": self.swarm.is_on, "engine.kind": foreign}
-        apart["trainer.ranks"] = self.trainer.ranks > 1
-        for name in (name for name, is_set in apart.items() if is_set):
-            raise ValueError(
-                f'rollout.placement: got "colocated", but with {name} engine and trainer are not in one process; '
-                "allowed is one trainer with the embedded engine beside it"
-            )
-
     def _check_publish_period(self) -> None:
         every, rules = self.swarm.publish_every, self.rules()
         if every > 1 and not rules.is_swarm:
@@ -164,6 +147,23 @@ class Recipe(Settings):
                 f"{every + rules.max_lag - 1} versions old before they are trained; rollout.max_staleness is "
                 f"{rules.max_staleness}"
             )
+
+    def choices(self) -> dict[str, tuple[str, ...]]:
+        """Return what this run is on the axes of `support.toml` that a recipe decides."""
+        trainer, swarm = self.trainer, self.swarm
+        shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
+        shapes |= {"compiled": trainer.compile, "one_process": True}
+        sources = dict.fromkeys("gym" if task.path is None else "file" for task in self.task)
+        return {
+            "mode": (self.rollout.mode,),
+            "placement": (self.rollout.placement,),
+            "engine": (self.engine.kind,),
+            "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
+            "trainer": (next(name for name, is_so in shapes.items() if is_so),),
+            "weights": ("full" if self.lora is None else "lora",),
+            "algorithm": (self.algorithm.name,),
+            "environment": tuple(sources),
+        }
 
     def rules(self) -> Rules:
         """The rules of the rollout side, with what the swarm adds to them."""

@@ -14,6 +14,7 @@ from baton.policy.adapters import add_adapters, base_of_adapter
 from baton.policy.load import check_weight_files, torch_device, torch_dtype
 from baton.policy.memory import available_bytes
 from baton.policy.tokenizer import first_line, load_tokenizer
+from baton.support import check_support, experimental_parts
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.rewards import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
@@ -48,6 +49,8 @@ class Footprint(msgspec.Struct, frozen=True):
     trajectories_per_step: int
     max_generated_tokens_per_step: int
     updates_per_step: int
+    experimental: tuple[str, ...]
+    """What no test covers of this run (`support.toml`)."""
 
 
 def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
@@ -86,6 +89,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
         trajectories_per_step=trajectories,
         max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
         updates_per_step=recipe.algorithm.num_updates,
+        experimental=experimental_parts(choices_with(recipe, config)),
     )
 
 
@@ -140,6 +144,7 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: {path!r} holds no causal LM: {first_line(error)}") from error
+    check_support(choices_with(recipe, config))
     positions = _max_positions(config)
     if positions is not None and recipe.engine.max_context_tokens > positions:
         raise UserError(
@@ -151,6 +156,12 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
     elif is_here:
         _check_side_by_side(recipe, config, model)
     return config, model
+
+
+def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
+    """Return what a run is on the axes of `support.toml`, its model and this machine included."""
+    device = torch_device(recipe.model.device).type
+    return {**recipe.choices(), "architecture": (str(config.model_type),), "platform": (device,)}
 
 
 def _max_positions(config: PretrainedConfig) -> int | None:

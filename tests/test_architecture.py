@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "baton"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("baton",),
     ("types", "errors", "settings", "backoff", "console", "stop"),
-    ("files", "fault", "waits"),
+    ("files", "fault", "waits", "support"),
     ("cluster", "model", "workload", "plan", "run_lock"),
     ("metrics", "journal", "buffer", "cost", "trace"),
     ("policy",),

@@ -251,8 +251,8 @@ def test_what_leaves_the_device_comes_back_with_the_same_bits_in_the_same_tensor
     ("overrides", "sentence"),
     [
         (('rollout.mode="async"', "engine.processes=1"), 'placement: got "colocated", but mode = "async" generates'),
-        (("engine.processes=2",), "with engine.processes engine and trainer are not in one process"),
-        (("swarm.workers=2",), "with swarm engine and trainer are not in one process"),
+        (("engine.processes=2",), "with engine.processes or [swarm] engine and trainer are not in one process"),
+        (("swarm.workers=2",), "with engine.processes or [swarm] engine and trainer are not in one process"),
     ],
 )
 def test_what_cannot_take_turns_is_refused_in_one_sentence(

@@ -17,6 +17,7 @@ import msgspec
 from baton.errors import UserError
 from baton.fleet.inventory import CPU, Machine
 from baton.plan import Plan, Replica
+from baton.support import check_support
 
 FEWEST_SLOTS = 8
 """Of a worker: see `baton worker --slots`."""
@@ -79,14 +80,21 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     here: id of the controller's machine; rank 0 is there when the trainer has a part of it. first_worker: number of
     the first worker: names are never given twice.
     """
-    if plan.is_colocated:
-        raise UserError("--plan: the plan lets trainer and engines take turns on the same GPUs; allowed is one without "
-                        "--colocated")  # fmt: skip
+    check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
     by_name = {names[machine.id]: machine for machine in machines}
     ranks, notes = _ranks(plan, by_name, here)
     workers = _workers(plan, by_name, first_worker)
     return Placement(ranks, workers, names, notes)
+
+
+def _plan_shape(plan: Plan) -> tuple[str, ...]:
+    """What a plan is on the axis `plan` of `support.toml`."""
+    stages = plan.training.stages
+    is_split = len(stages) > 1 or any(stage.tp > 1 for stage in stages)
+    shapes = {"colocated": plan.is_colocated, "mixed_gpus": len({stage.gpu for stage in stages}) > 1}
+    found = tuple(name for name, is_so in {**shapes, "model_parallel": is_split}.items() if is_so)
+    return found or ("data_parallel",)
 
 
 def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
@@ -142,13 +150,7 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
 
 def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tuple[Post, ...], tuple[str, ...]]:
     stages = plan.training.stages
-    types = list(dict.fromkeys(stage.gpu for stage in stages))
-    if len(types) > 1:
-        raise UserError(
-            f"--plan: the plan trains in a pipeline over {' and '.join(types)}; a sharded trainer's ranks are alike: "
-            "plan with --symmetric-only"
-        )
-    gpu, gpu_ids = types[0], plan.training.gpu_ids
+    gpu, gpu_ids = stages[0].gpu, plan.training.gpu_ids
     by_machine: dict[str, list[str]] = {}
     for gpu_id in gpu_ids:
         by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)

@@ -26,7 +26,7 @@ _WHOLE = ("replicated_with_grad_allreduce",)
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
     """Cut a model's layers over a one-dimensional mesh, in place; return the parameters with gradients to add up.
 
-    Raises UserError for a model without a plan, or whose plan, heads or adapters do not allow it.
+    Raises UserError for a model without a plan, or whose plan or heads do not allow it.
     """
     plan = _plan_of(model, mesh.size())
     base = cast(PreTrainedModel, model.base_model)
@@ -51,8 +51,7 @@ def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
             f"trainer.tensor_parallel: the plan of {kind} has layers of style {', '.join(unknown)}, and known are "
             f"{', '.join((*_STYLES, *_WHOLE))}; allowed is 1"
         )
-    if has_adapters(model):
-        raise UserError("trainer.tensor_parallel: adapters ([lora]) are in no model's plan; allowed with them is 1")
+    assert not has_adapters(model), "support.toml refuses adapters: they are in no model's plan"
     counts = shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     if any(count % size for count in (*counts, shape.intermediate_size)):
         raise UserError(

@@ -105,6 +105,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
         f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}{free}",
         f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)",
+        f"support     {'experimental: ' * bool(needs.experimental)}{'; '.join(needs.experimental) or 'tested'}",
         *recipe.algorithm.notes(recipe.rollout.model_dump()),
         f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}",
         *([tomli_w.dumps(without_none(recipe.model_dump(mode="json")))] if keys else []),

@@ -130,11 +130,6 @@ class RolloutSettings(Settings):
                 f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '
                 f"change it, or leave it out"
             )
-        if mode == "async" and self.placement == "colocated":
-            found.append(
-                'placement: got "colocated", but mode = "async" generates while the trainer steps, and here they take '
-                'turns; use mode = "partial" or "sync"'
-            )
         if mode == "sync" and rules.consume != "submission":
             found.append(f'consume: got {rules.consume!r}, but mode = "sync" consumes in the order of submission')
         return found
