@@ -50,6 +50,9 @@ class Provisioning:
 
     def sentence(self) -> str:
         """For people."""
+        if not self.train_s or not self.trajectories_per_s:
+            missing = "train step" if not self.train_s else "trajectory"
+            return f"nothing has been measured yet: no {missing} is done, so whether the workers suffice is not known"
         needed = self.needed_per_s
         has = f"workers finish {self.trajectories_per_s:.1f} trajectories/s"
         if needed is None:

@@ -47,6 +47,10 @@ def test_where_a_version_is_on_its_way_for_longer_than_it_is_trained_no_number_o
 def test_nothing_is_claimed_before_anything_is_known():
     rule = Provisioning(1, 0.0, 0.0, 64, 0.0)
     assert (rule.needed_per_s, rule.slack_s, rule.idle_share) == (None, None, None)
+    assert rule.sentence().startswith("nothing has been measured yet: no train step is done")
+    assert "publish_every" not in rule.sentence()
+    assert Provisioning(1, 0.0, 3.0, 64, 5.0).sentence() == rule.sentence(), "the first version is sent before a step"
+    assert "no trajectory is done" in Provisioning(1, 2.0, 0.0, 64, 0.0).sentence()
 
 
 def test_the_pace_counts_only_the_time_in_which_there_was_something_to_do():
