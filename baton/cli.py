@@ -93,6 +93,7 @@ def sft(
     from baton.report import print_evaluations
     from baton.warmstart import warm_start
 
+    out.ends_when_closed = False
     console = err if as_json else out
     result = warm_start(loaded, console, overwrite=overwrite)
     if result.evaluations:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import os
 import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,14 +36,33 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
 def print_json(value: Any) -> None:
     """Print a value as JSON, for scripts; characters that `visible` spells out become JSON's escapes."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
-    sys.stdout.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
+    try:
+        out.file.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
+        out.file.flush()
+    except BrokenPipeError:
+        out.on_broken_pipe()
 
 
 class Console(rich.console.Console):
     """A console to which any text may be given."""
 
+    ends_when_closed = True
+    """Whether the command ends when its standard output is closed, as in `baton tasks | head`."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Discard all further output, because its reader has closed the pipe. May raise SystemExit."""
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.file.fileno())  # what is still buffered is flushed there at the end of the process
+        os.close(null)
+        if self.stderr:
+            return
+        if self.ends_when_closed:
+            raise SystemExit(1)
+        say("standard output is closed: the command goes on without printing to it")
 
     def render_str(self, text: str, **options: Any) -> Text:  # before the layout, so that what is spelled out has room
         return super().render_str(visible(text), **options)

@@ -102,6 +102,7 @@ def _train(run: Callable[[Any, StopRequest], Any], steps: int, as_json: bool) ->
     from baton.progress import TerminalObserver
     from baton.report import print_report, summarise
 
+    out.ends_when_closed = False
     stop = StopRequest(say)
     console = err if as_json else out
     try:
