@@ -83,7 +83,12 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
     except (FileNotFoundError, msgspec.DecodeError) as error:
         raise Damaged(f"{checkpoint / LOOP_STATE} cannot be read: {error}; remove {checkpoint}") from error
-    if state.step >= recipe.run.steps and any(one.step == state.step for one in run.evaluations()):
+    if state.step > recipe.run.steps:
+        raise UserError(
+            f"run.steps = {recipe.run.steps}: {checkpoint} has {state.step} train steps already; allowed is "
+            f"{state.step} or more, so resume with a larger run.steps, or begin another run under another run.name"
+        )
+    if state.step == recipe.run.steps and any(one.step == state.step for one in run.evaluations()):
         raise UserError(
             f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
             f"to go on, resume with a larger run.steps"

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from baton import cli
 from baton.errors import UserError
+from baton.runs import RunDirectory
 
 pytestmark = pytest.mark.timing
 
@@ -232,6 +233,9 @@ def test_mistakes_in_keys_tasks_and_steps(small: Any) -> None:
 def test_mistakes_about_runs_that_exist(small: Any) -> None:
     assert "holds a run already" in mistake("train", small.recipe)
     assert "is complete: 3 of run.steps = 3" in mistake("train", small.recipe, "--resume")
+    fewer = mistake("train", small.recipe, "--resume", "run.steps=2")
+    assert "run.steps = 2:" in fewer
+    assert "step_000003 has 3 train steps already; allowed is 3 or more, so resume with a larger run.steps" in fewer
     assert "exclude each other" in mistake("train", small.recipe, "--resume", "--overwrite")
     assert (small.run / "report.json").is_file()
 
@@ -287,3 +291,45 @@ def test_a_terminated_run_finishes_its_step_says_so_with_its_exit_code_and_goes_
     assert (run / "checkpoints" / f"step_{last:06d}").is_dir(), "the last step has a checkpoint"
     arguments[3] = f"run.steps={last + 1}"
     assert json.loads(invoke(*arguments, "--resume", "--json")[0])["steps"] == last + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+def test_a_run_outlives_the_readers_of_its_output(small: Any, tmp_path: Path, closed: str) -> None:
+    """As under `| head -1`: one line is read, then the pipe is closed, and the run trains to its end."""
+    arguments = ["train", small.recipe, f"run.directory={tmp_path}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if closed == "both" else subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        if closed == "stderr":
+            assert process.stderr is not None
+            process.stderr.close()
+            said = process.stdout.read()
+            assert b"step    3/3" in said
+        else:
+            process.stdout.readline()
+            process.stdout.close()
+        if closed == "stdout":
+            assert process.stderr is not None
+            said = process.stderr.read()
+            assert said.count(b"standard output is closed: the command goes on without printing to it") == 1
+            assert b"Traceback" not in said
+        assert process.wait(300) == 0
+    run = RunDirectory.open(tmp_path / "small")
+    assert run.recorded_steps() == [1, 2, 3]
+    assert (run.path / "checkpoints" / "step_000003").is_dir()
+    assert (run.path / "report.json").is_file()
+
+
+def test_a_command_that_only_prints_ends_when_its_output_is_closed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton", "keys"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(300)) == (b"", 1)
