@@ -44,7 +44,7 @@ from baton.stop import StopRequest
 from baton.support import experimental_parts
 from baton.swarm.crew import Crew
 from baton.tasks.prompt_lengths import measure
-from baton.tasks.rewards import Judge
+from baton.tasks.rewards import Judge, require_judged
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trace import BEGIN, Clock, LeaseTrace, TraceWriter
 from baton.trainer.checkpoint import (
@@ -330,7 +330,7 @@ def evaluate_model(
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
     with judge:
-        results, _ = evaluate(
+        results, groups = evaluate(
             Sweep(
                 LocalPort(engine),
                 recipe.rollout.stall_timeout_s,
@@ -343,4 +343,5 @@ def evaluate_model(
             samples=samples if temperature else 1,
             version=version.number,
         )
+    require_judged(groups, "the evaluation")
     return results

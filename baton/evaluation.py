@@ -12,7 +12,7 @@ from pydantic import Field
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.sweep import Request, Sweep
 from baton.settings import Settings
-from baton.tasks.rewards import Judge, require_judged
+from baton.tasks.rewards import Judge
 from baton.types import Group, Judged, Prompt, SamplingParams, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
@@ -24,8 +24,10 @@ Z_95 = 1.959964
 class EvalSettings(Settings):
     """[eval] the held-out evaluation."""
 
+    at_start: bool = True
+    """Whether the model is evaluated before the first train step."""
     every: int = Field(default=20, ge=0)
-    """Train steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Train steps between evaluations; 0 evaluates none but the one at the start and the one after the last step."""
     num_prompts: int = Field(default=256, ge=1)
     """Distinct held-out prompts; all there are where a task has fewer than its share."""
     samples: int = Field(default=1, ge=1)
@@ -57,9 +59,9 @@ class Evaluation(msgspec.Struct, frozen=True):
     samples: int
     temperature: float
     """0 is greedy."""
-    accuracy: Interval
-    """avg@k: share of correct responses."""
-    pass_at_k: Interval
+    accuracy: Interval | None
+    """avg@k: share of correct responses; None where not one could be judged."""
+    pass_at_k: Interval | None
     """Share of prompts with a correct response among k; equals accuracy for k = 1."""
     mean_length_tokens: float
     clip_ratio: float
@@ -86,7 +88,7 @@ def evaluate(
 ) -> tuple[list[Evaluation], list[Group]]:
     """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`.
 
-    Raises UserError where not one response of a task could be judged, and Stopped where the sweep is to stop.
+    Raises Stopped where the sweep is to stop.
     """
     requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[Judged]] = [[] for _ in prompts]
@@ -113,7 +115,6 @@ def evaluate(
 
 
 def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:
-    require_judged(groups, f"the evaluation of {task!r}")
     judged = [[m.judgement for m in g.members if m.judgement.is_judged] for g in groups]
     correct = [[j.is_correct for j in row] for row in judged if row]
     lengths = [m.trajectory.num_tokens for g in groups for m in g.members]
@@ -123,25 +124,29 @@ def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluati
         len(groups),
         len(groups[0].members),
         temperature,
-        share_interval(correct),
-        share_interval([[any(c)] for c in correct]),
+        share_interval(correct) if correct else None,
+        share_interval([[any(c)] for c in correct]) if correct else None,
         sum(lengths) / len(lengths),
         sum(cut) / len(cut),
         sum(len(g.members) for g in groups) - sum(len(row) for row in judged),
     )
 
 
+def shown_share(share: Interval | None) -> str:
+    """For people."""
+    return "not judged" if share is None else str(share)
+
+
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:
     """Metric names of one evaluation."""
     if result.temperature == 0:
-        return {f"eval/{result.task}/greedy": result.accuracy.value}
-    values = {
-        f"eval/{result.task}/avg@{result.samples}": result.accuracy.value,
-        f"eval/{result.task}/response_length": result.mean_length_tokens,
-    }
+        return {} if result.accuracy is None else {f"eval/{result.task}/greedy": result.accuracy.value}
+    values = {f"eval/{result.task}/response_length": result.mean_length_tokens}
     if result.unjudged:
         values[f"eval/{result.task}/unjudged"] = result.unjudged
-    if result.samples > 1:
+    if result.accuracy is not None:
+        values[f"eval/{result.task}/avg@{result.samples}"] = result.accuracy.value
+    if result.pass_at_k is not None and result.samples > 1:
         values[f"eval/{result.task}/pass@{result.samples}"] = result.pass_at_k.value
     return values
 

@@ -284,7 +284,9 @@ class Loop:
     def _lacks_evaluation(self) -> bool:
         """Whether the evaluation of the current step is still to be made: the run was stopped before or in it."""
         step = self.state.step
-        return step == 0 or (self._is_evaluated(step) and all(e.step != step for e in self.run.evaluations()))
+        if step == 0:
+            return self.eval.at_start
+        return self._is_evaluated(step) and all(e.step != step for e in self.run.evaluations())
 
     def _is_evaluated(self, step: int) -> bool:
         return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
@@ -449,9 +451,10 @@ class Loop:
         self.run.write_evaluation(self.state.step, results)
         self.clock.trace.flush()
         self.stats = self.port.stats()
-        accuracy = next(r.accuracy.value for r in reversed(results) if r.temperature)
-        if accuracy > self.state.best_accuracy:
-            self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=accuracy)
+        sampled = [r.accuracy for r in results if r.temperature]
+        overall = None if None in sampled else sampled[-1]  # without a task it does not compare with the others
+        if overall is not None and overall.value > self.state.best_accuracy:
+            self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
         self.observer.evaluated(self.state.step, results)
         self._warn(self.judge.warnings.take(f"evaluation after step {self.state.step}"))
         return results

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from baton.console import Console
-from baton.evaluation import Evaluation
+from baton.evaluation import Evaluation, shown_share
 
 
 class TerminalObserver:
@@ -61,7 +61,7 @@ class TerminalObserver:
             if result.task != results[-1].task:
                 continue  # the last task is the overall one; the others are in metrics.jsonl
             line = Text.assemble((f"held-out accuracy after step {step}", "bold"))
-            line.append(f", {result.way}: {result.accuracy} on {result.num_prompts} problems")
+            line.append(f", {result.way}: {shown_share(result.accuracy)} on {result.num_prompts} problems")
             self._console.print(line, soft_wrap=True)
 
     def said(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from pathlib import Path
@@ -22,7 +23,8 @@ from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import load_tokenizer
 from baton.progress import TerminalObserver
-from baton.report import summarise
+from baton.report import print_report, summarise
+from baton.report.page import write_page
 from baton.runs import RunDirectory
 from baton.trainer.checkpoint import list_checkpoints
 from tests.small_reward import evenness
@@ -156,6 +158,55 @@ def test_held_out_prompts_are_evaluated_at_the_start_between_and_at_the_end(smal
     recipe = load_recipe(Recipe, small.recipe)
     held_out = TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts)
     assert trained.isdisjoint(p.prompt_id for p in held_out)
+
+
+def test_a_run_without_the_evaluation_at_the_start_makes_the_others(small: Any, tmp_path: Path) -> None:
+    run = train(load(small, tmp_path, "eval.at_start=false"))
+    assert sorted({e.step for e in run.evaluations()}) == [2, 3]
+    assert summarise(run).evaluated_steps == (2, 3)
+
+
+def test_an_evaluation_that_cannot_be_judged_is_recorded_without_accuracy_and_the_run_goes_on(
+    small: Any, tmp_path: Path
+) -> None:
+    """The reward raises until the first evaluation is over: nothing is known then, and nothing is made up."""
+    is_down = tmp_path / "is_down"
+    is_down.touch()
+    (tmp_path / "rewards.py").write_text(
+        f"from pathlib import Path\n\ndef f(prompt, response, answer):\n"
+        f"    assert not Path({str(is_down)!r}).exists(), 'no answer from the service'\n    return len(response) % 5\n"
+    )
+
+    class Watching(TerminalObserver):
+        def evaluated(self, step: int, results: Any) -> None:
+            super().evaluated(step, results)
+            is_down.unlink(missing_ok=True)
+
+    function = f"reward.0.function={tmp_path / 'rewards.py'}:f"
+    recipe = load(small, tmp_path, function, "reward.0.isolate=false")
+    console = Console(record=True, width=200, file=io.StringIO())
+    loop = build_loop(recipe, Watching(console, 3), resume=False, overwrite=False)
+    try:
+        loop.train()
+    finally:
+        loop.close()
+    said = console.export_text()
+    assert "held-out accuracy after step 0, temperature 1: not judged on 6 problems" in said
+    assert "evaluation after step 0: 18 of 18 responses could not be judged (raised 18)" in said
+    assert "no answer from the service" in said
+    found = loop.run.evaluations()
+    assert [e.result.accuracy is None for e in found] == [e.step == 0 for e in found]
+    assert [row["step"] for row in read_metrics(loop.run.path) if "eval/all/greedy" in row] == [2, 3]
+    assert loop.state.best_accuracy >= 0
+    assert [row["step"] for row in steps_of(loop.run.path)] == [1, 2, 3]
+    report = summarise(loop.run)
+    assert all(change.points is None for change in report.changes)
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_report(console, report)
+    assert "not judged" in console.export_text()
+    page = tmp_path / "page.html"
+    write_page(loop.run, page)
+    assert "not judged before training" in page.read_text()
 
 
 def test_a_checkpoint_is_a_plain_hugging_face_model_with_other_weights_than_the_first(small: Any) -> None:

@@ -219,12 +219,12 @@ def _accuracy_chart(
     def paint(axes: Axes) -> None:
         dodge = 0.006 * max(1, history.last_step)  # intervals beside each other, not over each other
         for i, name in enumerate(labels):
-            mine = [e for e in evaluations if label(e.result) == name]
-            shares = [e.result.accuracy for e in mine]
+            mine = [(e.step, e.result.accuracy) for e in evaluations if label(e.result) == name]
+            shares = [share for _, share in mine if share is not None]
             values = np.array([100 * s.value for s in shares])
             below = values - np.array([100 * s.low for s in shares])
             above = np.array([100 * s.high for s in shares]) - values
-            x = np.array([e.step for e in mine]) + dodge * (i - (len(labels) - 1) / 2)
+            x = np.array([step for step, share in mine if share is not None]) + dodge * (i - (len(labels) - 1) / 2)
             # an interval holds its value; rounding may say otherwise by a last bit
             errors = np.maximum(0, [below, above])
             colour = SERIES[i % len(SERIES)]

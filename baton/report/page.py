@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.console import visible
 from baton.errors import Damaged, UserError
+from baton.evaluation import Evaluation
 from baton.files import write_whole
 from baton.report.examples import Example, choose_examples
 from baton.report.history import MAX_SAMPLED_STEPS, History, read_lengths
@@ -203,10 +204,11 @@ def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, s
     for change in overall:
         way = "greedy" if change.before.temperature == 0 else f"at {change.before.way}"
         if change.after is None:
-            yield f"Held-out accuracy, {way}", percent(change.before.accuracy.value), "one evaluation so far"
+            yield f"Held-out accuracy, {way}", _accuracy(change.before), "one evaluation so far"
         else:
-            step = f"{percent(change.before.accuracy.value)} before training"
-            yield f"Held-out accuracy, {way}", percent(change.after.accuracy.value), step
+            first = summary.evaluated_steps[0] if summary.evaluated_steps else 0
+            when = f"after step {first}" if first else "before training"
+            yield f"Held-out accuracy, {way}", _accuracy(change.after), f"{_accuracy(change.before)} {when}"
     if summary.reward_before is not None and summary.reward_after is not None:
         yield "Training reward", f"{summary.reward_after:.3f}", f"{summary.reward_before:.3f} in the first steps"
     lengths = history.curve("response_length/mean").values
@@ -218,6 +220,10 @@ def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, s
             short(summary.throughput_tokens_per_s),
             f"{short(summary.generate_tokens_per_s)} while generating",
         )
+
+
+def _accuracy(result: Evaluation) -> str:
+    return "not judged" if result.accuracy is None else percent(result.accuracy.value)
 
 
 def _by_step(examples: Sequence[Example]) -> list[tuple[int, list[Example]]]:

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from baton.console import Console
-from baton.evaluation import Evaluation
+from baton.evaluation import Evaluation, shown_share
 from baton.report.summary import RunReport
 from baton.runs import without_none
 
@@ -56,14 +56,14 @@ def _changes_table(report: RunReport) -> Table:
     if first == last:
         table = _table("held-out accuracy", f"step {first}")
         for change in report.changes:
-            table.add_row(f"{change.before.task}, {change.before.way}", str(change.before.accuracy))
+            table.add_row(f"{change.before.task}, {change.before.way}", shown_share(change.before.accuracy))
         return table
     table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
     for change in report.changes:
         table.add_row(
             f"{change.before.task}, {change.before.way}",
-            str(change.before.accuracy),
-            "" if change.after is None else str(change.after.accuracy),
+            shown_share(change.before.accuracy),
+            "" if change.after is None else shown_share(change.after.accuracy),
             "" if change.points is None else f"{change.points:+.1f}",
         )
     return table
@@ -84,9 +84,9 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
     for r in results:
         measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
         length, cut = f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %"
-        table.add_row(r.task, str(r.num_prompts), measure, str(r.accuracy), length, cut)
+        table.add_row(r.task, str(r.num_prompts), measure, shown_share(r.accuracy), length, cut)
         if r.samples > 1:
-            table.add_row("", "", f"pass@{r.samples}", str(r.pass_at_k), "", "")
+            table.add_row("", "", f"pass@{r.samples}", shown_share(r.pass_at_k), "", "")
     console.print(table, soft_wrap=True)
 
 

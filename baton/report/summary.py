@@ -29,7 +29,9 @@ class Change(msgspec.Struct, frozen=True):
     @property
     def points(self) -> float | None:
         """Gain in accuracy, percentage points."""
-        return None if self.after is None else 100 * (self.after.accuracy.value - self.before.accuracy.value)
+        if self.before.accuracy is None or self.after is None or self.after.accuracy is None:
+            return None
+        return 100 * (self.after.accuracy.value - self.before.accuracy.value)
 
 
 class RunReport(msgspec.Struct, frozen=True):

@@ -159,8 +159,12 @@ def test_accuracy_is_over_what_was_judged_and_says_how_much_was_not() -> None:
     assert (result.accuracy.value, result.unjudged) == (1.0, 1)
     assert evaluation_metrics(result)["eval/some/unjudged"] == 1
     assert "eval/some/unjudged" not in evaluation_metrics(evaluated({(0, 0): 4, (1, 0): 2}, 1))
-    with pytest.raises(UserError, match=r"none of the 2 trajectories of the evaluation of 'some' .* ZeroDivisionError"):
-        evaluated({(0, 0): 3, (1, 0): 3}, 1)
+
+
+def test_an_evaluation_of_which_nothing_was_judged_has_no_accuracy() -> None:
+    result = evaluated({(0, 0): 3, (0, 1): 3, (1, 0): 3, (1, 1): 3}, 2)
+    assert (result.accuracy, result.pass_at_k, result.unjudged) == (None, None, 4)
+    assert evaluation_metrics(result) == {"eval/some/response_length": 3.0, "eval/some/unjudged": 4}
 
 
 class WithoutReference:
