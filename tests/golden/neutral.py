@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import unified_diff
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -183,18 +185,30 @@ class Log:
 
     def write(self, mark: str, message: msgspec.Struct) -> Message:
         """Append a line; return what it says."""
-        names = self._dialect.events if mark == ">" else self._dialect.commands
-        name, values = names[type(message)], msgspec.structs.astuple(message)
-        self.names.add(f"{mark} {name}")
-        logged = [canonical(value) for index, value in enumerate(values) if (name, index) not in self._dialect.texts]
-        self.lines.append(" ".join([mark, name, *logged]))
-        return Message(name, values)
+        found = row(self._dialect, message)
+        self.names.add(f"{mark} {found.name}")
+        self.lines.append(f"{mark} {text(self._dialect, found)}")
+        return found
 
     def _struct(self, value: object) -> object:
         if isinstance(value, Record):
             assert self._dialect.nested is not None
             return self._dialect.nested(*value.values)
         return tuple(map(self._struct, value)) if isinstance(value, tuple) else value
+
+
+def row(dialect: Dialect, message: msgspec.Struct) -> Message:
+    """Return an event or a command in neutral words."""
+    kind = type(message)
+    name = dialect.events[kind] if kind in dialect.events else dialect.commands[kind]
+    return Message(name, msgspec.structs.astuple(message))
+
+
+def text(dialect: Dialect, message: Message, *, first: int = 0) -> str:
+    """Return its line in a log, from one of its values on."""
+    name, values = message
+    logged = [canonical(v) for i, v in enumerate(values) if i >= first and (name, i) not in dialect.texts]
+    return " ".join([name, *logged])
 
 
 def names_of(dialect: Dialect) -> set[str]:
@@ -223,3 +237,9 @@ def canonical(value: object) -> str:
 def digest(lines: Iterable[str]) -> str:
     """16 hexadecimal digits."""
     return blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def difference(recorded: str, now: str) -> str:
+    """Return the first differing lines of two golden files, with what is around them."""
+    found = unified_diff(recorded.splitlines(), now.splitlines(), "recorded", "now", lineterm="", n=6)
+    return "\n".join(islice(found, 400))

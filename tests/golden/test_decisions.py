@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import Path
 
 import fleet_story
 import lease_story
 import pytest
 import scheduler_story
-from neutral import LEASES, SCHEDULER, SUPERVISION, VERSIONS, Dialect, Log, digest, names_of
+from neutral import LEASES, SCHEDULER, SUPERVISION, VERSIONS, Dialect, Log, difference, digest, names_of
 
 FOLDER = Path(__file__).parent / "decisions"
 SEEDS = 200
@@ -69,8 +68,7 @@ def test_every_decision_is_the_one_that_was_recorded(machine: str) -> None:
         seen = seen.union(*(log.names for log in logs))
         golden, now = (FOLDER / f"{name}.txt").read_text(), text_of(name, logs)
         if now != golden:
-            found = list(unified_diff(golden.splitlines(), now.splitlines(), "recorded", "now", lineterm="", n=6))
-            pytest.fail(f"{name}: other decisions than were recorded\n" + "\n".join(found[:400]), pytrace=False)
+            pytest.fail(f"{name}: other decisions than were recorded\n{difference(golden, now)}", pytrace=False)
     assert seen == names_of(MACHINES[machine].dialect), "every event and command occurs"
 
 
