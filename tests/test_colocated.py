@@ -126,7 +126,8 @@ class Parts:
 @pytest.fixture
 def parts(small: Any, tmp_path: Path) -> Any:
     loop = built(load(small, tmp_path, COLOCATED))
-    loop._publish()
+    weights = loop.trainer.publish()
+    loop.port.load_weights(weights.tensors, weights.version)
     yield Parts(loop)
     loop.close()
 

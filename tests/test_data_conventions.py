@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from baton.build import build_loop
 from baton.config import Recipe
 from baton.console import Console
 from baton.errors import UserError
+from baton.evaluation import Evaluation
 from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
@@ -127,6 +128,19 @@ def train(tree: dict[str, Any]) -> RunDirectory:
         loop.train()
         loop.close()
     return loop.run
+
+
+class AfterTheFirstEvaluation(TerminalObserver):
+    """Has something done between the evaluation of the first version and the first train step."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__(Console(quiet=True), 1)
+        self.then = then
+
+    def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
+        super().evaluated(step, results)
+        if step == 0:
+            self.then()
 
 
 def assert_learnt(run: RunDirectory, model: Path) -> dict[str, Any]:
@@ -244,14 +258,10 @@ def test_one_hanging_judgement_is_counted_kept_and_not_trained(
     tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "hangs_once")]}
     tree["judge"] = {"deadline_s": 1.0}
     recipe = Recipe.model_validate(tree)
-    with TerminalObserver(Console(quiet=True), 1) as observer:
+    (tmp_path / "hung").touch()
+    with AfterTheFirstEvaluation((tmp_path / "hung").unlink) as observer:  # the first judgement of the step hangs
         loop = build_loop(recipe, observer, resume=False, overwrite=False)
-        (tmp_path / "hung").touch()
-        loop.evaluate()
-        (tmp_path / "hung").unlink()  # the first judgement of the train step hangs
-        loop._publish()
-        loop._step()
-        loop.judge.close()
+        loop.train()
         loop.close()
     row = next(row for row in read_metrics(loop.run.path) if "reward/mean" in row)
     assert (row["judge/failed"], row["judge/timeout"], row["judge/groups_lost"]) == (1, 1, 0)
@@ -340,14 +350,10 @@ def test_a_function_that_breaks_in_mid_run_stops_it_after_the_step_whose_traject
     tree: dict[str, Any], tmp_path: Path
 ) -> None:
     tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "breaks_later")]}
-    with TerminalObserver(Console(quiet=True), 1) as observer:
+    with AfterTheFirstEvaluation((tmp_path / "broken").touch) as observer:
         loop = build_loop(Recipe.model_validate(tree), observer, resume=False, overwrite=False)
-        loop._publish()
-        loop.evaluate()
-        (tmp_path / "broken").touch()
         with pytest.raises(UserError, match=r"none of the 16 trajectories of train step 1 .* the sandbox is full"):
-            loop._step()
-        loop.judge.close()
+            loop.train()
         loop.close()
     causes = {m.judgement.cause for group in loop.run.groups(1) for m in group.members}
     assert causes == {FailureCause.RAISED}

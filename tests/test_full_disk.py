@@ -6,12 +6,14 @@ import errno
 import os
 import resource
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
 from baton import files
 from baton.build import build_loop
@@ -79,7 +81,6 @@ def test_each_writer_that_finds_no_room_ends_the_run_with_its_file_and_the_way_b
     with pytest.MonkeyPatch.context() as patch:
 
         def break_it() -> None:
-            tensorboard: Any = loop.metrics._sinks[1]
             opened = Path.open
             match writer:
                 case "metrics" | "trace":
@@ -87,7 +88,7 @@ def test_each_writer_that_finds_no_room_ends_the_run_with_its_file_and_the_way_b
                         Path, "open", lambda self, *a, **k: no_room() if self.name == file else opened(self, *a, **k)
                     )
                 case "tensorboard":
-                    patch.setattr(tensorboard._file, "flush", no_room)
+                    patch.setattr(EventsWriter, "flush", no_room)
                 case "checkpoint":
                     patch.setattr("baton.trainer.checkpoint.save_file", _as_safetensors_says_it)
                 case "tokenizer":
@@ -128,11 +129,15 @@ def test_a_journal_that_finds_no_room_ends_the_run_likewise(
     unbroken: Any,
 ) -> None:
     wanted = recipe(tiny_model, tmp_path)
-    loop = loop_of(wanted, resume=False)
+    connect, opened = sqlite3.connect, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", lambda *a, **k: opened.append(connect(*a, **k)) or opened[-1])
+        loop = loop_of(wanted, resume=False)
+    (database,) = opened
 
     def bound() -> None:
-        (pages,) = loop.journal._db.execute("PRAGMA page_count").fetchone()
-        loop.journal._db.execute(f"PRAGMA max_page_count={pages}")
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        database.execute(f"PRAGMA max_page_count={pages}")
 
     after_a_checkpoint(loop, bound)
     with pytest.raises(StorageFault, match=r"journal.sqlite could not be read or written: database or disk is full; t"):

@@ -110,7 +110,7 @@ class FlatPort(TimedPort):
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Takes no time."""
-        self._engine.load_weights(tensors, version)
+        self.engine.load_weights(tensors, version)
 
 
 class _NoJudges:

@@ -62,6 +62,7 @@ class EngineProcess:
             stdin=subprocess.DEVNULL,
             env=environment,
         )
+        self.pid = self._process.pid
         theirs.close()
 
     def tell(self, message: ToEngine) -> None:
@@ -101,7 +102,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             code = None
         return EngineFault(
-            f"{self.name} (pid {self._process.pid}) ended with exit code {code} while it held {len(self.leases)} "
+            f"{self.name} (pid {self.pid}) ended with exit code {code} while it held {len(self.leases)} "
             "leases; nothing finished is lost: go on with --resume"
         )
 
@@ -124,16 +125,17 @@ class EnginePool(WorkerPort):
         self._inbox: list[FromWorker] = []
         """Reports that came while a version was being loaded."""
         self._save_tensors = save_tensors
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Within which all processes must serve a version."""
         self._trace = trace or LeaseTrace(TraceWriter())
         shared = Path("/dev/shm")
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
         self._queue: deque[Lease] = deque()
-        self._processes: list[EngineProcess] = []
+        self.processes: list[EngineProcess] = []
         try:
-            self._processes = [EngineProcess(index) for index in range(count)]
-            for process in self._processes:
-                process.tell(msgspec.structs.replace(start, scratch=str(self._directory)))
+            self.processes = [EngineProcess(index) for index in range(count)]
+            for process in self.processes:
+                process.tell(msgspec.structs.replace(start, scratch=str(self.directory)))
             self._await_serving(start.version)
         except BaseException:
             self.close()
@@ -156,8 +158,8 @@ class EnginePool(WorkerPort):
                 waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
                 if waiting is not None:  # let an engine report it, so that there is one path for aborts
                     self._queue.remove(waiting)
-                    self._hand_over(self._processes[0], waiting)
-                for process in self._processes:
+                    self._hand_over(self.processes[0], waiting)
+                for process in self.processes:
                     if lease_id in process.leases:
                         process.tell(message)
 
@@ -174,10 +176,10 @@ class EnginePool(WorkerPort):
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """The tensors go through one file in memory, read by all processes."""
-        path = self._directory / f"{version.lineage}-{version.number}.safetensors"
+        path = self.directory / f"{version.lineage}-{version.number}.safetensors"
         self._save_tensors(tensors, path)
         try:
-            for process in self._processes:
+            for process in self.processes:
                 process.tell(LoadWeights(str(path), version))
             self._await_serving(version)
         finally:
@@ -186,22 +188,22 @@ class EnginePool(WorkerPort):
     def stats(self) -> EngineStats:
         """Sums over the processes, as of their last reports."""
         fields = EngineStats.__struct_fields__
-        return EngineStats(*(sum(getattr(p.stats, field) for p in self._processes) for field in fields))
+        return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
 
     def close(self, *, is_over: bool = False) -> None:
         """End all processes. May be called twice."""
-        for process in self._processes:
+        for process in self.processes:
             process.hang_up()
         deadline_s = time.monotonic() + CLOSE_GRACE_S
-        for process in self._processes:
+        for process in self.processes:
             process.await_end(deadline_s)
-        self._processes = []
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self.processes = []
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _fill(self) -> None:
         """Hand waiting leases to the processes with the most free slots; siblings go together while there is room."""
         while self._queue:
-            process = min(self._processes, key=lambda p: len(p.leases))
+            process = min(self.processes, key=lambda p: len(p.leases))
             if len(process.leases) >= self._slots:
                 return
             group_id = self._queue[0].trajectory.group_id
@@ -216,18 +218,18 @@ class EnginePool(WorkerPort):
         self._trace.given(lease, process.name, self._slots)
 
     def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
-        by_socket = {process.socket: process for process in self._processes}
+        by_socket = {process.socket: process for process in self.processes}
         return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
         """Wait until every process serves a version; reports that come meanwhile are kept."""
         begin_s = time.monotonic()
-        deadline = begin_s + self._timeout_s
-        waiting = set(self._processes)
+        deadline = begin_s + self.timeout_s
+        waiting = set(self.processes)
         while waiting:
             if (left_s := deadline - time.monotonic()) <= 0:
                 names = ", ".join(sorted(p.name for p in waiting))
-                raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self._timeout_s:.0f} s")
+                raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self.timeout_s:.0f} s")
             for process in self._ready(left_s):
                 heard = process.hear()
                 if heard is None:

@@ -65,7 +65,7 @@ class LocalPort(WorkerPort):
     """A worker in this process: receiving runs the engine for one step."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
-        self.engine = self._engine = engine
+        self.engine = engine
         self._trace = trace or LeaseTrace(TraceWriter())
 
     @property
@@ -74,29 +74,29 @@ class LocalPort(WorkerPort):
 
     @property
     def slots(self) -> int:
-        return self._engine.slots
+        return self.engine.slots
 
     def send(self, message: FromHub) -> None:
         match message:
             case Lease():
-                self._engine.submit(message)
-                self._trace.given(message, "engine", self._engine.slots)
+                self.engine.submit(message)
+                self._trace.given(message, "engine", self.engine.slots)
             case Abort():
-                self._engine.abort(message.lease_id)
+                self.engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """One decode step, so it returns long before any sensible timeout."""
-        messages = self._engine.step()
+        messages = self.engine.step()
         for message in messages:
             self._trace.heard(message)
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        self._engine.load_weights(tensors, version)
+        self.engine.load_weights(tensors, version)
 
     def stats(self) -> EngineStats:
-        return self._engine.stats
+        return self.engine.stats
 
     def close(self, *, is_over: bool = False) -> None:
         """An engine in this process goes with it, one with processes of its own ends them."""
-        self._engine.close()
+        self.engine.close()

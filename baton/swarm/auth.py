@@ -39,10 +39,10 @@ DEFAULT_TOKEN_FILE = Path("baton-tokens.json")
 Clock = Callable[[], float]
 """Unix seconds, UTC."""
 
-_MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 _MAX_HEADER_CHARACTERS = 256
-_MAX_TOKENS = 1_000
-_LOCK_WAIT_S = 10.0
+MAX_TOKENS = 1_000
+LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
 """So long after its end a token leaves the file; it is refused all the same, as an unknown one."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
@@ -191,7 +191,7 @@ class TokenFile:
             now = int(self._clock())
             known = self.tokens() if self.path.exists() else ()
             known = tuple(token for token in known if token.expires + _FORGOTTEN_AFTER_S > now)
-            if len(known) >= _MAX_TOKENS:
+            if len(known) >= MAX_TOKENS:
                 raise UserError(f"{self.path} holds {len(known)} tokens, which is all it may: begin another file")
             taken = {token.name for token in known}
             if name in taken:
@@ -211,7 +211,7 @@ class TokenFile:
 
     def tokens(self) -> tuple[Token, ...]:
         """Read what is known of each, the oldest first. Raises UserError when the file is not one that can be used."""
-        data, mode = _read_bounded(self.path, _MAX_FILE_BYTES)
+        data, mode = _read_bounded(self.path, MAX_FILE_BYTES)
         if mode & 0o022:
             raise UserError(f"others may write {self.path}, and so let anybody in: chmod 600 {self.path}")
         try:
@@ -302,13 +302,13 @@ class Authenticator:
 
 
 def _wait_for_lock(handle: int, path: Path) -> None:
-    end = time.monotonic() + _LOCK_WAIT_S
+    end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > end:
-                waited = f"another baton token command has held {path} for {_LOCK_WAIT_S:g} s"
+                waited = f"another baton token command has held {path} for {LOCK_WAIT_S:g} s"
                 raise DeadlineExceeded(waited) from error
         except OSError as error:
             raise UserError(f"{path} cannot be locked: {error.strerror}; name a place on another disk") from error

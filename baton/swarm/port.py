@@ -89,7 +89,7 @@ class SwarmPort:
     """A `WorkerPort` over a hub."""
 
     def __init__(self, parts: PortParts) -> None:
-        self._parts = parts
+        self._parts, self.hub = parts, parts.hub
         self._publishing = Errands("publisher")
         self._futures: deque[Future[None]] = deque()
         self.last: Published | None = None
@@ -103,7 +103,7 @@ class SwarmPort:
     @property
     def name(self) -> str:
         """Who is connected, and what each is doing."""
-        hub = self._parts.hub
+        hub = self.hub
         peers = list(hub.peers.values())
         if not peers:
             return f"the swarm at {hub.listen.url(hub.port)}, which no worker has joined,"
@@ -114,19 +114,19 @@ class SwarmPort:
     @property
     def slots(self) -> int:
         """Of the workers that are connected."""
-        return self._parts.hub.slots
+        return self.hub.slots
 
     @property
     def absence_s(self) -> float:
         return self._parts.absence_s
 
     def send(self, message: FromHub) -> None:
-        desk = self._parts.hub.parts.desk
+        desk = self.hub.parts.desk
         match message:
             case Lease():
-                self._parts.hub.call(lambda: desk.want(message))
+                self.hub.call(lambda: desk.want(message))
             case Abort(lease_id=lease_id):
-                self._parts.hub.call(lambda: desk.abort(lease_id))
+                self.hub.call(lambda: desk.abort(lease_id))
 
     def receive(self, timeout_s: float) -> list[FromPort]:
         self._look_after()
@@ -146,7 +146,7 @@ class SwarmPort:
     def stats(self) -> EngineStats:
         """Sums over all workers, as of their last heartbeats."""
         total: Counter[str] = Counter()
-        for peer in list(self._parts.hub.peers.values()):
+        for peer in list(self.hub.peers.values()):
             for name in EngineStats.__struct_fields__:
                 total[name] += getattr(peer.stats, name)
         return EngineStats(**total)
@@ -161,7 +161,7 @@ class SwarmPort:
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         self.train_s = values.get("time/train", self.train_s)
-        rule, last, hub = self.provisioning(), self.last, self._parts.hub
+        rule, last, hub = self.provisioning(), self.last, self.hub
         found: dict[str, float | None] = {
             "swarm/workers": float(sum(peer.is_connected for peer in list(hub.peers.values()))),
             "swarm/slots": float(hub.slots),
@@ -189,13 +189,13 @@ class SwarmPort:
         if self._parts.checks is not None:
             self._parts.checks.close()
         self._parts.dismiss()
-        self._parts.hub.stop(is_over=is_over)
-        self._parts.hub.parts.audit.close()
+        self.hub.stop(is_over=is_over)
+        self.hub.parts.audit.close()
         self._parts.clear()
 
     def _look_after(self) -> None:
         """Raise what has failed elsewhere, and start again this machine's workers that have ended."""
-        self._parts.hub.check()
+        self.hub.check()
         while self._futures and self._futures[0].done():
             self._futures.popleft().result()
         self._parts.look_after()
@@ -226,11 +226,11 @@ class SwarmPort:
     def _announce(self, version: PolicyVersion, since_s: float) -> None:
         """In the hub's thread: have it wanted."""
         self._parts.pace.announced[version.number] = since_s
-        self._parts.hub.announce(Want(version, shared=self._parts.shared))
+        self.hub.announce(Want(version, shared=self._parts.shared))
 
     def _let_go(self) -> None:
         """In the hub's thread: let go of versions that nobody has or wants any more."""
-        hub, parts = self._parts.hub, self._parts
+        hub, parts = self.hub, self._parts
         kept = [hub.versions[number] for number in sorted(hub.versions)[-parts.keep_versions :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
         live = [*kept, *held, *parts.pinned]

@@ -98,7 +98,7 @@ class SwarmWorker:
 
     def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
         self._options, self._make_engine = options, make_engine
-        self._key = ""
+        self.key = ""
         """From the hub, for as long as this process lives."""
         self._outbox = Outbox()
         self._stats = EngineStats()
@@ -229,7 +229,7 @@ class SwarmWorker:
         settings = welcome.engine_settings()
         kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
         have, leases = self._refresher.have, self._outbox.leases
-        return Hello(self._key, kind, welcome.model_digest, slots, have, leases)
+        return Hello(self.key, kind, welcome.model_digest, slots, have, leases)
 
     async def _beat(self, line: WorkerLine, every_s: float) -> None:
         while True:
@@ -280,7 +280,7 @@ class SwarmWorker:
             case Want():
                 self._refresher.want(message)
             case Admitted(key=key):
-                self._key = key
+                self.key = key
             case Heard():
                 pass
             case Rejected():

@@ -120,11 +120,11 @@ class LocalTrainer:
         # Found out here and now, and not within a pass whose routing is recorded or replayed.
         self._parallel.run(model, find_head)
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
-        self._passes = Passes(
+        self.passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel
         )
-        self._learners = make_learners(model, critic, settings, algorithm)
-        self._offload = offload_of(self._passes, self._learners)
+        self.learners = make_learners(model, critic, settings, algorithm)
+        self._offload = offload_of(self.passes, self.learners)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._alarms = Alarms(algorithm)
 
@@ -169,24 +169,24 @@ class LocalTrainer:
             total_steps=self._total_steps,
             min_lr_frac=settings.min_lr_frac,
         )
-        for learner in self._learners:
+        for learner in self.learners:
             set_learning_rate(learner.optimizer, learner.lr * rate)
         oldest = oldest_trained(batch, self._max_staleness)
         parts = self._cut(batch, oldest)
-        prepared = self._passes.prepare(parts)
+        prepared = self.passes.prepare(parts)
         # A copy to go back to is needed only where there are several updates: divergence is noticed before the weights
         # change.
-        before = [learner.snapshot() for learner in self._learners] if algorithm.num_updates > 1 else None
+        before = [learner.snapshot() for learner in self.learners] if algorithm.num_updates > 1 else None
         totals = Totals(version=start.number)
-        update = Update(self._passes, self._learners, totals, batch.step, self._max_new_tokens)
+        update = Update(self.passes, self.learners, totals, batch.step, self._max_new_tokens)
         try:
             for _ in range(algorithm.num_epochs):
                 for part, fixed in zip(parts, prepared, strict=True):
                     update.run(part, fixed)
         except TrainingDiverged as error:
-            for learner, state in zip(self._learners, before or (), strict=before is not None):
+            for learner, state in zip(self.learners, before or (), strict=before is not None):
                 learner.go_back(state)
-            for learner in self._learners:
+            for learner in self.learners:
                 learner.optimizer.zero_grad()
             raise TrainingDiverged(f"{error}; the weights stay those of version {start.number}") from error
         totals.add_ranks(self._parallel)
@@ -195,7 +195,7 @@ class LocalTrainer:
         metrics = {
             **batch_metrics(batch, algorithm, oldest=oldest, longest=self._max_new_tokens),
             **totals.metrics(),
-            "policy/lr": self._learners[0].lr * rate,
+            "policy/lr": self.learners[0].lr * rate,
         }
         if self._parallel.is_first:
             self._alarms.watch(metrics)
@@ -217,9 +217,9 @@ class LocalTrainer:
                 max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
                 device=self.model.device,
                 multiples=self._multiples(),
-                is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self._passes.critic is not None),
+                is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self.passes.critic is not None),
                 keeps_masked=depends_on_model(algorithm),
-                is_packed=self._passes.is_packed,
+                is_packed=self.passes.is_packed,
                 share=self._share,
             )
             for part in parts
@@ -239,10 +239,10 @@ class LocalTrainer:
 
         One rank of several writes its part into a directory that is there; who asked them makes it whole or absent.
         """
-        parallel, critic = self._parallel, self._passes.critic
+        parallel, critic = self._parallel, self.passes.critic
         weights = parallel.whole(trained_tensors(self.model))
         self._stamp(saved_digest(weights, self.model) if parallel.is_first else "")
-        moments = {n: t for learner in self._learners for n, t in learner.moments().items()}
+        moments = {n: t for learner in self.learners for n, t in learner.moments().items()}
         parts = Parts(
             model=self.model,
             weights=weights,
@@ -274,12 +274,12 @@ class LocalTrainer:
         Number and digest of the version come from the checkpoint; the lineage stays the one this trainer was built
         with, because a run that goes back starts a new one.
         """
-        known = [learner.parameters for learner in self._learners]
+        known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})
         saved, own = read_weights(directory, self.model), trained_tensors(self.model)
         digest = saved_digest(saved, self.model) if saved.keys() == own.keys() else ""
-        critic = self._passes.critic
+        critic = self.passes.critic
         if critic is not None:
             own |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
             saved |= {f"critic.{name}": tensor for name, tensor in read_critic(directory).items()}
@@ -294,7 +294,7 @@ class LocalTrainer:
             raise UserError(f"{directory} is damaged: its weights have digest {digest}, not {state.version.digest}")
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
-        for learner in reversed(self._learners):
+        for learner in reversed(self.learners):
             others = [names for names in known if names is not learner.parameters]
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)

@@ -98,29 +98,29 @@ def test_two_processes_give_the_trajectories_of_one_engine_before_and_after_new_
 
 
 def test_a_killed_process_is_noticed_and_named(pool: EnginePool) -> None:
-    victim = pool._processes[1]
-    os.kill(victim._process.pid, signal.SIGKILL)
-    with pytest.raises(EngineFault, match=rf"engine process 1 \(pid {victim._process.pid}\) ended with exit code -9"):
+    victim = pool.processes[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(EngineFault, match=rf"engine process 1 \(pid {victim.pid}\) ended with exit code -9"):
         rollout(pool)
 
 
 def test_a_stopped_process_does_not_block_the_pool_whatever_it_is_sent(pool: EnginePool) -> None:
     """Neither sending to it nor loading a version; the wait for it ends with its name."""
-    for process in pool._processes:
-        os.kill(process._process.pid, signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(process._process.pid, os.WUNTRACED)[1])
+    for process in pool.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     for lease_id in range(64):  # of 1 MB each: more than a socket holds
         trajectory = Trajectory(lease_id, 0, tuple(range(300)) * 1000)
         pool.send(Lease(lease_id, trajectory, SamplingParams(10), noise_seed=1, version=0))
     assert pool.receive(0.1) == []  # hands 16 of them to each process
-    assert all(process.socket.num_unsent_bytes for process in pool._processes)
-    pool._timeout_s = 1.0
+    assert all(process.socket.num_unsent_bytes for process in pool.processes)
+    pool.timeout_s = 1.0
     with pytest.raises(DeadlineExceeded, match="engine process 0, engine process 1 did not serve version 1 in 1 s"):
         pool.load_weights({"x": torch.zeros(1)}, PolicyVersion("test", 1))
 
 
 def test_a_stopped_process_is_waited_for_only_until_the_stall_timeout(pool: EnginePool) -> None:
-    os.kill(pool._processes[1]._process.pid, signal.SIGSTOP)
+    os.kill(pool.processes[1].pid, signal.SIGSTOP)
     found = Sweep(pool, 2.0).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
     with pytest.raises(DeadlineExceeded, match="the 2 engine processes has made no progress for 2 s"):
         list(found)
@@ -143,7 +143,7 @@ def test_an_abort_reaches_running_and_waiting_leases(pool: EnginePool) -> None:
 
 def test_closing_leaves_no_process_and_no_file(model_path: Path) -> None:
     pool = EnginePool(1, start(model_path), save, timeout_s=60)
-    pid, directory = pool._processes[0]._process.pid, pool._directory
+    pid, directory = pool.processes[0].pid, pool.directory
     assert directory.is_dir()
     pool.close()
     pool.close()
@@ -156,7 +156,7 @@ def test_a_killed_parent_leaves_no_process_and_no_file(model_path: Path) -> None
     script = (
         "import sys; from pathlib import Path; from tests.launch import test_pool as t;"
         "pool = t.EnginePool(1, t.start(Path(sys.argv[1])), t.save, timeout_s=60);"
-        "print(pool._processes[0]._process.pid, pool._directory, flush=True); import time; time.sleep(60)"
+        "print(pool.processes[0].pid, pool.directory, flush=True); import time; time.sleep(60)"
     )
     command = [sys.executable, "-c", script, str(model_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:

@@ -153,7 +153,7 @@ class SglangServer:
     def _may_step(self) -> bool:
         if self._client is None or any(asked.is_aborted for asked in self._asked.values()):
             return True
-        is_aborting = any(running.is_ending for running in list(self._client._running.values()))
+        is_aborting = any(running.is_ending for running in list(self._client.running.values()))
         return not is_aborting and self._num_made <= self._client.stats.decoded_tokens + self._max_ahead
 
     def _heard(self, report: Report) -> None:

@@ -77,7 +77,7 @@ def test_a_trajectory_is_bit_equal_alone_in_a_crowd_in_any_slot_and_while_the_ba
     ]
     wide = embedded(slots=64, max_context_tokens=512)
     crowd = driver.run(wide, leases)
-    widths = wide._network.widths
+    widths = wide.network.widths
     assert (wide.stats.decode_rows < 64 * wide.stats.decode_steps) == (len(widths) > 1), "it drains where it can"
     few = driver.run(embedded(slots=24 if 24 in widths else 64, max_context_tokens=512), leases[::-1])
     single = embedded(slots=16 if 16 in widths else 64, max_context_tokens=512)
@@ -91,7 +91,7 @@ def test_a_trajectory_is_bit_equal_alone_in_a_crowd_in_any_slot_and_while_the_ba
 def test_a_batch_drains_through_the_narrowest_widths_that_take_it(embedded, driver):
     """Of 20 rows 10 end after 2 tokens: two steps of 32 rows, then three of 16. Whether bits change is not asked."""
     engine = embedded(slots=64)
-    engine._network.widths = (16, 32, 64)
+    engine.network.widths = (16, 32, 64)
     driver.run(engine, [driver.lease(i, [5, 6, 7], 2 if i < 10 else 5) for i in range(20)])
     assert (engine.stats.decode_steps, engine.stats.decode_rows) == (5, 2 * 32 + 3 * 16)
 
@@ -167,13 +167,13 @@ def test_a_prefill_is_filled_up_with_prompts_that_wait_and_shrinks_when_none_do(
     """40 prompts of 10 ids through 8 slots: the first 8 take 24 waiting ones along, 8 are left; 32 is most."""
     engine = embedded()
     batches = []
-    prefill = engine._network.prefill
+    prefill = engine.network.prefill
 
     def noted(ids):
         batches.append(len(ids))
         return prefill(ids)
 
-    monkeypatch.setattr(engine._network, "prefill", noted)
+    monkeypatch.setattr(engine.network, "prefill", noted)
     driver.run(engine, [driver.lease(i, p, 3 + i % 5) for i, p in enumerate(prompts([10] * 40))])
     assert batches == [32, 8]
     assert engine.stats.prefilled_tokens == 40 * 9
@@ -286,7 +286,7 @@ def test_a_shape_that_changes_bits_is_never_used(embedded, monkeypatch):
         return logits * (1 + 2**-20) if len(ids_W) == 32 or kv_length == 128 else logits
 
     monkeypatch.setattr(Network, "decode", fickle)
-    network = embedded(slots=64, max_context_tokens=512)._network
+    network = embedded(slots=64, max_context_tokens=512).network
     assert 32 not in network.widths
     assert 128 not in network.kv_lengths
     assert (network.widths[-1], network.kv_lengths[-1]) == (64, 512)
@@ -303,15 +303,15 @@ def test_a_number_of_prefill_rows_that_changes_bits_is_never_used(embedded, monk
         return found
 
     monkeypatch.setattr(Network, "_prefill", fickle)
-    network = embedded()._network
+    network = embedded().network
     network.prefill([[7] * 30])
-    assert 4 not in network._prefill_rows[32]
-    assert network._prefill_rows[32][-1] == 16
+    assert 4 not in network.prefill_rows[32]
+    assert network.prefill_rows[32][-1] == 16
 
 
 def test_the_shapes_of_decode_end_with_the_largest_whatever_the_cpu(embedded):
     """Smaller ones are kept only where they give the same bits, and which do is the CPU's affair."""
-    network = embedded(slots=64, max_context_tokens=512)._network
+    network = embedded(slots=64, max_context_tokens=512).network
     assert network.widths[-1] == 64
     assert network.kv_lengths[-1] == 512
     assert all(a < b for a, b in pairwise(network.widths))

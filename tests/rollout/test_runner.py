@@ -95,7 +95,7 @@ class Bench:
         self.engine = FakeEngine(settings, PolicyVersion("a", 0), length)
         self.port = port or LocalPort(self.engine)
         if port is not None:
-            port._engine = self.engine
+            port.engine = self.engine
         self.judges, self.source = LateJudges(), Prompts()
         self.journal = journal
         self.parts = Parts(
@@ -431,8 +431,8 @@ def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
 
         def receive(self, timeout_s: float) -> Any:
             found: list[Any] = list(super().receive(timeout_s))
-            judged = bench.runner._groups.get(0)
-            if not self.is_due and judged is not None and len(judged.judged) == 3:
+            is_judged = any(g.group_id == 0 and not g.num_unjudged for g in bench.runner.scheduler.groups())
+            if not self.is_due and is_judged:
                 self.is_due = True
                 found.append(WorkRevoked(1, 0, 1, "inspection"))
             return found

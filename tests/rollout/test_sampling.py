@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.rollout.engines.sampling import _mix, _pick, noise_key, row_params, sample, uniforms
+from baton.rollout.engines.sampling import mix, noise_key, pick, row_params, sample, uniforms
 from baton.types import SamplingParams
 
 pytestmark = pytest.mark.numerics
@@ -29,7 +29,7 @@ def support(probabilities, **sampling) -> set[int]:
 
 def test_the_hash_is_splitmix64():
     """The generator's published first output for seed 0 is the finaliser of its increment."""
-    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
 def test_noise_is_a_pure_function_of_its_four_coordinates():
@@ -106,7 +106,7 @@ def test_the_extreme_draws_stay_within_the_support():
 def test_the_largest_draw_stays_below_any_total(total):
     """Ids 2 and 3 have no mass; a product that rounded up to the total would pick one of them."""
     mass_WV = torch.tensor([[total - 1, 1, 0, 0]])
-    assert _pick(mass_WV, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 1
+    assert pick(mass_WV, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 1
 
 
 def test_the_logprob_is_that_of_the_whole_vocabulary_at_the_temperature_before_filters():

@@ -51,7 +51,7 @@ class Disturbed(LocalPort):
     """A port on which messages come twice, and come again after their lease has ended."""
 
     def __init__(self) -> None:
-        super().__init__(fake_port()._engine)
+        super().__init__(fake_port().engine)
         self._seen: list[FromWorker] = []
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
@@ -129,7 +129,7 @@ def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
             ids.append(message.lease_id)
             super().send(message)
 
-    sweep = Sweep(Listening(fake_port()._engine))
+    sweep = Sweep(Listening(fake_port().engine))
     for _ in range(2):
         assert len(list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION))) == 12
     assert len(set(ids)) == len(ids) == 24

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,7 +225,7 @@ class BenchWorker:
     async def _run(self) -> None:
         url = await self.wire.open()
         options = WorkerOptions(url, self._token, engine=self._kind, say=self.said.append)
-        self.worker = SwarmWorker(options, self._make_engine)
+        self.worker = SwarmWorker(options, self.make_engine)
         self._task = asyncio.create_task(self.worker.run())
         try:
             await self._task
@@ -234,7 +235,7 @@ class BenchWorker:
             self.wire.cut()
             self.is_over = True
 
-    def _make_engine(self, welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> ScriptedEngine:
+    def make_engine(self, welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> ScriptedEngine:
         assert (directory / "config.json").read_bytes() == b"{}"
         self.engines.append(ScriptedEngine(welcome, self._token_s))
         return self.engines[-1]
@@ -243,7 +244,7 @@ class BenchWorker:
     def is_ready(self) -> bool:
         """Whether it has its place at the hub, or has come to an end."""
         keys = {peer.key for peer in list(self._bench.hub.peers.values())}
-        return self.is_over or (hasattr(self, "worker") and self.worker._key in keys)
+        return self.is_over or (hasattr(self, "worker") and self.worker.key in keys)
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -291,6 +292,8 @@ class SwarmBench:
         self.directory, self.publish_every = directory, publish_every
         self.convicted: list[tuple[int, str]] = []
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
+        self.told: list[FromPort] = []
+        """All that the runner was told."""
         self.pace = Pace()
         table = {"silence_s": 1.0, "wedge_s": 10.0, "relief": 0.0, **(lease_rules or {})}
         outside = Outside(
@@ -324,7 +327,10 @@ class SwarmBench:
             ),
             listen or Listen.parse("127.0.0.1:0"),
         )  # fmt: skip
+        before = set(threading.enumerate())
         self.port_number = self.hub.start()
+        new = set(threading.enumerate()) - before
+        (self._hub_thread,) = [thread for thread in new if thread.name == "hub"]
         self.url = self.hub.listen.url(self.port_number)
         self.port = SwarmPort(
             PortParts(
@@ -381,6 +387,7 @@ class SwarmBench:
     def _to_runner(self, message: FromPort) -> None:
         if isinstance(message, Report) and message.finish_reason is not None:
             self.pace.finish(time.monotonic(), self.desk.busy_since_s)
+        self.told.append(message)
         self.inbox.put(message)
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -476,7 +483,7 @@ class SwarmBench:
         self.port.close()
         self.workers_loop.call_soon_threadsafe(self.workers_loop.stop)
         self._thread.join(10.0)
-        assert not self.hub._thread.is_alive(), "the hub's thread has ended"
+        assert not self._hub_thread.is_alive(), "the hub's thread has ended"
 
 
 @contextmanager

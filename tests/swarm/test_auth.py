@@ -248,14 +248,14 @@ def test_long_expired_tokens_leave_the_file_and_stay_refused(tokens: TokenFile, 
 
 
 def test_a_file_holds_so_many_tokens_and_no_more(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_MAX_TOKENS", 2)
+    monkeypatch.setattr(auth, "MAX_TOKENS", 2)
     for _ in range(2):
         tokens.create(Role.WORKER, DAY_S)
     with pytest.raises(UserError, match="holds 2 tokens, which is all it may"):
         tokens.create(Role.WORKER, DAY_S)
     longest = {"name": "n" * 32, "role": "worker", "digest": "0" * 64, "created": 10**11, "expires": 10**11}
     longest |= {"is_revoked": False, "is_trusted": False}
-    assert 1_000 * len(json.dumps(longest, indent=8)) < auth._MAX_FILE_BYTES, "a full file can be read"
+    assert 1_000 * len(json.dumps(longest, indent=8)) < auth.MAX_FILE_BYTES, "a full file can be read"
 
 
 def test_of_two_changes_at_once_none_is_lost(tokens: TokenFile) -> None:
@@ -271,10 +271,26 @@ def test_of_two_changes_at_once_none_is_lost(tokens: TokenFile) -> None:
 
 
 def test_waiting_for_another_command_has_an_end(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_LOCK_WAIT_S", 0.05)
-    with tokens._locked(), pytest.raises(DeadlineExceeded, match="another baton token command"):
-        tokens.create(Role.WORKER, DAY_S)
-    assert not tokens.path.exists()
+    monkeypatch.setattr(auth, "LOCK_WAIT_S", 0.05)
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def held() -> float:
+        """The time, which is asked for while the file is locked."""
+        is_held.set()
+        assert may_go_on.wait(60)
+        return 0.0
+
+    other = threading.Thread(target=TokenFile(tokens.path, held).create, args=(Role.WORKER, DAY_S))
+    other.start()
+    try:
+        assert is_held.wait(60)
+        with pytest.raises(DeadlineExceeded, match="another baton token command"):
+            tokens.create(Role.WORKER, DAY_S)
+        assert not tokens.path.exists()
+    finally:
+        may_go_on.set()
+        other.join(60)
+    assert [token.name for token in tokens.tokens()] == ["worker-1"]
 
 
 def test_ten_thousand_random_headers_never_pass_and_raise_nothing_but_denied(tokens: TokenFile, clock: Clock) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,13 @@ def test_a_straggler_with_noise_of_its_own_is_relieved_and_the_first_to_finish_i
             slow, fast = (*bench.join(1, kind="vllm", token_s=0.3), *bench.join(1, kind="vllm", token_s=0.002))
             for salt, worker in enumerate((slow, fast)):
                 worker.engine.step = with_noise_of_its_own(worker.engine, 7 * salt)
-            heard: list[Any] = []
-            to_runner = bench._to_runner
-            bench.desk._outside = replace(
-                bench.desk._outside, to_runner=lambda message: (heard.append(message), to_runner(message))
-            )
             bench.begin()
             wait_until(lambda: all(peer.served == 0 for peer in bench.hub.peers.values()), "the first version")
             revoked: list[WorkRevoked] = []
             while not revoked:  # until a trajectory of the slow one was long enough to be relieved
                 assert bench.version < 20, "no trajectory was relieved"
                 groups = bench.step()
-                revoked = [message for message in heard if isinstance(message, WorkRevoked)]
+                revoked = [message for message in list(bench.told) if isinstance(message, WorkRevoked)]
             assert {message.cause for message in revoked} == {"overtaken"}
             keys = [(message.group_id, message.sample_index) for message in revoked]
             assert len(keys) == len(set(keys)), "each is replaced once, and not made anew"

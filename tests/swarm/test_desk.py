@@ -70,7 +70,7 @@ class Counter:
             return holds
 
         outside = Outside(
-            lambda worker, message: self.sent.append((worker, message)),
+            lambda worker, message: self.send(worker, message),
             self.heard.append,
             lambda worker, cause: self.hung_up.append((worker, cause)),
             lambda worker, cause: self.convicted.append((worker, cause)),
@@ -84,6 +84,9 @@ class Counter:
 
     def clock(self) -> float:
         return self.now_s
+
+    def send(self, worker: int, message: object) -> None:
+        self.sent.append((worker, message))
 
     def worker(self, number: int, *, slots: int = 4, version: int = 0, kind: str | None = "") -> None:
         self.desk.join(number, slots, kind=kind)
@@ -511,14 +514,13 @@ def test_what_one_worker_wrote_in_several_reports_is_one_span():
 def test_a_worker_that_goes_while_it_is_given_leases_leaves_nothing_behind(is_traced):
     """Its connection is full at the first of three leases: the other two go to the next worker too, each once."""
     counter = Counter(is_traced=is_traced)
-    take = counter.sent.append
 
     def full(worker: int, message: object) -> None:
-        take((worker, message))
+        counter.sent.append((worker, message))
         if worker == 0 and isinstance(message, Lease) and 0 in counter.desk.table.workers:
             counter.desk.leave(0, "takes nothing")
 
-    object.__setattr__(counter.desk._outside, "to_worker", full)
+    counter.send = full  # type: ignore[method-assign]
     for task in range(3):
         counter.want(task)
     counter.worker(0)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.console import Console
 from baton.errors import UserError
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
+from baton.policy.tokenizer import Tokenizer
 from baton.progress import TerminalObserver
 from baton.rollout.engines.embedded import EmbeddedEngine
 from baton.rollout.engines.skeleton import skeleton_engine
@@ -35,10 +37,15 @@ pytestmark = pytest.mark.timing
 STEPS = 4
 
 
+@cache
+def small_tokenizer() -> Tokenizer:
+    return scratch_tokenizer(["1+2-3 <think>1+2=3</think><answer>0</answer>"], 300)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    tokenizer = scratch_tokenizer(["1+2-3 <think>1+2=3</think><answer>0</answer>"], 300)
+    tokenizer = small_tokenizer()
     settings = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
     scratch_model(settings, tokenizer, seed=0).save_pretrained(path)
     tokenizer.hf.save_pretrained(path)
@@ -95,8 +102,7 @@ class CutShort(_Forging):
     """Says that it has come to the end of a response after two tokens, to be through with it."""
 
     def forged(self, report: Report) -> Report:
-        last = report.segments[-1]
-        end = self._book._end_ids[0]
+        last, end = report.segments[-1], small_tokenizer().hf.eos_token_id
         short = msgspec.structs.replace(
             last, token_ids=(*last.token_ids[:1], end), behavior_logprobs=(*last.behavior_logprobs[:1], -0.5)
         )
@@ -128,7 +134,7 @@ def train(wanted: Recipe, kinds: Mapping[str, type[EmbeddedEngine]]) -> dict[str
     texts = {name: tokens.create(Role.WORKER, 3600, name=name) for name in kinds}
     with TerminalObserver(Console(quiet=True), STEPS) as observer:
         loop = build_loop(wanted, observer, resume=False, overwrite=False)
-        url = f"http://127.0.0.1:{loop.port._parts.hub.port}"  # type: ignore[attr-defined]
+        url = f"http://127.0.0.1:{loop.port.hub.port}"  # type: ignore[attr-defined]
         with working({texts[name]: kind for name, kind in kinds.items()}, url):
             loop.train()
             loop.close()
@@ -198,7 +204,7 @@ def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path)
     again = wanted.model_copy(update={"run": wanted.run.model_copy(update={"steps": STEPS + 2})})
     with TerminalObserver(Console(quiet=True), STEPS) as observer:
         loop = build_loop(again, observer, resume=True, overwrite=False)
-        hub = loop.port._parts.hub  # type: ignore[attr-defined]
+        hub = loop.port.hub  # type: ignore[attr-defined]
         grants = {
             t.name: Grant(t.name, t.role, False, t.digest) for t in TokenFile(Path(wanted.swarm.token_file)).tokens()
         }
@@ -222,7 +228,7 @@ def test_the_secret_of_a_run_outlives_its_hub_and_is_nobody_elses_to_read(model:
             path = wanted.run.path / "inspection.secret"
             secrets.append(path.read_bytes())
             assert path.stat().st_mode & 0o777 == 0o600
-            keys.append(loop.port._parts.hub.parts.keys)  # type: ignore[attr-defined]
+            keys.append(loop.port.hub.parts.keys)  # type: ignore[attr-defined]
             loop.close()
     assert secrets[0] == secrets[1]
     assert len(secrets[0]) == 32

@@ -190,7 +190,7 @@ def test_an_engine_that_cannot_be_built_ends_its_worker(make, monkeypatch):
     def fail(*args: object) -> None:
         raise EngineFault("no such device")
 
-    monkeypatch.setattr(BenchWorker, "_make_engine", fail)
+    monkeypatch.setattr(BenchWorker, "make_engine", fail)
     (broken,) = bench.join(1)
     wait_until(lambda: broken.is_over, "the worker's end")
     assert isinstance(broken.error, EngineFault)

@@ -21,7 +21,7 @@ from trainer_cases import (
 from baton.policy.head import find_head
 from baton.trainer import passes
 from baton.trainer.algorithm import PRESETS
-from baton.types import Batch, FinishReason
+from baton.types import Batch, FinishReason, PolicyVersion
 
 pytestmark = pytest.mark.numerics
 
@@ -83,7 +83,7 @@ def test_the_update_does_not_depend_on_the_split(name):
         )
     (whole, metrics), *others = found
     for trainer, other in others:
-        for one, other_one in zip(whole._learners, trainer._learners, strict=True):  # the policy's, and a critic's
+        for one, other_one in zip(whole.learners, trainer.learners, strict=True):  # the policy's, and a critic's
             for part, parameter in one.parameters.items():
                 grad = other_one.parameters[part].grad
                 torch.testing.assert_close(grad, parameter.grad, atol=1e-5, rtol=1e-4, msg=part)
@@ -271,8 +271,9 @@ def test_a_masked_prefix_has_no_part_in_gspos_ratio():
             [policy(5, 6, version=0, logprob=logprob), policy(7, 8, version=2)],
             [policy(9, 10, version=2)],
         ]
-        trainer = make_trainer(name="gspo", num_minibatches=1, num_epochs=3, max_staleness=0, lr=1e-2)
-        trainer._version = type(trainer.version)("first", 2)
+        trainer = make_trainer(
+            name="gspo", num_minibatches=1, num_epochs=3, max_staleness=0, lr=1e-2, version=PolicyVersion("first", 2)
+        )
         trainer.step(Batch(3, (make_group(0, [1.0, 0.0], responses),)))
         found.append(parameters(trainer))
     assert are_bit_equal(*found)
@@ -354,8 +355,7 @@ def test_a_separate_critic_leaves_the_policys_gradient_alone_and_a_shared_one_do
 def test_the_critic_gets_no_gradient_from_a_token_too_old():
     responses = [[policy(5, version=0), policy(6, version=1)], [policy(7, version=0)]]
     batch = Batch(2, (make_group(0, [1.0, 0.0], responses),))
-    trainer = make_trainer(name="ppo", num_minibatches=1, max_staleness=0)
-    trainer._version = type(trainer.version)("first", 1)
+    trainer = make_trainer(name="ppo", num_minibatches=1, max_staleness=0, version=PolicyVersion("first", 1))
     metrics = trainer.step(batch)
     # GAE sees all three tokens, the loss the one fresh one: return 1, value 0
     assert metrics["value/loss"] == pytest.approx(0.5)
@@ -396,6 +396,6 @@ def test_activations_computed_again_give_the_same_update():
 
 
 def test_a_separate_critic_learns_ten_times_as_fast_unless_told_otherwise():
-    assert [learner.lr for learner in make_trainer(name="ppo", lr=2e-4)._learners] == pytest.approx([2e-4, 2e-3])
-    assert [learner.lr for learner in make_trainer(name="ppo", critic_lr=1e-5)._learners] == [1e-3, 1e-5]
-    assert [learner.lr for learner in make_trainer(name="ppo", critic="shared")._learners] == [1e-3]
+    assert [learner.lr for learner in make_trainer(name="ppo", lr=2e-4).learners] == pytest.approx([2e-4, 2e-3])
+    assert [learner.lr for learner in make_trainer(name="ppo", critic_lr=1e-5).learners] == [1e-3, 1e-5]
+    assert [learner.lr for learner in make_trainer(name="ppo", critic="shared").learners] == [1e-3]

@@ -37,8 +37,7 @@ def saved(path, num_steps=2, **settings):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path, dtype):
     unbroken = saved(tmp_path / "step_000002", dtype=dtype)
-    resumed = make_trainer(tiny_model(seed=9), dtype=dtype, **SETTINGS)
-    resumed._version = PolicyVersion("second", 0)
+    resumed = make_trainer(tiny_model(seed=9), dtype=dtype, version=PolicyVersion("second", 0), **SETTINGS)
     resumed.restore(tmp_path / "step_000002")
     assert resumed.version == PolicyVersion("second", 2, unbroken.version.digest)  # going back starts a lineage
     for step in (3, 4):

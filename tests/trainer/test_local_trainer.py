@@ -229,8 +229,7 @@ def test_engine_and_trainer_are_compared_on_tokens_of_the_current_version_only()
     exact = own[1, 5].item()
     first = [policy(5, version=1, logprob=exact - 0.1)]
     stale = [policy(5, version=0, logprob=-40.0)]
-    trainer = make_trainer(model)
-    trainer._version = PolicyVersion("first", 1)
+    trainer = make_trainer(model, version=PolicyVersion("first", 1))
     metrics = trainer.step(Batch(2, (make_group(0, [1.0, 0.0], [first, stale]),)))
     assert metrics["policy/logprob_diff_mean"] == pytest.approx(0.1, abs=1e-5)
     assert metrics["policy/logprob_diff_max"] == pytest.approx(0.1, abs=1e-5)
@@ -242,8 +241,7 @@ def test_engine_and_trainer_are_compared_on_tokens_of_the_current_version_only()
 
 
 def test_without_tokens_of_the_current_version_the_comparison_is_absent():
-    trainer = make_trainer()
-    trainer._version = PolicyVersion("first", 1)
+    trainer = make_trainer(version=PolicyVersion("first", 1))
     metrics = trainer.step(Batch(2, (make_group(0, [1.0, 0.0]),)))
     assert not any(name.startswith(("policy/mismatch", "policy/logprob_diff")) for name in metrics)
     assert all(math.isfinite(value) for value in metrics.values())

@@ -55,7 +55,7 @@ def test_only_the_adapter_is_trained(base):
     before, now = load(base).state_dict(), trainer.model.state_dict()
     changed = [name for name in now if ".lora_" not in name and not torch.equal(now[name], before[original(name)])]
     assert changed == []
-    assert all(".lora_" in name for name in trainer._learners[0].parameters)
+    assert all(".lora_" in name for name in trainer.learners[0].parameters)
     assert (logits(trainer.model) - logits(load(base))).abs().max() > 1e-3
 
 
@@ -104,7 +104,7 @@ def test_the_reference_is_the_model_without_its_adapter(base):
     trainer = make_trainer(load(base), lora=LORA, lr=1e-2, kl_coef=0.5)
     assert trainer.step(random_batch(1))["kl/ref"] == pytest.approx(0.0, abs=1e-9)
     assert trainer.step(random_batch(2))["kl/ref"] > 1e-4
-    assert trainer._passes.reference is trainer.model
+    assert trainer.passes.reference is trainer.model
 
 
 def test_a_checkpoint_is_the_adapter_for_peft_and_transformers_and_our_own_loader(base, tmp_path):

@@ -132,7 +132,7 @@ def test_a_model_that_does_not_pack_is_padded_or_refused(monkeypatch):
     monkeypatch.setattr(fitting, "packs_as_it_pads", lambda model: False)
     with pytest.raises(UserError, match=r"trainer\.packing: got 'always', but Qwen3ForCausalLM on cpu does not score"):
         make_trainer(packing="always")
-    assert not make_trainer()._passes.is_packed
+    assert not make_trainer().passes.is_packed
 
 
 def test_a_checkpoint_knows_nothing_of_it(tmp_path):

@@ -35,8 +35,7 @@ def mixed_batch(stale_logprob=-4.0, stale_token=40):
 
 
 def stepped(batch, **settings):
-    trainer = make_trainer(**settings)
-    trainer._version = PolicyVersion("first", batch.step - 1)
+    trainer = make_trainer(version=PolicyVersion("first", batch.step - 1), **settings)
     return trainer, trainer.step(batch)
 
 

@@ -61,6 +61,9 @@ def tiny_tokenizer() -> Tokenizer:
     return scratch_tokenizer(["a tiny corpus"], 300)
 
 
+FIRST = PolicyVersion("first", 0)
+
+
 def make_trainer(
     model: PreTrainedModel | None = None,
     *,
@@ -69,6 +72,7 @@ def make_trainer(
     max_new_tokens: int = 64,
     reference: PreTrainedModel | None = None,
     lora: LoraSettings | None = None,
+    version: PolicyVersion = FIRST,
     **settings: object,
 ) -> LocalTrainer:
     """Settings of the algorithm and of the trainer, by name."""
@@ -80,7 +84,7 @@ def make_trainer(
         algorithm,
         temperature=temperature,
         total_steps=10,
-        version=PolicyVersion("first", 0),
+        version=version,
         max_new_tokens=max_new_tokens,
         max_staleness=max_staleness,
         reference=reference,

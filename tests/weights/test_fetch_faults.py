@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -204,7 +205,14 @@ def test_full_shared_memory_is_an_error_and_publishing_goes_on_once_there_is_roo
     shared = SharedMemory(tmp_path / "shared")
     publisher = Publisher(run.store, run.settings, shared=shared)
     tensors = changed(run.tensors[2], 0.1, 5)
-    monkeypatch.setattr("baton.weights.shared._header", lambda entries: (_ for _ in ()).throw(OSError(28, "No space")))
+    opened = Path.open
+
+    def full(path: Path, *arguments: object) -> object:
+        if path.is_relative_to(shared.directory):
+            raise OSError(28, "No space left on device")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(StorageFault, match="No space"):
         publisher.publish(tensors, version_of(tensors, 3))
     assert run.store.latest("first") == run.version(2)

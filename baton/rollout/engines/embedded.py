@@ -63,7 +63,7 @@ class EmbeddedEngine:
         dtype = str(model.dtype).removeprefix("torch.")
         assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
         self._routers = RoutingReplay(model) if settings.report_routing else None
-        self._network = Network(
+        self.network = Network(
             model,
             settings.slots,
             settings.max_context_tokens,
@@ -73,9 +73,9 @@ class EmbeddedEngine:
         self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
-        self._inputs = np.zeros((3, self._network.widths[-1]), dtype=np.int64)
+        self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] the id that each row's next decode step is fed, its position, and the row's tokens so far."""
-        self._noise_keys = np.zeros(self._network.widths[-1], dtype=np.uint64)
+        self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
         """[slots]"""
         self._params: RowParams | None = None
         """None after the rows have changed."""
@@ -113,8 +113,8 @@ class EmbeddedEngine:
         with is_aborted), those waiting get a Retry. Raises EngineFault, with nothing changed, for tensors that do not
         fit.
         """
-        assert not self._network.is_resting, "weights have come for an engine at rest"
-        self._network.load(tensors)
+        assert not self.network.is_resting, "weights have come for an engine at rest"
+        self.network.load(tensors)
         self._needs_version = False
         self._kept.clear()
         self._book.switch(version)
@@ -123,7 +123,7 @@ class EmbeddedEngine:
     def held_bytes(self) -> int:
         """Bytes of its device behind weights, slots and kept prefixes."""
         kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
-        return self._network.held_bytes + held_bytes(kept, self._network.device)
+        return self.network.held_bytes + held_bytes(kept, self.network.device)
 
     def rest(self) -> None:
         """Leave the device: slots and weights are given back. No lease may be left. Does nothing at rest."""
@@ -131,12 +131,12 @@ class EmbeddedEngine:
         assert not left, f"the engine is to rest with {left} leases in its hands"
         self._kept.clear()
         self._params = None
-        self._needs_version = self._needs_version or not self._network.is_resting
-        self._network.rest()
+        self._needs_version = self._needs_version or not self.network.is_resting
+        self.network.rest()
 
     def wake(self) -> None:
         """Come back; the next call is `load_weights`. Does nothing where it is awake."""
-        self._network.wake()
+        self.network.wake()
 
     def flush(self) -> list[FromWorker]:
         """Report what running leases have grown since their last report."""
@@ -170,12 +170,12 @@ class EmbeddedEngine:
             wanted += self._ahead(shape, -len(wanted) % rows, wanted)
             for start in range(0, len(wanted), rows):
                 batch = wanted[start : start + rows]
-                self._kept.update(zip(batch, self._network.prefill(batch), strict=True))
+                self._kept.update(zip(batch, self.network.prefill(batch), strict=True))
                 self._prefilled_tokens += sum(len(ids) for ids in batch)
         with torch.inference_mode():
             for slot, row in admitted:
                 if row.prefix_ids:
-                    self._network.cache.write(slot, self._kept[row.prefix_ids])
+                    self.network.cache.write(slot, self._kept[row.prefix_ids])
                 trajectory = row.lease.trajectory
                 self._inputs[:, slot] = row.last_id, row.position, row.length
                 self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
@@ -201,19 +201,19 @@ class EmbeddedEngine:
 
     def _decode(self) -> list[FromWorker]:
         """Draw one token for every running row."""
-        book, device = self._book, self._network.device
-        width = next(w for w in self._network.widths if w >= book.num_running)
+        book, device = self._book, self.network.device
+        width = next(w for w in self.network.widths if w >= book.num_running)
         if any(row is not None for row in book.rows[width:]):
             self._compact(width)
         if self._params is None or self._params.num_rows != width:
             self._params = self._gather_params(width)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
-        kv_length = next(n for n in self._network.kv_lengths if n >= num_positions)
+        kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
         inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
         with torch.inference_mode():
             with self._recorded() as chosen:
-                logits_WV = self._network.step(inputs_W[0], inputs_W[1], kv_length)
+                logits_WV = self.network.step(inputs_W[0], inputs_W[1], kv_length)
             ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
             drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
         ids = drawn[0].astype(np.int64)
@@ -236,7 +236,7 @@ class EmbeddedEngine:
         rows = [*self._book.rows[:width], *[None] * (width - len(self._book.rows))]
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
         params = [row.lease.sampling if row is not None else None for row in rows]
-        return row_params(params, self._network.vocabulary, self._network.device)
+        return row_params(params, self.network.vocabulary, self.network.device)
 
     def _compact(self, width: int) -> None:
         """Move running rows into the lowest slots, with their keys and values."""
@@ -244,7 +244,7 @@ class EmbeddedEngine:
             for source, destination in self._book.compact(width):
                 row = self._book.rows[destination]
                 assert row is not None
-                self._network.cache.move(source, destination, row.position)
+                self.network.cache.move(source, destination, row.position)
                 self._inputs[:, destination] = self._inputs[:, source]
                 self._noise_keys[destination] = self._noise_keys[source]
         self._params = None

@@ -107,7 +107,7 @@ class Network:
         """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
         self.kv_lengths: tuple[int, ...] = ()
         """Ascending numbers of positions that a decode step may scan, likewise; the last is the whole cache."""
-        self._prefill_rows: dict[int, tuple[int, ...]] = {}
+        self.prefill_rows: dict[int, tuple[int, ...]] = {}
         """By length: ascending numbers of rows, all of which give a row the same bits."""
         self.cache = self._proven_cache()
         self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
@@ -118,9 +118,9 @@ class Network:
         """Compute the keys and values of sequences that share one `prefill_shape`, at most as many as its rows."""
         most, length = prefill_shape(len(ids[0]))
         assert len(ids) <= most, f"{len(ids)} sequences for a prefill of {most} rows"
-        if length not in self._prefill_rows:
-            self._prefill_rows[length] = self._same_rows(most, length)
-        return self._prefill(ids, next(rows for rows in self._prefill_rows[length] if rows >= len(ids)), length)
+        if length not in self.prefill_rows:
+            self.prefill_rows[length] = self._same_rows(most, length)
+        return self._prefill(ids, next(rows for rows in self.prefill_rows[length] if rows >= len(ids)), length)
 
     def _prefill(self, ids: Sequence[Sequence[int]], rows: int, length: int) -> list[Prefix]:
         padded = [[*row, *[0] * (length - len(row))] for row in ids] + [[0] * length] * (rows - len(ids))

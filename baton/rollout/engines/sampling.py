@@ -28,7 +28,7 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
     """Return the 64-bit key of one trajectory's noise."""
     key = 0
     for part in (noise_seed, group_id, sample_index):
-        key = _mix(key ^ _mix((part + _GOLDEN) & _MASK_64))
+        key = mix(key ^ mix((part + _GOLDEN) & _MASK_64))
     return key
 
 
@@ -99,13 +99,13 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
         assert params.top_k_F1 is not None
         assert params.top_p_F1 is not None
         mass_WV[params.filtered_F] = _filtered(mass_WV[params.filtered_F], params.top_k_F1, params.top_p_F1)
-    ids_W = _pick(mass_WV, torch.from_numpy(uniform_W).to(mass_WV.device))
+    ids_W = pick(mass_WV, torch.from_numpy(uniform_W).to(mass_WV.device))
     if params.is_greedy_W is not None:
         ids_W = torch.where(params.is_greedy_W, logits_WV.argmax(dim=-1), ids_W)
     return ids_W, logprobs_WV.gather(1, ids_W[:, None])[:, 0]
 
 
-def _pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
+def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
     """Return the first id whose running sum exceeds the draw: never one of mass 0, never beyond the last.
 
     A draw of at most 1 - 2^-53 times a total below 2^53 stays below the total also when rounded.
@@ -132,7 +132,7 @@ def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
     return torch.zeros_like(mass_FV).scatter(-1, order_FV, sorted_FV.masked_fill(is_outside_FV, 0))
 
 
-def _mix(value: int) -> int:
+def mix(value: int) -> int:
     """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64

@@ -63,7 +63,7 @@ class SglangEngine:
         self._line, self._weights, self._settings = line, weights, settings
         self._write_skeleton = write_skeleton
         self._book = LeaseBook(settings, PolicyVersion("", -1), end_ids, text)
-        self._running: dict[int, _Running] = {}
+        self.running: dict[int, _Running] = {}
         self._keys = count()
         self._label = ""
         self._directory: Path | None = None
@@ -101,9 +101,9 @@ class SglangEngine:
 
     def abort(self, lease_id: int) -> None:
         """End a lease; it is reported with all it has once the server has let go of it. Harmless for an unknown one."""
-        keys = [key for key, running in self._running.items() if running.row.lease.lease_id == lease_id]
+        keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
-            self._running[key].is_ending = True
+            self.running[key].is_ending = True
         if keys:
             self._line.end(keys)
         else:
@@ -119,7 +119,7 @@ class SglangEngine:
         reports += self._take(0.0)
         reports += self._book.open_step()
         self._fill()
-        if not reports and self._running:
+        if not reports and self.running:
             reports = [*self._take(_WAIT_S), *self._book.open_step()]
             self._fill()
         return reports
@@ -147,7 +147,7 @@ class SglangEngine:
         self._directory, self._label = directory, label
         self._book.switch(version)
         self._outbox += self._book.open_step()
-        put_down, self._running = list(self._running.values()), {}
+        put_down, self.running = list(self.running.values()), {}
         self._begin([one for one in put_down if self._book.rows[one.slot] is one.row])
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class SglangEngine:
         reports: list[FromWorker] = []
         grown: dict[int, int] = {}
         for said in self._line.take(timeout_s):
-            running = self._running.get(said.key)
+            running = self.running.get(said.key)
             if running is None:
                 continue  # it has ended here, by a stop string or its budget
             if isinstance(said, Lost):
@@ -201,12 +201,12 @@ class SglangEngine:
             if report is not None:
                 reports.append(report)
             if self._book.rows[slot] is not row:  # it has ended: what the server made beyond that is not wanted
-                del self._running[said.key]
+                del self.running[said.key]
                 if event.finish is None:
                     self._line.end([said.key])
                 return reports
         if event.finish == "abort" and running.is_ending:
-            del self._running[said.key]
+            del self.running[said.key]
             self._book.abort(row.lease.lease_id)
         elif event.finish is not None and not (event.finish == "abort" and is_quiet):
             raise EngineFault(
@@ -224,7 +224,7 @@ class SglangEngine:
         requests = []
         for running in rows:
             key, row = next(self._keys), running.row
-            self._running[key] = running
+            self.running[key] = running
             requests.append(
                 Request(
                     key,
