@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 from baton.build import build_loop
 from baton.config import Recipe, load_recipe
 from baton.console import Console
+from baton.errors import UserError
 from baton.metrics import read_metrics
 from baton.policy.load import load_model
 from baton.policy.scratch import scratch_tokenizer
 from baton.progress import TerminalObserver
+from baton.rollout.engines.network import Network
 from baton.support import support_table
 from baton.trainer.checkpoint import latest_checkpoint
 from tests.conftest import write_recipe
@@ -55,3 +57,13 @@ def test_a_family_trains_two_steps(family: str, tmp_path: Path) -> None:
         for path in (tmp_path / "model", saved)
     )
     assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt_neo", "lfm2", "llama4_text", "mamba", "qwen3_next", "xglm"])
+def test_what_the_table_refuses_the_engine_cannot_drive(family: str) -> None:
+    refused = {name for e in support_table().support if e.refused for name in e.when.get("architecture", ())}
+    assert family in refused
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    with pytest.raises(UserError, match="embedded engine"):
+        Network(model, 8, 64)
