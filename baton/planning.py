@@ -73,14 +73,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster file."""
-    return _read(ClusterSettings, path).build()
+    return read_settings(ClusterSettings, path).build()
 
 
 def read_workload(path: Path) -> Workload:
     """Read a workload file, or measure one from a run's directory: its lengths, its batch and its algorithm."""
     if path.is_dir():
         return workload_of_run(path)
-    settings = _read(WorkloadSettings, path)
+    settings = read_settings(WorkloadSettings, path)
     try:
         return settings.build()
     except UserError as error:
@@ -139,7 +139,8 @@ def workload_of_run(path: Path) -> Workload:
     )
 
 
-def _read(kind: type[Kind], path: Path) -> Kind:
+def read_settings(kind: type[Kind], path: Path) -> Kind:
+    """Read a TOML file of a kind. Raises UserError naming the file."""
     if not path.is_file():
         raise UserError(f"there is no file {path} (seen from {Path.cwd()})")
     try:
@@ -208,8 +209,10 @@ def _inputs(question: Question) -> Inputs:
         cluster=of,
         model=read_model(question.model),
         work=read_workload(question.workload),
-        efficiencies=_read(CalibrationSettings, calibration).build() if calibration is not None else Efficiencies(),
-        rates=_read(RatesSettings, rates) if rates is not None else None,
+        efficiencies=read_settings(CalibrationSettings, calibration).build()
+        if calibration is not None
+        else Efficiencies(),
+        rates=read_settings(RatesSettings, rates) if rates is not None else None,
         cross_types=not question.symmetric_only,
     )
 
@@ -220,7 +223,7 @@ def _answer(question: Question, inputs: Inputs) -> Answer:
         found = replan(inputs, read_plan(question.running), slack=question.slack, time_limit_s=limit_s)
         return Answer(found.chosen.plan, inputs, replanned=found)
     if question.offers is not None:
-        offers = _read(OffersSettings, question.offers)
+        offers = read_settings(OffersSettings, question.offers)
         choice = (
             rent_for_budget(inputs, offers, question.budget, time_limit_s=limit_s)
             if question.budget is not None

@@ -278,7 +278,7 @@ def without_none(value: Any) -> Any:
 
 def _commit() -> str | None:
     """Commit of the source tree Baton runs from, with `+changes` where files differ from it."""
-    root = Path(__file__).parent.parent
+    root = Path(baton.__file__).parents[1]
 
     def git(*arguments: str) -> str | None:
         try:
