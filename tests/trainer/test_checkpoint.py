@@ -18,6 +18,7 @@ from baton.trainer.checkpoint import (
     prune_checkpoints,
     read_state,
 )
+from baton.trainer.critic import Critic
 from baton.trainer.local import LocalTrainer
 from baton.types import PolicyVersion
 
@@ -206,3 +207,11 @@ def test_a_critic_is_resumed_with_its_policy(tmp_path, critic):
     AutoModelForCausalLM.from_pretrained(tmp_path / "a")  # the critic lies apart
     (tmp_path / "a" / "baton" / "critic.safetensors").unlink()
     refused(make_trainer(**settings), tmp_path / "a", "critic critic.safetensors is missing or damaged")
+
+
+def test_the_names_of_a_critics_tensors_never_change():
+    """They are those of the module's attributes, and what `critic.safetensors` has."""
+    assert list(Critic(tiny_model(), is_separate=False).state_dict()) == ["head.weight", "head.bias"]
+    separate = list(Critic(tiny_model(), is_separate=True).state_dict())
+    assert separate[0] == "trunk.embed_tokens.weight"
+    assert {name.split(".")[0] for name in separate} == {"trunk", "head"}
