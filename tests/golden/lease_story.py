@@ -75,7 +75,7 @@ class Story:
             if self.tasks:
                 found += [self.revoke] + [self.abort] * (4 if self.mode == "partial" else 1)
             if self.leases:
-                found += [self.grow_one] * 4
+                found += [self.grow_one] * 4 + [self.draw_level]
             self.draw.pick(found)()
 
     def tell(self, name: str, *values: object) -> None:
@@ -198,6 +198,17 @@ class Story:
             self.tell("grow", number, new, worker.version if self.mode == "async" else 0)
         if number in self.leases and lease.length == lease.end:
             self.tell("finished", number)
+
+    def draw_level(self) -> None:
+        """Of two leases of one task the shorter catches up with the longer, and the task is aborted."""
+        for number, lease in sorted(self.leases.items()):
+            others = [one for one in self.leases.values() if one.task == lease.task and one.length > lease.length]
+            if others and others[0].length <= lease.end:
+                new, lease.length = others[0].length - lease.length, others[0].length
+                self.workers[lease.worker].counter += new
+                self.tell("grow", number, new, self.tasks[lease.task])
+                self.tell("abort", lease.task)
+                return
 
     def late(self) -> None:
         """Something comes for a lease that may have ended."""
