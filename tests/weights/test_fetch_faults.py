@@ -207,10 +207,10 @@ def test_full_shared_memory_is_an_error_and_publishing_goes_on_once_there_is_roo
     tensors = changed(run.tensors[2], 0.1, 5)
     opened = Path.open
 
-    def full(path: Path, *arguments: object) -> object:
+    def full(path: Path, *arguments: object, **more: object) -> object:
         if path.is_relative_to(shared.directory):
             raise OSError(28, "No space left on device")
-        return opened(path, *arguments)
+        return opened(path, *arguments, **more)
 
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(StorageFault, match="No space"):
