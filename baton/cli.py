@@ -99,6 +99,7 @@ def sft(
     if result.evaluations:
         print_evaluations(console, result.evaluations)
     console.print(f"the model: {result.output}", soft_wrap=True)
+    console.print(f"the run: {loaded.run.path}", soft_wrap=True)
     if as_json:
         print_json(result)
 

@@ -188,7 +188,7 @@ class _Host:
         write_private(self.scratch / "token", own_token.encode())
         url = self.listen.url(port)
         if _lets_others_join(recipe, crew):
-            self.say(f"the hub listens at {url}: baton worker {url} --token-file FILE")
+            self.say(f"the hub listens at {url}; to join: {self.listen.join_command(port)}")
         local = LocalWorkers(
             swarm.workers,
             self.listen,

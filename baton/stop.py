@@ -55,7 +55,7 @@ class StopRequest:
         """Ask to stop, as a signal of this number does."""
         if self.signal is None:
             self.signal = number
-            self._say("stopping: a train step that has begun is finished; Ctrl-C again leaves at once")
+            self._say("stopping, after the train step if one is running; Ctrl-C again leaves at once")
             if self._interrupts:
                 raise Stopped
         elif number == signal.SIGINT:

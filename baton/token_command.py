@@ -124,6 +124,8 @@ def unquarantine(
     name: Annotated[str, typer.Argument(help="A worker's id or label, or a token's name, as in baton status.")],
 ) -> None:
     """Lift a quarantine that was a mistake: the worker may come again. A hub that runs takes it over within seconds."""
+    if not run.is_dir():
+        raise UserError(f"there is no directory {run}: give the directory of a run, such as runs/NAME")
     kept = run / "quarantine.jsonl"
     if not kept.exists():
         raise UserError(f"nobody is in quarantine in {run}: there is no {kept}")

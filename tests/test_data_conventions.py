@@ -327,7 +327,7 @@ def test_a_prompt_that_is_too_long_is_left_out_counted_and_never_ends_a_run(
     tree |= {"task": [{"name": "mine", "path": str(tmp_path / "long.jsonl")}], "reward": [{"kind": "format"}]}
     tree["run"]["steps"], tree["eval"] = 13, {"num_prompts": 256, "every": 0}  # a step takes four prompts
     run, said = observed(tree)
-    assert "; 9 too long and left out" in said
+    assert "prompts left out because they are too long: 9" in said
     assert "held-out prompts there are (eval.num_prompts = 256)" in said
     counted = [row.get("prompts/too_long", 0) for row in read_metrics(run.path)]
     assert sum(counted) >= 6
@@ -341,7 +341,7 @@ def test_a_function_that_always_raises_stops_the_run_in_one_sentence(tree: dict[
     tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "raises")]}
     with pytest.raises(UserError) as caught:
         train(tree)
-    assert "none of the 2 trajectories of the evaluation of 'mine' could be judged: " in str(caught.value)
+    assert "none of the 16 trajectories of train step 1 could be judged: " in str(caught.value)
     assert "functions.py:raises' raised RuntimeError: no licence (functions.py, line " in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -115,6 +115,8 @@ def test_mistakes_are_one_sentence_and_make_no_token() -> None:
     assert not DEFAULT_TOKEN_FILE.exists()
     assert "there is no file baton-tokens.json" in mistake("list")
     assert "there is no file baton-tokens.json" in mistake("revoke", "anna")
+    assert "there is no directory runs/none: give the directory of a run" in mistake("unquarantine", "runs/none", "w")
+    assert not Path("runs").exists()
     token("create", "--role", "worker", "--expires", "7d")
     assert "no token is called 'anna'" in mistake("revoke", "anna")
     result = CliRunner().invoke(cli.app, ["token", "create", "--role", "root", "--expires", "7d"])

@@ -75,9 +75,18 @@ class Listen:
 
     def own_url(self, port: int) -> str:
         """Its address for callers on this machine: 0.0.0.0 and :: are addresses to listen at, not to call."""
-        is_any = _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
-        host = self.host if not is_any else "::1" if ":" in self.host else "127.0.0.1"
+        host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
+
+    def join_command(self, port: int) -> str:
+        """What to run to join as a worker; HOST where only the user knows by which name others reach this machine."""
+        if self._is_any:
+            return f"baton worker {self.scheme}://HOST:{port} --token-file FILE, where HOST is this machine's address"
+        return f"baton worker {self.url(port)} --token-file FILE"
+
+    @property
+    def _is_any(self) -> bool:
+        return _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
 
     def fingerprint(self) -> str | None:
         """Return the SHA-256 of the server's certificate in hex, by which its own workers know it; None without TLS."""

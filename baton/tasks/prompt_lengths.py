@@ -42,14 +42,15 @@ class PromptLengths(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         if self.rows is None:
             said = (
-                f"{self.task}: generated; longest of {SAMPLE} prompts {self.longest_tokens} of {self.max_tokens} tokens"
+                f"{self.task}: generated; the longest of {SAMPLE} prompts has {self.longest_tokens} tokens, "
+                f"{self.max_tokens} are allowed"
             )
         else:
             said = (
-                f"{self.task}: {self.rows} rows, {self.held_out} distinct held-out problems among them; longest prompt "
-                f"{self.longest_tokens} of {self.max_tokens} tokens"
+                f"{self.task}: {self.rows} rows, {self.held_out} distinct held-out problems among them; the longest "
+                f"prompt has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
             )
-        return said if not self.too_long else f"{said}; {self.too_long} too long and left out"
+        return said if not self.too_long else f"{said}; prompts left out because they are too long: {self.too_long}"
 
 
 def measure(

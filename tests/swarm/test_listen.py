@@ -130,6 +130,14 @@ def test_a_hub_that_listens_everywhere_is_called_over_loopback_by_its_own(host: 
     assert Listen.parse(f"{host}:80", is_insecure=True).own_url(8000) == f"http://{own}:8000"
 
 
+def test_the_command_to_join_never_names_an_address_that_is_only_for_listening() -> None:
+    for host in ("0.0.0.0", "[::]"):
+        said = Listen.parse(f"{host}:80", is_insecure=True).join_command(8000)
+        assert said.startswith("baton worker http://HOST:8000 --token-file FILE, where HOST is")
+    said = Listen.parse("hub.example:80", is_insecure=True).join_command(8000)
+    assert said == "baton worker http://hub.example:8000 --token-file FILE"
+
+
 @dataclass(frozen=True)
 class Pem:
     certificate: Path

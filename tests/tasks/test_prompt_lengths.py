@@ -39,7 +39,9 @@ def test_long_rows_are_counted_at_the_start_and_left_out_of_training_and_evaluat
     (found,) = measure(tasks, words, 100, seed=0, on_measured=measured.append)
     assert (found.rows, found.longest_tokens, found.max_tokens, found.too_long) == (200, 501, 99, 4)
     assert sum(measured) == 200
-    assert str(found).endswith("longest prompt 501 of 99 tokens; 4 too long and left out")
+    assert str(found).endswith(
+        "the longest prompt has 501 tokens, 99 are allowed; prompts left out because they are too long: 4"
+    )
     stream = PromptStream(tasks, seed=1)
     prompts = stream.take(3 * (200 - found.held_out))  # type: ignore[operator]  # three epochs and a little
     assert max(words(p.messages) for p in prompts) <= 5
