@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.rollout import stall
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.port import LocalPort
@@ -25,8 +26,6 @@ from baton.types import (
     Segment,
     Trajectory,
 )
-
-pytestmark = pytest.mark.timing
 
 VERSION = 4
 REQUESTS = [Request(group_id, (9, group_id), 4) for group_id in (10, 11, 12)]
@@ -61,14 +60,25 @@ class Disturbed(LocalPort):
         return [*late, *(message for each in new for message in (each, each))]
 
 
+class Clock:
+    """The time that a sweep sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 class Silent:
     """A worker that takes leases and never reports."""
 
     name = "worker seven"
     slots = 4
 
-    def __init__(self, answer: Any = lambda lease: []) -> None:
-        self._answer = answer
+    def __init__(self, answer: Any = lambda lease: [], each_wait: Callable[[], None] = lambda: None) -> None:
+        self._answer, self._each_wait = answer, each_wait
         self._waiting: list[FromWorker] = []
 
     def send(self, message: FromHub) -> None:
@@ -76,7 +86,7 @@ class Silent:
         self._waiting += self._answer(message)
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
-        time.sleep(0.01)
+        self._each_wait()
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -150,11 +160,12 @@ def test_an_abort_that_nobody_asked_for_is_a_fault() -> None:
         grown(Silent(lambda lease: [Report(lease.lease_id, 0, (), is_aborted=True)]))
 
 
-def test_a_worker_that_never_reports_is_named_with_those_who_wait() -> None:
-    begin = time.monotonic()
+def test_a_worker_that_never_reports_is_named_with_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    worker = Silent(each_wait=lambda: clock.advance(4.0))
     with pytest.raises(DeadlineExceeded) as caught:
-        grown(Silent(), stall_timeout_s=0.2)
-    assert time.monotonic() - begin < 5
+        grown(worker, stall_timeout_s=10.0)
+    assert clock.now_s == 12.0, "at the first look after 10 s"
     assert "worker seven has made no progress" in str(caught.value)
     assert "12 trajectories wait" in str(caught.value)
     assert "10/0" in str(caught.value)
@@ -181,12 +192,15 @@ def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent
     assert worker.receive(0) == []
 
 
-def test_a_slow_worker_that_makes_tokens_without_a_due_report_is_not_stalled() -> None:
+def test_a_slow_worker_that_makes_tokens_without_a_due_report_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
     class Slow(LocalPort):
         def receive(self, timeout_s: float) -> list[FromWorker]:
-            time.sleep(0.03)
+            clock.advance(4.0)
             return super().receive(timeout_s)
 
     settings = EngineSettings(slots=16, max_context_tokens=64, report_every_tokens=1000)
     port = Slow(FakeEngine(settings, PolicyVersion("a", VERSION), lambda group_id, sample_index: 26))
-    assert len(grown(port, 30, stall_timeout_s=0.2)) == 12  # 26 steps of 0.03 s pass before anything is reported
+    assert len(grown(port, 30, stall_timeout_s=10.0)) == 12  # 26 steps of 4 s pass before anything is reported
+    assert clock.now_s >= 26 * 4.0

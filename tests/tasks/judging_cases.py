@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from baton.tasks.judging import pool
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
-from baton.types import FinishReason, Message, Prompt, Segment, Trajectory
+from baton.types import FinishReason, Judged, Message, Prompt, Segment, Trajectory
 
 SOURCE = """
 import asyncio, os, signal, subprocess, sys, time
@@ -21,6 +25,12 @@ def length(prompt, response, answer):
 
 def sleeps(prompt, response, answer):
     if response == "bad":
+        time.sleep(1000)
+    return 1
+
+def notes_and_sleeps(prompt, response, answer):
+    if response != "good":
+        Path(response).touch()
         time.sleep(1000)
     return 1
 
@@ -70,6 +80,11 @@ def raises(prompt, response, answer):
     if response == "bad":
         raise KeyError("no such key")
     return 1
+
+def notes_and_raises(prompt, response, answer):
+    with open(response, "a") as mark:
+        mark.write("called\\n")
+    raise KeyError("no such key")
 
 def nothing(prompt, response, answer):
     return None
@@ -189,8 +204,18 @@ def prints(prompt, response, answer):
 def threads(prompt, response, answer):
     return int(os.environ["OMP_NUM_THREADS"])
 
+together = asyncio.Barrier(20)
+within = most_within = 0
+
+async def waits_for_twenty(prompt, response, answer):
+    global within, most_within
+    within += 1
+    most_within = max(most_within, within)
+    await together.wait()
+    within -= 1
+    return most_within
+
 async def waits(prompt, response, answer):
-    await asyncio.sleep(0.3)
     return 1
 
 async def waits_forever(prompt, response, answer):
@@ -201,6 +226,8 @@ async def waits_forever(prompt, response, answer):
 
 async def never_lets_go(prompt, response, answer):
     await asyncio.sleep(0.05)
+    if response == "bad":
+        Path(__file__).with_name("spins").touch()
     while response == "bad":
         pass
     return 1
@@ -239,11 +266,49 @@ def write_functions(directory: Path) -> str:
 
 
 def judge_with(path: str, name: str, **settings: Any) -> Judge:
-    """A judge with one own function and quick settings; keys of [[reward]] and [judge] alike."""
+    """A judge with one own function, and a deadline that only a call that hangs reaches; keys of [[reward]] and
+    [judge] alike."""
     keys = {key: settings.pop(key) for key in tuple(settings) if key in RewardSettings.model_fields}
     reward = RewardSettings(kind="function", function=f"{path}:{name}", **keys)
-    quick = JudgeSettings(**{"deadline_s": 1.0, "retries": 0, **settings})
-    return Judge({"some": SomeTask()}, [reward], "last_line", quick)  # type: ignore[dict-item]
+    judge = JudgeSettings(**{"deadline_s": 60.0, "retries": 0, **settings})
+    return Judge({"some": SomeTask()}, [reward], "last_line", judge)  # type: ignore[dict-item]
+
+
+class HandClock(asyncio.SelectorEventLoop):
+    """An event loop whose time a test sets: no deadline passes before it, however long a process stands still."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass in the loop's own thread, and so between two of its steps."""
+        self.call_soon_threadsafe(self._pass, seconds)
+
+    def _pass(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    """Have the next judge keep its deadlines by a clock that is set by hand."""
+    clock = HandClock()
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: clock)
+    monkeypatch.setattr(pool, "KILL_S", 1e9)
+    return clock
+
+
+def drain_past_deadlines(judge: Judge, clock: HandClock, deadline_s: float, in_time: int, late: int) -> list[Judged]:
+    """Time stands still until `in_time` judgements are there; then `late` further calls outstay their deadline."""
+    found: list[Judged] = []
+    while len(found) < in_time:
+        found += judge.collect(1.0)
+    while len(found) < in_time + late:
+        clock.advance(deadline_s)
+        found += judge.collect(0.1)
+    return found
 
 
 def trajectory(group_id: int, sample_index: int) -> Trajectory:
@@ -284,7 +349,7 @@ def running_with(text: str) -> set[int]:
     return found
 
 
-def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> bool:
+def wait_until(is_so: Callable[[], bool], within_s: float = 90.0) -> bool:
     end = time.monotonic() + within_s
     while not is_so():
         if time.monotonic() > end:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judging_cases import PROMPT, judge_with, running_with, trajectory, wait_until, write_functions
+from judging_cases import PROMPT, hand_clock, judge_with, running_with, trajectory, wait_until, write_functions
 
 from baton.errors import UserError
 from baton.tasks.judging.isolation import environment
 from baton.types import FailureCause
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
 REFUSED = """
 import baton.tasks.judging.isolation as isolation
@@ -56,13 +56,15 @@ def listener() -> Iterator[int]:
     ],
 )
 def test_nothing_that_a_judge_starts_outlives_it(
-    functions: str, tmp_path: Path, name: str, cause: FailureCause
+    functions: str, tmp_path: Path, name: str, cause: FailureCause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "mark"
-    with judge_with(functions, name, deadline_s=5.0) as judge:
+    clock = hand_clock(monkeypatch)
+    with judge_with(functions, name) as judge:
         judge.start()
         judge.submit([trajectory(0, 0)], PROMPT, [str(mark)])
         assert wait_until(mark.exists)
+        clock.advance(60.0 if cause is FailureCause.TIMEOUT else 0.0)
         (judged,) = judge.drain()
         assert judged.judgement.cause is cause
         assert wait_until(lambda: not running_with(str(mark)))
@@ -70,7 +72,7 @@ def test_nothing_that_a_judge_starts_outlives_it(
 
 def look(functions: str, tmp_path: Path, port: int, **settings: Any) -> tuple[dict[str, Any], str]:
     seen = tmp_path / "seen"
-    with judge_with(functions, "looks_around", deadline_s=60.0, **settings) as judge:
+    with judge_with(functions, "looks_around", **settings) as judge:
         said = judge.start()
         assert judge.judge(PROMPT, f"{seen}\n{port}").failure is None
     return json.loads(seen.read_text()), said

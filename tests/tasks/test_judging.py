@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from judging_cases import (
     PROMPT,
     SomeTask,
     children,
+    drain_past_deadlines,
+    hand_clock,
     is_running,
     judge_with,
     running_with,
@@ -27,13 +29,14 @@ from baton.errors import DeadlineExceeded, UserError
 from baton.tasks import rewards
 from baton.tasks.gym import GymTask
 from baton.tasks.judging.calls import ScorerSpec
+from baton.tasks.judging.pool import GRACE_S
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.types import FailureCause, Judgement, Prompt
 
 pytestmark = [
     pytest.mark.timing,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
 ]
 
@@ -48,6 +51,22 @@ def _nothing_is_left() -> Iterator[None]:
     before = children()
     yield
     assert wait_until(lambda: children() <= before), f"worker processes are left: {children() - before}"
+
+
+@contextmanager
+def processor_time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt what computes for too long; waiting for the processor does not count."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise TimeoutError(f"computes for {seconds} s")
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def judge_many(judge: Judge, responses: list[str]) -> list[Judgement]:
@@ -97,7 +116,8 @@ def judge_many(judge: Judge, responses: list[str]) -> list[Judgement]:
 def test_every_way_to_fail_is_recorded_with_its_cause(
     functions: str, name: str, cause: FailureCause, said: str
 ) -> None:
-    (judgement,) = judge_many(judge_with(functions, name, workers=1), ["bad"])
+    deadline_s = 1.0 if cause is FailureCause.TIMEOUT else 60.0
+    (judgement,) = judge_many(judge_with(functions, name, workers=1, deadline_s=deadline_s), ["bad"])
     assert not judgement.is_judged
     assert judgement.cause is cause
     assert judgement.failure is not None
@@ -107,13 +127,31 @@ def test_every_way_to_fail_is_recorded_with_its_cause(
     assert judgement.is_correct is False
 
 
-@pytest.mark.parametrize("name", ["sleeps", "exits", "raises", "waits_forever", "never_lets_go", "exits_async"])
+@pytest.mark.parametrize("name", ["exits", "raises", "exits_async"])
 def test_one_bad_response_costs_the_others_nothing(functions: str, name: str) -> None:
     """Also of asynchronous calls that share one process: when it dies, the others are asked again alone."""
     responses = ["good"] * 5 + ["bad"] + ["good"] * 6
     found = judge_many(judge_with(functions, name, workers=2), responses)
     assert [j.is_judged for j in found] == [response == "good" for response in responses]
     assert {j.reward for j in found if j.is_judged} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["sleeps", "waits_forever", "never_lets_go"])
+def test_a_response_that_hangs_its_judge_costs_the_others_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline passes for the one that hangs, and for all that wait in a process that never lets go."""
+    clock = hand_clock(monkeypatch)
+    with judge_with(write_functions(tmp_path), name, workers=2, load_timeout_s=1e9) as judge:
+        for index in range(12):
+            judge.submit([trajectory(0, index)], PROMPT, ["bad" if index == 5 else "good"])
+        if name == "never_lets_go":
+            assert wait_until((tmp_path / "spins").exists)
+            clock.advance(60.0 + GRACE_S)
+        found = drain_past_deadlines(judge, clock, 60.0 + GRACE_S, in_time=11, late=1)
+    assert {j.trajectory.sample_index for j in found if not j.judgement.is_judged} == {5}
+    assert found[-1].judgement.cause is FailureCause.TIMEOUT
+    assert {j.judgement.reward for j in found[:-1]} == {1.0}
 
 
 def test_functions_in_processes_give_what_they_give_at_once(functions: str) -> None:
@@ -128,7 +166,7 @@ def test_functions_in_processes_give_what_they_give_at_once(functions: str) -> N
 
 def test_numbers_of_numpy_truth_values_and_the_bound_itself_are_rewards(functions: str) -> None:
     asked = ["bool", "float", "array", "true", "edge", "vector"]
-    found = judge_many(judge_with(functions, "of_numpy", deadline_s=60), asked)
+    found = judge_many(judge_with(functions, "of_numpy"), asked)
     assert [j.reward for j in found[:5]] == [1.0, 0.5, 2.0, 1.0, 1e6]
     assert found[5].cause is FailureCause.MALFORMED
 
@@ -146,7 +184,7 @@ def test_a_weighted_sum_beyond_the_bound_is_a_failure(functions: str, weights: t
 
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_trl_function_is_called_once_with_the_whole_group(functions: str, isolate: bool) -> None:
-    with judge_with(functions, "ranks", isolate=isolate, deadline_s=60) as judge:
+    with judge_with(functions, "ranks", isolate=isolate) as judge:
         assert judge.sees_groups
         for group_id, responses in ((3, ["ccc", "a", "bb", "dddd"]), (4, ["x"])):
             judge.submit([trajectory(group_id, i) for i in range(len(responses))], PROMPT, responses)
@@ -156,7 +194,7 @@ def test_a_trl_function_is_called_once_with_the_whole_group(functions: str, isol
 
 def test_of_a_group_single_members_may_fail_or_not_apply_and_a_wrong_length_fails_all(functions: str) -> None:
     group = [trajectory(0, i) for i in range(4)]
-    with judge_with(functions, "scores_some", deadline_s=60) as judge:
+    with judge_with(functions, "scores_some") as judge:
         judge.submit(group, PROMPT, ["a", "none", "nan", "huge"])
         found = [j.judgement for j in judge.drain()]
     assert [(j.is_judged, j.cause) for j in found] == [(True, None), *[(False, FailureCause.MALFORMED)] * 3]
@@ -178,20 +216,15 @@ def test_functions_that_see_one_response_are_not_kept_waiting_for_their_group(fu
 
 
 def test_async_calls_wait_together(functions: str) -> None:
-    """40 calls of 0.3 s, 20 at once: 0.6 s and a start, not 12 s."""
-    with judge_with(functions, "waits", concurrency=20, workers=1) as judge:
-        judge.judge(PROMPT, "first")  # the process has started
-        begin = time.monotonic()
-        for index in range(40):
-            judge.submit([trajectory(0, index)], PROMPT, ["x"])
-        assert sum(judged.judgement.reward for judged in judge.drain()) == 40
-        assert 0.6 <= time.monotonic() - begin < 3
+    """Each of 40 calls waits until it is one of 20, and returns how many there were at most."""
+    judge = judge_with(functions, "waits_for_twenty", concurrency=20, workers=1)
+    assert [j.reward for j in judge_many(judge, ["x"] * 40)] == [20.0] * 40
 
 
 def test_judging_goes_on_while_the_run_does_something_else(functions: str) -> None:
     with judge_with(functions, "length") as judge:
         judge.submit([trajectory(0, 0)], PROMPT, ["abc"])
-        assert wait_until(lambda: not judge._finished.empty(), 20)
+        assert wait_until(lambda: not judge._finished.empty())
         (judged,) = judge.collect()
         assert (judged.trajectory, judged.judgement.reward) == (trajectory(0, 0), 3.0)
         assert judge.collect() == []
@@ -203,15 +236,14 @@ def test_a_crash_is_tried_again_and_a_raise_is_not(functions: str, tmp_path: Pat
     assert judgement.reward == 1.0
     (judgement,) = judge_many(judge_with(functions, "crashes_once", retries=0), [str(tmp_path / "other")])
     assert judgement.cause is FailureCause.CRASHED
-    begin = time.monotonic()
-    (judgement,) = judge_many(judge_with(functions, "raises", retries=50), ["bad"])
+    (judgement,) = judge_many(judge_with(functions, "notes_and_raises", retries=50), [str(tmp_path / "calls")])
     assert judgement.cause is FailureCause.RAISED
-    assert time.monotonic() - begin < 10
+    assert (tmp_path / "calls").read_text() == "called\n"
 
 
 def test_a_worker_that_dies_between_two_calls_is_replaced(functions: str) -> None:
     before = children()
-    with judge_with(functions, "length", workers=1, deadline_s=60) as judge:
+    with judge_with(functions, "length", workers=1) as judge:
         assert judge.judge(PROMPT, "abc").reward == 3.0
         (first,) = children() - before
         os.kill(first, signal.SIGKILL)
@@ -231,7 +263,7 @@ def test_workers_are_few_lazy_of_one_thread_and_print_to_stderr(
             judge.submit([trajectory(0, index)], PROMPT, ["x"])
         assert {judged.judgement.reward for judged in judge.drain()} == {1.0}
         assert len(children() - before) <= 2
-    judge_many(judge_with(functions, "prints", deadline_s=60), ["x"])
+    judge_many(judge_with(functions, "prints"), ["x"])
     out, err = capfd.readouterr()
     assert "hello" not in out
     assert "hello from a judge" in err
@@ -258,14 +290,16 @@ def test_workers_end_with_the_run_however_it_ends(functions: str, tmp_path: Path
     assert wait_until(lambda: not running_with(str(mark)))
 
 
-def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_again(functions: str) -> None:
-    judge = judge_with(functions, "sleeps", deadline_s=100, workers=2)
+def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_again(
+    functions: str, tmp_path: Path
+) -> None:
+    before = children()
+    judge = judge_with(functions, "notes_and_sleeps", deadline_s=1e6, workers=2)
     for index in range(6):
-        judge.submit([trajectory(0, index)], PROMPT, ["bad"])
-    time.sleep(1)
-    begin = time.monotonic()
-    judge.close()
-    assert time.monotonic() - begin < 5
+        judge.submit([trajectory(0, index)], PROMPT, [str(tmp_path / str(index))])
+    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    judge.close()  # whose own deadline is long before that of the calls
+    assert children() <= before
     assert judge.judge(PROMPT, "good").reward == 1.0
     assert list(judge.drain()) == []
     judge.close()
@@ -275,7 +309,7 @@ def test_a_drain_without_a_sign_of_life_names_who_was_waited_for(functions: str)
     with judge_with(functions, "sleeps", deadline_s=100) as judge:
         judge._patience_s = 1.0
         judge.submit([trajectory(7, 3)], PROMPT, ["bad"])
-        with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' gave no judgement for 1 s while 1 .*first: 7/3"):
+        with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' gave no judgement for \d+ s while 1 .*first: 7/3"):
             list(judge.drain())
         with pytest.raises(DeadlineExceeded, match="gave no judgement within 1 s"):
             judge.judge(PROMPT, "bad")
@@ -335,24 +369,21 @@ def test_a_part_that_does_not_apply_is_left_out_and_not_zero(functions: str) -> 
     assert judgement.failure == "no reward part applies: every reward function returned None"
 
 
-def test_a_scorer_that_hangs_is_killed_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Countdown's answers are evaluated by sympy. Even if one got past the guard, it could not stall a run."""
+def test_answers_that_would_stall_sympy_are_judged_without_it() -> None:
+    """Countdown's answers are evaluated by sympy, in a process with a deadline; the guard keeps these from it."""
     task = GymTask("countdown", "countdown", {}, is_compact=False)
     assert isinstance(task.scorer, ScorerSpec)
-    settings = JudgeSettings(deadline_s=1.5, retries=0)
+    settings = JudgeSettings(deadline_s=60.0, retries=0)
     with Judge({"countdown": task}, [RewardSettings(kind="score")], "last_line", settings) as judge:
         problems = [task.draw(0, index) for index in range(3)]
         prompts = [Prompt(p.problem_id, "countdown", (), p.answer, p.metadata) for p in problems]
-        judge.judge(prompts[0], "1")  # the process has started
-        begin = time.monotonic()
         hostile = ["9**9**9**9", "(" * 3000, "9" * 1999, "*".join(["99999999"] * 200), "-" * 1900 + "1"]
         for index, answer in enumerate([*hostile, problems[0].answer or ""]):
             judge.submit([trajectory(0, index)], prompts[0], [answer])
         found = {j.trajectory.sample_index: j.judgement for j in judge.drain()}
-        assert time.monotonic() - begin < 10
     assert found[len(hostile)].reward == 1.0
     assert all(j.reward < 1 for index, j in found.items() if index < len(hostile))
-    assert found[0].is_judged, "the guard refuses a tower of powers: a wrong answer, not a failure"
+    assert all(j.is_judged for j in found.values()), "wrong answers, not failures at the deadline"
 
 
 def test_only_scorers_known_to_be_quick_are_called_in_place() -> None:
@@ -366,10 +397,9 @@ def test_only_scorers_known_to_be_quick_are_called_in_place() -> None:
     for name in sorted(quick):
         task = GymTask(name, name, {}, is_compact=False)
         problem = task.draw(0, 0)
-        begin = time.perf_counter()
         for answer in hostile:
-            assert task.score(answer, problem.answer, problem.metadata) < 1
-        assert time.perf_counter() - begin < 1, f"{name} may stall a run"
+            with processor_time_limit(10):
+                assert task.score(answer, problem.answer, problem.metadata) < 1
 
 
 def test_settings_that_do_not_fit_their_kind_are_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,7 +17,7 @@ from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.types import FailureCause, Judgement
 
-pytestmark = [pytest.mark.timing, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -28,6 +27,8 @@ class Handler(BaseHTTPRequestHandler):
     at_once = 0
     most_at_once = 0
     lock = threading.Lock()
+    four = threading.Barrier(4, timeout=60)
+    is_over = threading.Event()
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -37,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
             count = sum(asked == path for asked, _ in self.asked)
         match path.split("/"):
             case ["hang"]:
-                time.sleep(3)
+                self.is_over.wait(300)
             case ["cut"]:
                 self.connection.close()
             case ["gibberish"]:
@@ -48,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
                 with self.lock:
                     Handler.at_once += 1
                     Handler.most_at_once = max(Handler.most_at_once, Handler.at_once)
-                time.sleep(0.2)
+                self.four.wait()
                 with self.lock:
                     Handler.at_once -= 1
                 self._say(200, "1")
@@ -71,6 +72,7 @@ def url() -> Iterator[str]:
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
+    Handler.is_over.set()
     server.shutdown()
 
 
@@ -80,7 +82,7 @@ def ask(url: str, *, retries: int = 0, response: str = "2", **keys: Any) -> Judg
 
 
 def judge_at(url: str, *, retries: int = 0, **keys: Any) -> Judge:
-    reward = RewardSettings(kind="http", url=url, deadline_s=1.0, **keys)
+    reward = RewardSettings(kind="http", url=url, **{"deadline_s": 60.0, **keys})
     return Judge({"some": SomeTask()}, [reward], "last_line", JudgeSettings(retries=retries))  # type: ignore[dict-item]
 
 
@@ -129,7 +131,7 @@ def test_a_remote_judge_is_told_everything(url: str) -> None:
     ],
 )
 def test_every_way_to_fail_is_recorded_with_its_cause(url: str, path: str, cause: FailureCause, said: str) -> None:
-    judgement = ask(f"{url}/{path}")
+    judgement = ask(f"{url}/{path}", deadline_s=1.0 if cause is FailureCause.TIMEOUT else 60.0)
     assert judgement.cause is cause
     assert judgement.failure is not None
     assert judgement.failure.startswith(f"the judge at {url}/{path} ")
@@ -155,12 +157,10 @@ def test_only_what_may_pass_is_tried_again(url: str, path: str, attempts: int) -
 
 
 def test_calls_wait_together_but_never_more_than_asked_for(url: str) -> None:
-    """12 calls of 0.2 s, 4 at once: three rounds."""
+    """12 calls, each of which is answered when it is one of four: three rounds."""
     Handler.most_at_once = 0
     with judge_at(f"{url}/slow", concurrency=4) as judge:
-        begin = time.monotonic()
         for index in range(12):
             judge.submit([trajectory(0, index)], PROMPT, ["2"])
         assert sum(judged.judgement.reward for judged in judge.drain()) == 12
-    assert 0.6 <= time.monotonic() - begin < 2
     assert Handler.most_at_once == 4
