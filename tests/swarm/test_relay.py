@@ -75,7 +75,7 @@ async def running(origin: Origin, cache: Path, token: str = TOKEN) -> AsyncItera
     relay, until = Relay(RelayOptions(url, headers, listen, None, cache, 2**24, say=lambda text: None)), asyncio.Event()
     serving = asyncio.create_task(relay.run(until))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not origin.relays and not serving.done():
                 await asyncio.sleep(0.01)
         if serving.done():

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from swarm_bench import SwarmBench, hello, quick, wait_until
 from typer.testing import CliRunner
 
 from baton.errors import UserError
+from baton.rollout import stall
 from baton.rollout.stall import LONGEST_LOOK_S, StallWatch
 from baton.swarm.auth import Role
 from baton.swarm.inspector import Conviction
@@ -94,7 +96,7 @@ class Port:
 
 def test_a_pause_of_the_run_itself_is_no_stall(monkeypatch):
     now_s = 0.0
-    monkeypatch.setattr("baton.rollout.stall.time.monotonic", lambda: now_s)
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now_s))
     watch = StallWatch(Port(), timeout_s=30.0)
     for _ in range(4):
         now_s += 1000.0  # stopped, and continued

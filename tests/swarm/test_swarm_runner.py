@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from swarm_bench import BenchWorker, SwarmBench, quick, wait_until
 
 from baton.errors import DeadlineExceeded, EngineFault
+from baton.rollout import stall
 from baton.swarm import port as port_module
 
 pytestmark = pytest.mark.timing
@@ -93,7 +96,7 @@ def test_deaths_joins_cuts_and_delays_change_nothing_that_is_trained(mode, value
 
 def test_cuts_in_the_middle_of_growth_lose_no_token(make):
     """Every few milliseconds the connection of the only worker breaks; what it made is never made again."""
-    bench = make("partial", overprovision=1.0)
+    bench = make("partial", overprovision=1.0, lease_rules={"silence_s": 600.0})
     (worker,) = bench.join(1, token_s=0.01)
     bench.begin()
     cuts = 0
@@ -139,21 +142,37 @@ def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_an
     monkeypatch.setattr(port_module, "FIRST_WORD_S", 0.2)
     bench = make("async", stall_timeout_s=0.3, absence_s=60.0)
     bench.begin()
-    late = threading.Timer(1.0, lambda: bench.join(1))
+
+    def join() -> None:
+        bench.wait_for_said("the run waits")
+        bench.join(1)
+
+    late = threading.Thread(target=join)
     late.start()
     bench.step()
     late.join()
     where = f"the swarm at {bench.url}, which no worker has joined"
-    assert re.fullmatch(rf"no worker for \d s: {where}; the run waits \(swarm.absence_s\)", bench.said[0])
-    assert "workers are there again" in bench.said
+    assert re.fullmatch(rf"no worker for \d+ s: {where}; the run waits \(swarm.absence_s\)", bench.said[0])
+    bench.wait_for_said("workers are there again")
 
 
-def test_workers_that_are_all_gone_are_named_when_patience_ends(make):
-    bench = make("async", stall_timeout_s=0.3, lease_rules={"silence_s": 30.0})
+def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatch):
+    """Time stands still for the run until its only worker is gone."""
+    times = itertools.repeat(0.0)
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    bench = make("async", stall_timeout_s=10.0, lease_rules={"silence_s": 600.0})
     (worker,) = bench.join(1, token_s=0.05)
     bench.begin()
+
+    def kill(count: int) -> None:
+        nonlocal times
+        if not worker.is_over:
+            worker.kill()
+            wait_until(lambda: "is cut off" in bench.port.name, "the hub's notice")
+            times = itertools.count(0.0, 4.0)
+
     with pytest.raises(DeadlineExceeded, match=r"the swarm of 1 workers \(workers#0 is cut off"):
-        bench.runner.next_batch(on_judged=lambda count: None if worker.is_over else worker.kill())
+        bench.runner.next_batch(on_judged=kill)
 
 
 def test_a_worker_that_leaves_hands_in_what_it_has(make):
