@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -161,6 +162,76 @@ def test_nothing_unpickles() -> None:
         assert "pickle" not in {name.split(".")[0] for name, _ in imported(tree)}, path
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not calls & {"torch.load", "torch.save"}, path
+
+
+PRIVATE_NAMES_IN_TESTS = tomllib.loads((Path(__file__).parent / "private_names.toml").read_text())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_names() -> set[str]:
+    """Names with an underscore that the package defines: functions, classes, attributes and variables."""
+    found = set()
+    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return {name for name in found if is_private(name)}
+
+
+def private_uses(tree: ast.Module, known: set[str]) -> set[str]:
+    """What a test takes of the package's private names: accesses, overrides, imports, and strings for monkeypatch."""
+    from_package = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("baton")
+        for alias in node.names
+    }
+    own: set[str] = set()
+    found: set[str] = set()
+    for node in ast.walk(tree):  # classes come before what is in them
+        match node:
+            case ast.ClassDef(name=name, bases=bases):
+                methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+                attributes = {
+                    one.attr
+                    for one in ast.walk(node)
+                    if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and is_own(one)
+                }
+                if any(base.id in from_package for base in bases if isinstance(base, ast.Name)):
+                    found |= {f"{name}.{method}" for method in methods & known}
+                    from_package.add(name)
+                else:
+                    own |= methods
+                own |= attributes
+            case ast.ImportFrom(module=module, names=names) if (module or "").startswith("baton"):
+                found |= {alias.name for alias in names if is_private(alias.name)}
+            case ast.Attribute(attr=name) if name in known and not (is_own(node) and name in own):
+                found.add(f"{ast.unparse(node.value).rpartition('.')[2]}.{name}")
+            case ast.Constant(value=str(text)) if text.rpartition(".")[2] in known:
+                found.add(text)
+    return found
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def test_tests_keep_to_public_names() -> None:
+    """Faults come as events, commands, messages or through a public protocol. What is left may only become less."""
+    known = private_names()
+    found = {}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        uses = private_uses(ast.parse(path.read_text()), known)
+        if uses:
+            found[str(path.relative_to(Path(__file__).parent))] = sorted(uses)
+    allowed = {path: sorted(entry["names"]) for path, entry in PRIVATE_NAMES_IN_TESTS.items()}
+    assert all(entry["reason"] for entry in PRIVATE_NAMES_IN_TESTS.values())
+    assert found == allowed, "tests reach into the package: take a public seam; or the list is out of date"
 
 
 def test_only_the_console_prints() -> None:

@@ -164,7 +164,8 @@ class Judge:
         self._last_sign_s = 0.0
         self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
         self._parts = {r.name: self._part(r) for r in rewards}
-        self._patience_s = self._longest_call_s()
+        self.patience_s = self._longest_call_s()
+        """Without a judgement, after which a wait ends."""
         self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
         """Whether all trajectories of a group are to be submitted together: a reward function compares them."""
 
@@ -175,15 +176,15 @@ class Judge:
         """
         if not self._specs:
             return ""
-        return self._background().run(self._background().start_call()).result(self._patience_s)
+        return self._background().run(self._background().start_call()).result(self.patience_s)
 
     def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> Judgement:
         """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
         begun = self._begin(prompt, [response], [token_ids])
         try:
-            return (begun if isinstance(begun, list) else begun.result(self._patience_s))[0]
+            return (begun if isinstance(begun, list) else begun.result(self.patience_s))[0]
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._judges()} gave no judgement within {self._patience_s:.0f} s") from error
+            raise DeadlineExceeded(f"{self._judges()} gave no judgement within {self.patience_s:.0f} s") from error
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
         """Have finished trajectories of one prompt judged: the whole group where `sees_groups`, else as they finish.
@@ -215,7 +216,7 @@ class Judge:
             self._last_sign_s = time.monotonic()
             found += self._take(finished)
         silence_s = time.monotonic() - self._last_sign_s
-        if not found and self._waiting and silence_s > self._patience_s:
+        if not found and self._waiting and silence_s > self.patience_s:
             some = ", ".join(t.name for t in list(self._waiting.values())[:4])
             raise DeadlineExceeded(
                 f"{self._judges()} gave no judgement for {silence_s:.0f} s while {len(self._waiting)} trajectories "
@@ -230,7 +231,7 @@ class Judge:
         """
         while self._waiting:
             check()
-            yield from self.collect(min(1.0, self._patience_s))
+            yield from self.collect(min(1.0, self.patience_s))
 
     def close(self) -> None:
         """Kill the worker processes and forget what is being judged. The next call starts them again."""

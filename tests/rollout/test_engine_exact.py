@@ -158,15 +158,16 @@ def test_a_group_is_prefilled_once_even_while_its_siblings_wait_for_slots(embedd
     leases = [driver.lease(i, long, 4 + i, group_id=0, sample_index=i) for i in range(20)]
     leases += [driver.lease(20 + i, short, 6, group_id=1, sample_index=i) for i in range(3)]
     engine = embedded()
+    held = engine.held_bytes
     driver.run(engine, leases)
     assert engine.stats.prefilled_tokens == 49
-    assert not engine._kept, "nothing is kept once nobody waits"
+    assert engine.held_bytes == held, "nothing is kept once nobody waits"
 
 
 def test_a_prefill_is_filled_up_with_prompts_that_wait_and_shrinks_when_none_do(embedded, driver, monkeypatch):
     """40 prompts of 10 ids through 8 slots: the first 8 take 24 waiting ones along, 8 are left; 32 is most."""
     engine = embedded()
-    batches = []
+    held, batches = engine.held_bytes, []
     prefill = engine.network.prefill
 
     def noted(ids):
@@ -177,7 +178,7 @@ def test_a_prefill_is_filled_up_with_prompts_that_wait_and_shrinks_when_none_do(
     driver.run(engine, [driver.lease(i, p, 3 + i % 5) for i, p in enumerate(prompts([10] * 40))])
     assert batches == [32, 8]
     assert engine.stats.prefilled_tokens == 40 * 9
-    assert not engine._kept
+    assert engine.held_bytes == held
 
 
 def test_a_prompt_of_one_token_needs_no_prefill(embedded, driver):

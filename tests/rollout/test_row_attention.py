@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines import row_attention
@@ -110,8 +111,12 @@ def test_what_the_kernel_does_not_know_goes_the_ordinary_way(kernel: Kernel, mon
     monkeypatch.setattr(row_attention, "sdpa_attention_forward", lambda *a, **k: seen.append(k) or (a[1], None))
     states = torch.zeros(2, 4, 1, 8)
     rows = row_attention.Rows.of(torch.tensor([3, 4]), 16)
-    row_attention._attention(torch.nn.Identity(), states, states, states, None, rows, s_aux=torch.ones(4))
-    row_attention._attention(torch.nn.Identity(), states, states, states, None, None, scaling=1.0)
+    row_attention.attend_by_row(windowed())
+    attention = ALL_ATTENTION_FUNCTIONS[row_attention.NAME]
+    attention(torch.nn.Identity(), states, states, states, None, rows, s_aux=torch.ones(4))
+    row_attention.attend_by_row(windowed())
+    attention = ALL_ATTENTION_FUNCTIONS[row_attention.NAME]
+    attention(torch.nn.Identity(), states, states, states, None, None, scaling=1.0)
     assert (kernel.calls, len(seen)) == (0, 2)
 
 

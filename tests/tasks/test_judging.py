@@ -307,7 +307,7 @@ def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_ag
 
 def test_a_drain_without_a_sign_of_life_names_who_was_waited_for(functions: str) -> None:
     with judge_with(functions, "sleeps", deadline_s=100) as judge:
-        judge._patience_s = 1.0
+        judge.patience_s = 1.0
         judge.submit([trajectory(7, 3)], PROMPT, ["bad"])
         with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' gave no judgement for \d+ s while 1 .*first: 7/3"):
             list(judge.drain())

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from judging_cases import drain_past_deadlines, hand_clock, trajectory
 
+from baton.tasks.judging.background import Background
 from baton.tasks.judging.settings import JudgeSettings
 from baton.tasks.rewards import Judge, RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
@@ -85,15 +86,14 @@ def test_pathological_mathematics_is_killed_and_the_others_are_judged(
 
 
 def test_a_part_and_a_scorer_that_are_the_same_are_asked_once(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    background = judge._background()
     calls = []
-    original = background.worker_call
+    original = Background.worker_call
 
-    def counted(spec: int, *arguments: object, **keys: object) -> object:
+    def counted(background: Background, spec: int, *arguments: object, **keys: object) -> object:
         calls.append(spec)
-        return original(spec, *arguments, **keys)  # type: ignore[arg-type]
+        return original(background, spec, *arguments, **keys)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(background, "worker_call", counted)
+    monkeypatch.setattr(Background, "worker_call", counted)
     judge.judge(asking_for("1/3"), "\\boxed{2/6}")
     assert len(calls) == 1
 

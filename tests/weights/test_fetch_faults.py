@@ -232,9 +232,7 @@ def dying(at: int):
     def mortal(self: LocalPlace, name: str, data: bytes) -> None:
         calls.append(name)
         if len(calls) == at:
-            path = self._root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_name(f"{path.name}.unfinished").write_bytes(data[: len(data) // 2])
+            write(self, f"{name}.unfinished", data[: len(data) // 2])
             raise Death
         write(self, name, data)
 
