@@ -60,7 +60,7 @@ def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
         victim.kill()
         run.worker()
         assert_as_if_nothing_was(run, unbroken)
-        assert "worker#0: was not heard of for 2 s" in run.trainer.said()
+        assert "worker#0: was not heard of for 5 s" in run.trainer.said()
         assert "worker#2 joined" in run.trainer.said()
 
 
@@ -72,7 +72,7 @@ def test_workers_killed_at_random_moments_leave_the_run_as_it_was(
     kills, attempt = 0, 0
     while kills < NUM_KILLS:
         attempt += 1
-        with swarm(tmp_path / str(attempt), model, swarm__silence_s=1.0) as run:
+        with swarm(tmp_path / str(attempt), model) as run:
             run.train()
             workers = [run.worker(faults=SLOW), run.worker(faults=SLOW)]
             while run.trainer.is_alive and kills < NUM_KILLS:
@@ -87,7 +87,7 @@ def test_workers_killed_at_random_moments_leave_the_run_as_it_was(
 def test_workers_killed_in_async_cost_no_finished_trajectory_and_no_group_is_trained_twice(
     model: Path, tmp_path: Path
 ) -> None:
-    shape = {"rollout__mode": "async", "rollout__max_staleness": 2, "swarm__silence_s": 1.0}
+    shape = {"rollout__mode": "async", "rollout__max_staleness": 2}
     with swarm(tmp_path, model, **shape) as run:
         run.train()
         victim = run.joined(faults=SLOW)
@@ -124,7 +124,7 @@ def test_a_worker_that_joins_late_finds_the_base_model_of_adapters(model: Path, 
 def test_a_wedged_worker_is_relieved_and_what_it_says_late_changes_nothing(
     model: Path, tmp_path: Path, unbroken: Outcome
 ) -> None:
-    with swarm(tmp_path, model, run__steps=6, swarm__silence_s=1.5) as run:
+    with swarm(tmp_path, model, run__steps=6) as run:
         run.train()
         wedged = run.joined(faults=SLOW)
         run.joined(faults=SLOW)
@@ -203,7 +203,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_a_hub_that_stands_still_accuses_nobody(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
     """For longer than it waits for a silent connection: 12 heartbeats, here 3 s. One worker is its own, one is not."""
-    with swarm(tmp_path, model) as run:
+    with swarm(tmp_path, model, swarm__silence_s=1.5) as run:
         run.train(local_workers=1)
         run.joined(faults=SLOW)
         run.await_step(1)
@@ -221,7 +221,7 @@ def test_a_hub_that_stands_still_accuses_nobody(model: Path, tmp_path: Path, unb
 
 
 def test_cuts_delay_and_jitter_leave_the_run_as_it_was(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
-    with swarm(tmp_path, model, swarm__silence_s=3.0) as run:
+    with swarm(tmp_path, model, swarm__silence_s=20.0) as run:
         run.train()
         line = ShapingProxy(run.port, up=Shape(0.02, 0.02), down=Shape(0.02, 0.02))
         try:
@@ -242,7 +242,7 @@ def test_cuts_delay_and_jitter_leave_the_run_as_it_was(model: Path, tmp_path: Pa
 def test_a_line_that_is_dead_and_does_not_say_so_is_found_out_by_both_sides(
     model: Path, tmp_path: Path, unbroken: Outcome
 ) -> None:
-    with swarm(tmp_path, model, swarm__silence_s=1.0) as run:
+    with swarm(tmp_path, model) as run:
         run.train()
         line = ShapingProxy(run.port)
         try:
@@ -250,7 +250,7 @@ def test_a_line_that_is_dead_and_does_not_say_so_is_found_out_by_both_sides(
             run.await_status("leases", lambda s: (w := worker_of(s, 0)) and w.leases)
             line.swallow()
             run.await_status("it to be given up", lambda s: not worker_of(s, 0))
-            far.await_said("the hub has said nothing for 2 s")
+            far.await_said("the hub has said nothing for 10 s")
             line.mend()
             run.await_status("it to come again", lambda s: worker_of(s, 1))
             assert_as_if_nothing_was(run, unbroken)
