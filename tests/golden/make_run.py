@@ -87,13 +87,13 @@ class Died(Exception):
 
 
 def make_model(path: Path) -> None:
-    """Write a random model of one layer of 16 units."""
+    """Write a random model of one layer of 8 units."""
     from baton.policy.scratch import scratch_model, scratch_tokenizer
     from baton.policy.settings import ScratchSettings
 
     tokenizer = scratch_tokenizer(["1+2-3"], 265)
     settings = ScratchSettings(
-        vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=16
+        vocab_size=300, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=16
     )
     scratch_model(settings, tokenizer, seed=0).save_pretrained(path)
     tokenizer.hf.save_pretrained(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import os
 import re
@@ -57,9 +56,17 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def tokens_of(journal: Path) -> dict[tuple[int, int], list[int]]:
-    """Return what each trajectory of the open groups had, read without Baton; (group, sample) → token ids."""
-    found: dict[tuple[int, int], list[int]] = {}
+def tokens_in(segments: list[Any]) -> list[tuple[int, int]]:
+    """Return the tokens of segments, each with the policy version that wrote it."""
+    return [(token, segment["policy_version"]) for segment in segments for token in segment["token_ids"]]
+
+
+def tokens_of(journal: Path) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return what each trajectory of the open groups had, read without Baton; (group, sample) → [(id, version)].
+
+    Noise is keyed, so ids that were lost and generated again are the same; their version is not.
+    """
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     with closing(sqlite3.connect(f"file:{journal}?immutable=1", uri=True)) as database:
         consumed = {number for (number,) in database.execute("SELECT number FROM entries WHERE kind = 'consumed'")}
         rows = database.execute(
@@ -70,8 +77,7 @@ def tokens_of(journal: Path) -> dict[tuple[int, int], list[int]]:
             value = msgspec.msgpack.decode(content)
             segments = value["segments"] if isinstance(value, dict) else value
             if number not in consumed:
-                ids = itertools.chain.from_iterable(segment["token_ids"] for segment in segments)
-                found.setdefault((number, sample), []).extend(ids)
+                found.setdefault((number, sample), []).extend(tokens_in(segments))
     return found
 
 
@@ -112,8 +118,7 @@ def assert_resumed(run: Path, mode: str, said: str) -> None:
     has = tokens_of(run / "journal.sqlite")
     for group in groups[4]:
         for index, member in enumerate(group["members"]):
-            segments = member["trajectory"]["segments"]
-            has[group["group_id"], index] = [token for segment in segments for token in segment["token_ids"]]
+            has[group["group_id"], index] = tokens_in(member["trajectory"]["segments"])
     for key, had in tokens_of(golden / "journal.sqlite").items():
         assert has[key][: len(had)] == had, f"trajectory {key} keeps its tokens"
     rows, rows_before = rows_of(run / "metrics.jsonl"), rows_of(golden / "metrics.jsonl")
