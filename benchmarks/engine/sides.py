@@ -95,14 +95,14 @@ class Baton:
             "occupancy": tokens / (after.decode_rows - before.decode_rows),
             "prefilled_tokens": after.prefilled_tokens - before.prefilled_tokens,
             "prefill_places": sum(rows * length for rows, length in self._prefills),
-            "widths_possible": list(self.engine._network.widths),
+            "widths_possible": list(self.engine.network.widths),
             "widths_taken": {str(w): n for w, n in sorted(Counter(w for w, _ in self.steps).items())},
         }
         return timing
 
     def bare_decode(self) -> Timing:
         """The decode forwards of the last pass, all inputs made beforehand and all outputs thrown away."""
-        network = self.engine._network
+        network = self.engine.network
         inputs = {}
         for width, positions in set(self.steps):
             at_W = torch.full((width,), positions - 1)
@@ -126,7 +126,7 @@ class Baton:
 
     def bare_prefill(self) -> Timing:
         """The prefill forwards of the last pass, likewise."""
-        network = self.engine._network
+        network = self.engine.network
         inputs = {}
         for rows, length in set(self._prefills):
             at_Q = torch.arange(length)
@@ -146,7 +146,7 @@ class Baton:
 
     def _watch(self) -> None:
         """Note the shape of every forward and the time of every prefill."""
-        network = self.engine._network
+        network = self.engine.network
         decode, prefill = network.decode, network.prefill
         forward: Callable[..., Any] = network._body.forward
 

@@ -96,7 +96,7 @@ def _timed(
         engine.step()  # ends with its tokens on the host
         times.append(time.perf_counter() - begin_s)
     assert not any(isinstance(r, Report) and r.finish_reason for r in engine.flush()), "a row ended while it was timed"
-    lengths = engine._network.kv_lengths
+    lengths = engine.network.kv_lengths
     positions = [context + _WARM_STEPS + scale.decode_steps // 2 for context in contexts]
     for key in leases:
         engine.abort(key)

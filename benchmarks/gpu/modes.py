@@ -54,7 +54,7 @@ def steps_needed(cap: int, scale: Scale) -> float:
 def measure_modes(shape: str, scale: Scale, device: torch.device, *, cap: int, way: str) -> dict[str, Any]:
     """Let sync, partial, async and the control take turns on one engine."""
     engine = make_engine(shape, scale, device, way=way)
-    model = engine._network.model
+    model = engine.network.model
     found = bench_engine(
         engine,
         _sides(scale),
