@@ -1,19 +1,10 @@
-"""Every error that Baton raises on purpose.
+"""Every error that Baton raises on purpose, and how an error travels from another process."""
 
-    BatonError
-    ├── UserError (also a ValueError)   the user can mend it: printed as one sentence, without a traceback
-    │   ├── TaskExhausted               a task holds fewer distinct problems than were asked for
-    │   └── Damaged                     a file is not what was written; names it
-    ├── EngineFault                     an engine or its worker failed; names the worker and the lease
-    ├── DeadlineExceeded                something was waited for too long; names who
-    ├── TrainingDiverged                a loss or gradient is not finite; names the step and the batch
-    ├── RankLost                        a rank of a sharded trainer has ended or is silent; names it and its exit code
-    ├── StorageFault                    a file could not be written; names it and where the run can go on from
-    ├── RunTakenOver                    another process has taken over the run's directory; names it
-    └── WeightsFault                    a policy version cannot be published or fetched; names it and who is at fault
+from __future__ import annotations
 
-Staleness, an abort and a full buffer are outcomes, not errors. Our own invariants are `assert` with a message.
-"""
+from typing import Final
+
+import msgspec
 
 
 class BatonError(Exception):
@@ -58,3 +49,58 @@ class RunTakenOver(BatonError):
 
 class WeightsFault(BatonError):
     """A policy version cannot be published, or not be had whole and verified; what was held before is untouched."""
+
+
+MAX_TEXT: Final = 2000
+"""Characters of an error's text that are sent."""
+
+
+KINDS: Final[dict[str, type[BatonError]]] = {
+    "UserError": UserError,
+    "TaskExhausted": TaskExhausted,
+    "TrainingDiverged": TrainingDiverged,
+    "EngineFault": EngineFault,
+}
+"""Errors that mean the same in the process that receives them; of any other, that process says who failed."""
+
+
+NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {
+    BatonError: "BatonError",
+    Damaged: "Damaged",
+    DeadlineExceeded: "DeadlineExceeded",
+    RankLost: "RankLost",
+    RunTakenOver: "RunTakenOver",
+    StorageFault: "StorageFault",
+    WeightsFault: "WeightsFault",
+    OSError: "OSError",
+}
+"""Names under which errors are sent: fixed, so that renaming a class changes no message."""
+
+
+class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
+    """An error: the sender cannot go on, or cannot give the answer that was asked for."""
+
+    kind: str
+    """One of `NAMES`; of an error that is neither Baton's nor an OSError, the name of its class."""
+    text: str
+    errno: int = 0
+    """Of an OSError that has one."""
+
+    def error(self) -> BatonError | OSError | None:
+        """Return the error, where it is one of `KINDS` or an OSError with its number."""
+        if self.kind in KINDS:
+            return KINDS[self.kind](self.text)
+        return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return an error as it is sent."""
+    errno = (error.errno or 0) if isinstance(error, OSError) else 0
+    return Fault(_name_of(type(error)), str(error)[:MAX_TEXT], errno)
+
+
+def _name_of(kind: type[BaseException]) -> str:
+    """A class of Baton's that is not in `NAMES` is sent as its nearest base that is, or that is not Baton's."""
+    named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
+    foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
+    return next(named, None) or next(foreign)

@@ -1,4 +1,4 @@
-"""The base of every recipe section: each owner declares its own, `config.py` puts them together."""
+"""The base of every recipe section: each owner declares its own, `recipe/load.py` puts them together."""
 
 from __future__ import annotations
 

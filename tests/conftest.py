@@ -100,13 +100,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     """One small run that many tests only look at."""
     import msgspec
 
-    from baton.build import build_loop
-    from baton.config import Recipe, load_recipe
     from baton.console import Console
     from baton.policy.scratch import scratch_model, scratch_tokenizer
     from baton.policy.settings import ScratchSettings
-    from baton.progress import TerminalObserver
-    from baton.report import summarise
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+    from baton.run.assemble import build_loop
+    from baton.views.summary import summarise
+    from baton.views.terminal.progress import TerminalObserver
 
     root = tmp_path_factory.mktemp("small")
     model = root / "model"

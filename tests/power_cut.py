@@ -278,7 +278,7 @@ def recorded(root: Path) -> Iterator[Recorder]:
         fake = SimpleNamespace(
             connect=_Connection, DatabaseError=apsw.Error, OperationalError=type("Never", (Exception,), {})
         )
-        patch.setattr("baton.journal.sqlite3", fake)
+        patch.setattr("baton.records.journal.sqlite3", fake)
         _active.append(recorder)
         try:
             yield recorder

@@ -26,31 +26,36 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from baton import cli, swarm_commands
-from baton.algorithms import Algorithm, print_algorithms
-from baton.bench.printed import print_bench
-from baton.bench.rollout import BenchResult
-from baton.config import Recipe, load_recipe
+from baton.cli import main as cli
+from baton.cli import swarm as swarm_commands
 from baton.console import Console, LogFormatter, print_json, visible
-from baton.evaluation import Evaluation
-from baton.footprint import Footprint
-from baton.keys import Key, print_keys
-from baton.plan import Idle
 from baton.planner.compare import Rival
 from baton.planner.more import Marginal
-from baton.progress import TerminalObserver
-from baton.report.plan_page import write_plan_page
-from baton.report.plan_printed import print_answer
-from baton.report.printed import print_dry_run, print_evaluations, print_report
-from baton.report.summary import RunReport
-from baton.show import Reading, print_trajectories
-from baton.simulator.page import write_result_page
-from baton.simulator.printed import print_result, print_sweep
+from baton.profile.bench import BenchResult
+from baton.recipe.keys import Key
+from baton.recipe.load import load_recipe
+from baton.recipe.presets import Algorithm
+from baton.recipe.recipe import Recipe
+from baton.records.evaluation import Evaluation
+from baton.run.dry_run import Footprint
+from baton.simulator.parameter_sweep import Sweep
 from baton.simulator.result import Result
-from baton.simulator.sweep import Sweep
-from baton.swarm.status import HubStatus
-from baton.tasks.listing import ListedTask, print_tasks
-from tests.fleet.plans import plan_of, replica, stage
+from baton.specs.plan import Idle
+from baton.swarm.hub.status import HubStatus
+from baton.tasks.listing import ListedTask
+from baton.views.pages.plan_page import write_plan_page
+from baton.views.pages.simulation import write_result_page
+from baton.views.summary import RunReport
+from baton.views.terminal.algorithms import print_algorithms
+from baton.views.terminal.bench import print_bench
+from baton.views.terminal.keys import print_keys
+from baton.views.terminal.plan import print_answer
+from baton.views.terminal.progress import TerminalObserver
+from baton.views.terminal.report import print_dry_run, print_evaluations, print_report
+from baton.views.terminal.simulation import print_result, print_sweep
+from baton.views.terminal.tasks import print_tasks
+from baton.views.terminal.trajectories import Reading, print_trajectories
+from tests.cluster.plans import plan_of, replica, stage
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = "[/x][red]a :smile:\x1b[2J\x1b]0;title\x07\x9b31m\x7f\r\x08\u202eb\u2066\u200b\u2028\ud800[link=x]"
@@ -242,7 +247,8 @@ def test_errors_and_log_lines_of_a_command_are_spelled_out(tmp_path: Path) -> No
     assert not controls(done.stdout + done.stderr)
     assert "[/x]" in done.stderr
     code = (
-        f"import sys; from baton import cli; cli.app = lambda **_: {{}}[{HOSTILE!r}]; sys.argv = ['baton']; cli.main()"
+        f"import sys; from baton.cli import main as cli; cli.app = lambda **_: {{}}[{HOSTILE!r}]; "
+        "sys.argv = ['baton']; cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
@@ -254,7 +260,7 @@ def test_pages_hold_texts_from_outside_as_texts(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
     page = tmp_path / "page.html"
     plan = plan_of([stage("H100", "a:0")], [replica("L20", "b:0", share=1.0)], cluster=hostile, model=hostile)
-    from baton.cluster import Cluster
+    from baton.specs.cluster import Cluster
 
     write_plan_page(page, plan, Cluster(hostile, (), ()), (), (), ())
     assert "<script>alert" not in page.read_text()

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.build import build_loop, evaluate_model
-from baton.config import Recipe
 from baton.errors import BatonError
-from baton.progress import TerminalObserver
-from baton.report import summarise
-from baton.report.page import write_page
-from baton.runs import RunDirectory
-from baton.show import read_trajectories
-from baton.trace import read_trace
-from tests.stopping import StopWhen
-from tests.test_resume import recipe, tiny_model
+from baton.recipe.recipe import Recipe
+from baton.records.run_directory import RunDirectory
+from baton.records.trace import read_trace
+from baton.run.assemble import build_loop, evaluate_model
+from baton.views.pages.report import write_page
+from baton.views.summary import summarise
+from baton.views.terminal.progress import TerminalObserver
+from baton.views.terminal.trajectories import read_trajectories
+from tests.run.stopping import StopWhen
+from tests.run.test_resume import recipe, tiny_model
 
 __all__ = ["tiny_model"]
 

@@ -15,8 +15,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from baton import cli
-from baton.config import Recipe, load_recipe
+from baton.cli import main as cli
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -16,13 +16,13 @@ import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
 from baton import files
-from baton.build import build_loop
 from baton.console import Console
 from baton.errors import StorageFault
-from baton.loop import Loop
-from baton.progress import TerminalObserver
-from baton.runs import RunDirectory
-from tests.test_resume import assert_equal_runs, recipe, tiny_model, unbroken
+from baton.records.run_directory import RunDirectory
+from baton.run.assemble import build_loop
+from baton.run.loop import Loop
+from baton.views.terminal.progress import TerminalObserver
+from tests.run.test_resume import assert_equal_runs, recipe, tiny_model, unbroken
 
 __all__ = ["tiny_model", "unbroken"]
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.build import build_loop
-from baton.config import Recipe, load_recipe
 from baton.console import Console
 from baton.errors import UserError
-from baton.metrics import read_metrics
 from baton.policy.load import load_model
 from baton.policy.scratch import scratch_tokenizer
-from baton.progress import TerminalObserver
-from baton.rollout.engines.network import Network
-from baton.support import support_table
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.recipe.support import support_table
+from baton.records.metrics import read_metrics
+from baton.rollout.engines.embedded.network import Network
+from baton.run.assemble import build_loop
 from baton.trainer.checkpoint import latest_checkpoint
+from baton.views.terminal.progress import TerminalObserver
 from tests.conftest import write_recipe
 from tests.model_families import tiny_config
 

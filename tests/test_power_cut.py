@@ -18,23 +18,23 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
-from baton.config import Recipe
 from baton.errors import UserError
-from baton.journal import Journal
-from baton.loop import Loop
-from baton.metrics import MetricsWriter, read_metrics
-from baton.resume import ResumePoint, checkpoint_writer, open_run, resume_point
+from baton.recipe.recipe import Recipe
+from baton.records.journal import Journal
+from baton.records.metrics import MetricsWriter, read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.records.run_lock import RunLock
+from baton.rollout.controller import Runner
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.parts import Parts
-from baton.rollout.port import LocalPort
-from baton.rollout.runner import Runner
-from baton.run_lock import RunLock
-from baton.runs import RunDirectory
+from baton.rollout.transport import LocalPort
+from baton.run.loop import Loop
+from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.trainer.trainer import Weights
 from baton.types import Batch, PolicyVersion, SamplingParams
 from tests.power_cut import KEEPS, Remains, recorded
-from tests.rollout.test_runner import LateJudges, Prompts, length
+from tests.rollout.test_controller import LateJudges, Prompts, length
 
 STEPS, GROUPS = 5, 2
 MODES = {
@@ -233,7 +233,8 @@ def fast_disk() -> Iterator[Path]:
 def test_a_power_cut_after_any_write_trains_no_group_twice_and_loses_none(
     mode: str, fast_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.runs._circumstances", lambda threads: {"command": []})  # else git is asked each time
+    # else git is asked each time
+    monkeypatch.setattr("baton.records.run_directory._circumstances", lambda threads: {"command": []})
     (fast_disk / "disk").mkdir()
     wanted = recipe(fast_disk / "disk", mode)
     with recorded(fast_disk / "disk") as recorder:

@@ -17,7 +17,7 @@ import pytest
 from baton.rollout.engines.sampling import noise_key, uniforms
 from baton.simulator.seeds import Concern, choices, generator
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.inspector import InspectionSettings, Inspector
+from baton.swarm.verification.policy import InspectionSettings, Inspector
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
 from baton.tasks.gym import GymTask

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from baton import cli
+from baton.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -88,7 +88,7 @@ def test_make_targets_and_linked_files_exist() -> None:
 
 @pytest.mark.skipif(not TEXT, reason="there is no README.md yet")
 def test_the_key_settings_that_the_readme_names_exist() -> None:
-    from baton.keys import recipe_keys
+    from baton.recipe.keys import recipe_keys
 
     known = {f"{key.section.strip('[]')}.{key.key}" for key in recipe_keys()}
     for words in baton_commands():

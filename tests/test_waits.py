@@ -32,7 +32,7 @@ NEEDS_TIMEOUT = {
 }
 """Functions and methods that need `timeout=`, whatever else they are given."""
 NEVER = {"to_thread", "run_in_executor", "ThreadPoolExecutor", "ProcessPoolExecutor", "waitpid", "flock"}
-"""The interpreter joins the threads of executors when it ends: `baton.waits` has calls that may hang."""
+"""The interpreter joins the threads of executors when it ends: `baton.clock` has calls that may hang."""
 NO_WAIT = {"sqlite3.connect"}
 
 
@@ -86,7 +86,7 @@ def waits() -> set[tuple[str, str, str]]:
 def test_every_wait_has_a_deadline_or_a_reason_why_it_ends() -> None:
     allowed = {(entry["file"], entry["function"], entry["call"]) for entry in ALLOWED}
     unknown = sorted(waits() - allowed)
-    assert not unknown, f"these calls may wait for ever; give each a timeout (see baton/waits.py): {unknown}"
+    assert not unknown, f"these calls may wait for ever; give each a timeout (see baton/clock.py): {unknown}"
 
 
 def test_the_list_of_exceptions_only_shrinks() -> None:

@@ -23,26 +23,38 @@ import tomli_w
 from msgspec import inspect
 
 import baton
-from baton import algorithms as algorithms_shown
-from baton import evaluation, files, footprint, journal, keys, loop, plan, run_lock, runs, types, warmstart
-from baton.bench import rollout as bench_rollout
+from baton import files, types
+from baton.cli.token import ShownToken
+from baton.cluster import supervision
 from baton.cost import efficiency, fit
-from baton.fault import Fault
-from baton.fleet import supervision
-from baton.launch import protocol
+from baton.errors import Fault
 from baton.planner import more
+from baton.profile import bench as bench_rollout
 from baton.profile import measure
-from baton.report import summary
+from baton.recipe import keys
+from baton.recipe import presets as algorithms_shown
+from baton.records import evaluation, journal, run_lock
+from baton.records import run_directory as runs
+from baton.records.trace.spans import Span
+from baton.rewards import calls
 from baton.rollout import events as rollout_events
-from baton.show import ShownTrajectory
+from baton.rollout.processes import protocol
+from baton.run import dry_run as footprint
+from baton.run import loop
+from baton.run import sft as warmstart
+from baton.simulator import parameter_sweep as simulator_sweep
 from baton.simulator import result as simulator_result
-from baton.simulator import sweep as simulator_sweep
-from baton.swarm import audit, auth, have_want, inspector, lease_events, messages, quarantine, relay, status
+from baton.specs import plan
+from baton.swarm import audit, auth, lease_events, messages
+from baton.swarm import version_sync as have_want
+from baton.swarm.hub import relay, status
+from baton.swarm.verification import policy as inspector
+from baton.swarm.verification import quarantine
 from baton.tasks import listing
-from baton.tasks.judging import calls
-from baton.token_command import ShownToken
-from baton.trace.spans import Span
-from baton.trainer import checkpoint, ranks
+from baton.trainer import checkpoint
+from baton.trainer.parallel import messages as ranks
+from baton.views import summary
+from baton.views.terminal.trajectories import ShownTrajectory
 from baton.weights import manifest
 
 TABLE = Path(__file__).with_name("wire_names.toml")

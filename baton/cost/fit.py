@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from baton.cost.efficiency import Efficiency
 from baton.cost.generate import Place, decode_s, prefill_s, read_context_tokens, replica_cost
 from baton.cost.train import forward_passes, layer_flops
-from baton.model import ModelSpec
-from baton.workload import Workload, constant
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload, constant
 
 ROUNDS = 400
 LEAST, MOST = 1e-6, 1.0

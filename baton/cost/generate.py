@@ -16,10 +16,10 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from baton.cluster import Gpu
 from baton.cost.efficiency import Efficiency
-from baton.model import ModelSpec
-from baton.workload import Workload
+from baton.specs.cluster import Gpu
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 DRAIN_POINTS = 48
 """Positions at which the emptying of a batch is integrated."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.model import ModelSpec
-from baton.workload import Workload
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 
 def publish_s(

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.generate import Place
-from baton.model import ModelSpec
-from baton.workload import Workload
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 Array = Any

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.cluster import Cluster
 from baton.planner.pools import Pools
 from baton.planner.problem import Problem
+from baton.specs.cluster import Cluster
 
 
 class Seats(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ import numpy as np
 
 from baton.cost.train import stage_terms
 from baton.errors import UserError
-from baton.plan import Bound, Breakdown, Idle, Plan
 from baton.planner.assign import seat
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.describe import describe_replicas, describe_training, limits, needed_s
@@ -21,6 +20,7 @@ from baton.planner.integer import check_solver
 from baton.planner.pools import are_alike
 from baton.planner.problem import Floats, Problem
 from baton.planner.replicas import Rollout, RolloutProgram
+from baton.specs.plan import Bound, Breakdown, Idle, Plan
 
 MOST_ROWS = 20
 """Training shapes tried, fastest first: a slower one may leave more memory."""

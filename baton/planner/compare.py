@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from baton.cluster import Cluster, Node
 from baton.errors import UserError
-from baton.plan import Plan
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.describe import describe
 from baton.planner.instance import Inputs, make_problem
@@ -17,6 +15,8 @@ from baton.planner.paper import evaluate_division
 from baton.planner.pools import are_alike
 from baton.planner.replicas import RolloutProgram
 from baton.planner.solve import make_plan
+from baton.specs.cluster import Cluster, Node
+from baton.specs.plan import Plan
 
 
 class Rival(msgspec.Struct, frozen=True):

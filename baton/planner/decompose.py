@@ -22,14 +22,7 @@ from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs
-from baton.planner.pipelines import (
-    CROSSING_STAGES,
-    MAX_CROSSED,
-    Shapes,
-    evaluated,
-    merged_table,
-    pipeline_orders,
-)
+from baton.planner.pipelines import CROSSING_STAGES, MAX_CROSSED, Shapes, evaluated, merged_table, pipeline_orders
 from baton.planner.pools import Pool
 from baton.planner.problem import Floats, Ints, Problem, sync_table, tensor_widths
 

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 
 from baton.cost.train import microbatches, stage_bytes, stage_terms
-from baton.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
 from baton.planner.assign import Seats, pipeline_order, seat
 from baton.planner.exact import PROVEN, Solution
 from baton.planner.instance import Inputs
 from baton.planner.pipelines import Balance, Shapes, balanced
 from baton.planner.problem import Problem
 from baton.planner.replicas import rounded_shares
+from baton.specs.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
 
 
 def describe(

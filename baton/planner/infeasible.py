@@ -9,10 +9,10 @@ import numpy as np
 from baton.cost.generate import context_bytes, replica_layers, weight_bytes
 from baton.cost.train import microbatches, stage_bytes, stage_terms
 from baton.errors import UserError
-from baton.model import ModelSpec
 from baton.planner.pools import Pool, Pools
 from baton.planner.problem import REPLICA_STAGES, Problem, tensor_widths
-from baton.workload import Workload
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 GB = 1e9
 

@@ -7,25 +7,17 @@ from itertools import product
 import msgspec
 import numpy as np
 
-from baton.cluster import Cluster
 from baton.cost.efficiency import Efficiencies, RatesSettings
 from baton.cost.generate import ReplicaCost
 from baton.cost.train import forward_passes, layer_flops
 from baton.errors import UserError
-from baton.model import ModelSpec
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
 from baton.planner.pipelines import MAX_SHAPES, train_table
 from baton.planner.pools import Pool, Pools, View, make_pools
-from baton.planner.problem import (
-    Column,
-    Floats,
-    Problem,
-    TrainTable,
-    make_step,
-    replica_columns,
-    sync_table,
-)
-from baton.workload import Workload
+from baton.planner.problem import Column, Floats, Problem, TrainTable, make_step, replica_columns, sync_table
+from baton.specs.cluster import Cluster
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 
 class Inputs(msgspec.Struct, frozen=True):

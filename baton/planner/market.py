@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from baton.cluster import ClusterSettings, GpuSettings, LinkSettings, NodeSettings
 from baton.errors import UserError
-from baton.plan import Plan
 from baton.planner.bounds import RolloutBound
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.more import Spot, marked
 from baton.planner.problem import Floats, Ints, Problem
 from baton.planner.solve import make_plan
 from baton.settings import Settings
+from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, NodeSettings
+from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
 BOUND_STEPS = 24

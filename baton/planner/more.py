@@ -7,10 +7,10 @@ from itertools import product
 
 import msgspec
 
-from baton.cluster import Cluster
 from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan, restricted
+from baton.specs.cluster import Cluster
 
 NOTHING = 1e-6
 """A gain below this is none."""

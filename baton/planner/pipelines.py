@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms, tail_s
-from baton.model import ModelSpec
 from baton.planner.pools import Pools
 from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
-from baton.workload import Workload
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 STAGES = (1, 2, 4, 8)
 """Pipeline stages where one pool trains."""

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.cluster import Cluster, Node
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import Place
+from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6

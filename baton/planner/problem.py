@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
 from baton.cost.publish import publish_s
-from baton.model import ModelSpec
 from baton.planner.pools import Pool, Pools
-from baton.workload import Workload
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

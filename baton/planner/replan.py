@@ -13,9 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from baton.cluster import Cluster
 from baton.errors import UserError
-from baton.plan import Bound, Plan
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.describe import describe
 from baton.planner.exact import PROVEN, Solution, solve_exact
@@ -26,6 +24,8 @@ from baton.planner.pools import are_alike
 from baton.planner.problem import Ints, Problem
 from baton.planner.replicas import Rollout, RolloutProgram
 from baton.planner.solve import restricted, solve
+from baton.specs.cluster import Cluster
+from baton.specs.plan import Bound, Plan
 
 SECTIONS = 50
 """Halvings of the interval of step times."""

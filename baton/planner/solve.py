@@ -8,9 +8,7 @@ from itertools import product
 
 import msgspec
 
-from baton.cluster import Cluster
 from baton.errors import UserError
-from baton.plan import Bound, Idle, Method, Plan
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.decompose import improve
 from baton.planner.describe import describe
@@ -21,6 +19,8 @@ from baton.planner.integer import check_solver
 from baton.planner.paper import solve_paper
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
 from baton.planner.problem import Problem
+from baton.specs.cluster import Cluster
+from baton.specs.plan import Bound, Idle, Method, Plan
 
 MOST_GPUS_IN_PARTS = 128
 """Beyond, plans that keep to one of a type's machines are not looked at: they would leave most of the type idle."""

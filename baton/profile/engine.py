@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 import torch
 
-from baton.build import set_up_torch
-from baton.config import Recipe
+from baton.clock import call_within
 from baton.cost.fit import Measured
 from baton.errors import EngineFault
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
-from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.recipe.recipe import Recipe
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.run.assemble import set_up_torch
 from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
-from baton.waits import call_within
 
 DECODE_STEPS = 24
 REPEATS = 5

@@ -18,19 +18,19 @@ import msgspec
 import tomli_w
 import torch
 
-from baton.build import set_up_torch
-from baton.cluster import find_gpu, gpu_types
-from baton.config import Recipe
 from baton.cost.efficiency import Efficiency
 from baton.cost.fit import Measured, fit, with_beside, with_rollout
 from baton.cost.generate import Place
 from baton.errors import UserError
 from baton.files import write_whole
-from baton.model import read_model
-from baton.planning import recipe_workload
 from baton.policy.load import torch_device
 from baton.profile.engine import Say, companions, engine_points
 from baton.profile.turns import take_turns
+from baton.recipe.recipe import Recipe
+from baton.recipe.workload import recipe_workload
+from baton.run.assemble import set_up_torch
+from baton.specs.cluster import find_gpu, gpu_types
+from baton.specs.model import read_model
 from baton.trainer import alarms
 
 

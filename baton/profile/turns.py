@@ -19,19 +19,20 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.build import build_engine, build_port, build_trainer
-from baton.config import Recipe
 from baton.cost.fit import Beside, Measured
-from baton.journal import Journal, StreamPlace
-from baton.planning import recipe_workload
 from baton.policy.load import torch_device
 from baton.policy.tokenizer import load_tokenizer
 from baton.profile.engine import REPEATS, Say
+from baton.recipe.recipe import Recipe
+from baton.recipe.workload import recipe_workload
+from baton.records.journal import Journal, StreamPlace
+from baton.records.trace import LeaseTrace, Span
+from baton.rollout.controller import Runner
 from baton.rollout.parts import Parts
-from baton.rollout.runner import Runner
 from baton.rollout.settings import RolloutSettings
+from baton.run.assemble import build_engine, build_port, build_trainer
+from baton.specs.workload import Workload, measured
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.trace import LeaseTrace, Span
 from baton.trainer.trainer import Trainer, Weights
 from baton.types import (
     Batch,
@@ -45,7 +46,6 @@ from baton.types import (
     Segment,
     Trajectory,
 )
-from baton.workload import Workload, measured
 
 NEVER_STALE = 1_000
 """A bound of staleness that no batch here comes near to."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.journal import Journal
-from baton.rollout.port import WorkerPort
+from baton.records.journal import Journal
+from baton.rollout.transport import WorkerPort
 from baton.stop import StopRequest
 from baton.types import Judged, Prompt, SamplingParams, Trajectory
 

@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from baton.buffer import Buffer
 from baton.errors import UserError
+from baton.rollout.buffer import Buffer
 from baton.rollout.events import (
     Abort,
     Assign,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from baton.buffer import Consume, Stale
+from baton.rollout.buffer import Consume, Stale
 from baton.settings import Settings
 from baton.types import SamplingParams
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from baton.errors import DeadlineExceeded
-from baton.rollout.port import WorkerPort
+from baton.rollout.transport import WorkerPort
 from baton.types import FromPort
 
 LONGEST_LOOK_S = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from baton.records.trace import Tracer
 from baton.rollout.parts import Judges
-from baton.trace import Tracer
 from baton.types import Judged, Prompt, Trajectory
 
 CUT_S = 1.0

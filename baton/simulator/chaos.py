@@ -26,8 +26,8 @@ from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.simulator.world import Hang
+from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
-from baton.workload import constant, lognormal
 
 MODES = ("sync", "partial", "async")
 DAYS = 10_000

@@ -17,11 +17,11 @@ import math
 from collections import Counter, deque
 from typing import Protocol
 
+from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.rows import Busy, Grown, Longest, Row
 from baton.simulator.timing import Speed, steps_within
 from baton.simulator.tracing import trace_row
-from baton.trace import Tracer
 
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, as vLLM does."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
 from baton.simulator.faults import FaultSettings
-from baton.simulator.laws import Broken
+from baton.simulator.invariants import Broken
 from baton.simulator.log import Log
 from baton.simulator.run import Options, simulate
 from baton.simulator.setting import Setting

@@ -1,7 +1,7 @@
 """The hub in virtual time: the live lease table, with payloads that are counts.
 
-What `swarm/hub.py` and `swarm/desk.py` do with a message is done here: a report counts only where its lease is current
-and its offset is the length; a worker that is cut off keeps its leases until it has been silent too long.
+What `swarm/hub/hub.py` and `swarm/lease_broker.py` do with a message is done here: a report counts only where its lease
+is current and its offset is the length; a worker that is cut off keeps its leases until it has been silent too long.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ from typing import Any, Protocol
 
 from baton.simulator.clock import Clock
 from baton.simulator.port import Controller, Wish
-from baton.simulator.wire import (
-    Ack,
-    Beat,
-    Dropped,
-    Granted,
-    Hello,
-    Leaving,
-    Recalled,
-    Report,
-    Retry,
-    Segments,
-    Want,
-)
+from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Recalled, Report, Retry, Segments, Want
 from baton.simulator.worker import SimWorker
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable

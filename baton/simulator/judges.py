@@ -6,10 +6,10 @@ import heapq
 import math
 from collections.abc import Callable
 
+from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.seeds import choices
 from baton.simulator.setting import JudgeSpec
-from baton.trace import Tracer
 
 
 class Judges:

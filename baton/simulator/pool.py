@@ -1,4 +1,4 @@
-"""Engines behind one queue, as `launch/pool.py` has them: a lease is handed over when a slot is free.
+"""Engines behind one queue, as `rollout/processes/pool.py` has them: a lease is handed over when a slot is free.
 
 They exchange weights together, and the trainer waits for it. Nothing takes time on the way, so nothing is reported
 before it matters: at the end of a lease, and when a version is exchanged.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
 from baton.simulator.port import Controller, Wish
 from baton.simulator.rows import Busy, Grown, Row
 from baton.simulator.setting import Setting
-from baton.trace import Tracer
 
 
 class Pool:

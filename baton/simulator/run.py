@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import UserError
+from baton.records.trace import Tracer
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.faults import Fate, FaultSettings, storms
-from baton.simulator.laws import Laws
+from baton.simulator.invariants import Laws
 from baton.simulator.log import Log
 from baton.simulator.pool import Pool
 from baton.simulator.record import Record
@@ -18,7 +19,6 @@ from baton.simulator.swarm import Swarm
 from baton.simulator.trouble import Trouble
 from baton.simulator.world import World
 from baton.swarm.leases import LeaseTable
-from baton.trace import Tracer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.simulator.seeds import generator
-from baton.workload import Lengths
+from baton.specs.workload import Lengths
 
 BLOCK = 256
 """Groups drawn at once."""

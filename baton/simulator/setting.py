@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from baton.rollout.settings import Rules
 from baton.simulator.script import Work
 from baton.simulator.timing import Speed, TrainSpeed
-from baton.swarm.have_want import HaveWantRules
 from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.version_sync import HaveWantRules
 
 
 @dataclass(frozen=True, slots=True)

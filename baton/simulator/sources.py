@@ -14,20 +14,21 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import ValidationError
 
-from baton.cluster import Cluster, Gpu, gpu_types
-from baton.config import Recipe, load_recipe
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import Place
 from baton.errors import UserError
-from baton.model import ModelSpec, read_model
-from baton.plan import Plan, Replica
-from baton.planning import recipe_workload
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.recipe.workload import recipe_workload
+from baton.records.run_directory import RunDirectory
 from baton.rollout.settings import RolloutSettings
-from baton.runs import RunDirectory
 from baton.simulator.script import RecordedGroup, Work
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
-from baton.workload import LengthSettings, Workload
+from baton.specs.cluster import Cluster, Gpu, gpu_types
+from baton.specs.model import ModelSpec, read_model
+from baton.specs.plan import Plan, Replica
+from baton.specs.workload import LengthSettings, Workload
 
 REPORTS_PER_STEP = 20
 """How often workers report where nobody fails: what they say in the middle of a lease changes nothing then."""

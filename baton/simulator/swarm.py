@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.hub import SimHub, TableWatch
 from baton.simulator.port import Wish
@@ -14,7 +15,6 @@ from baton.simulator.wire import Line
 from baton.simulator.worker import SimWorker
 from baton.simulator.world import World
 from baton.swarm.leases import LeaseTable
-from baton.trace import Tracer
 from baton.types import PolicyVersion
 
 

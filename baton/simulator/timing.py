@@ -10,8 +10,8 @@ from typing import Protocol
 
 from baton.cost.generate import Place, context_bytes, decode_s, prefill_s, weight_bytes
 from baton.cost.train import forward_passes, layer_flops
-from baton.model import ModelSpec
-from baton.workload import Workload
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 KNOTS = 64
 """Contexts at which a decode step is computed; between them it is linear."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton.records.trace import Span, Tracer
 from baton.simulator.rows import Row
-from baton.trace import Span, Tracer
 
 
 class Spans:

@@ -1,21 +1,21 @@
 """A worker of a swarm in virtual time: one engine, one connection that it opens itself, one `HaveWant`.
 
-Like `swarm/worker.py`: a cut leaves the engine at work; what was said and not confirmed is said again after it; a hub
-that was restarted has another incarnation, and what was begun for the old one is dropped.
+Like `swarm/worker/worker.py`: a cut leaves the engine at work; what was said and not confirmed is said again after it;
+a hub that was restarted has another incarnation, and what was begun for the old one is dropped.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from baton.backoff import retry_wait_s
+from baton.clock import retry_wait_s
+from baton.records.trace import ASIDE, Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
 from baton.simulator.rows import Grown, Row
 from baton.simulator.setting import EngineSpec, SwarmSpec
 from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Line, Recalled, Report, Retry, Want
-from baton.swarm import have_want as hw
-from baton.trace import ASIDE, Tracer
+from baton.swarm import version_sync as hw
 from baton.types import PolicyVersion
 
 LONGEST_WAIT_S = 30.0

@@ -5,8 +5,8 @@
                         RolloutScheduler ──Deliver──▶ trainer ──VersionMade──▶ port.load
                             ▲── Rewarded ── judges
 
-Who waits for whom is `loop.py`'s and `runner.py`'s: without overlap a batch is trained when nothing is leased any more;
-in `async` the trainer works meanwhile, and the next batch is wanted once the last version is on its way. Which
+Who waits for whom is `run/loop.py`'s and `runner.py`'s: without overlap a batch is trained when nothing is leased any
+more; in `async` the trainer works meanwhile, and the next batch is wanted once the last version is on its way. Which
 trajectory runs, and which group is in which batch, the live run's own scheduler decides.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.records.trace import Tracer
 from baton.rollout.events import (
     Abort,
     Assign,
@@ -42,7 +43,6 @@ from baton.simulator.port import Port, Wish
 from baton.simulator.record import Record
 from baton.simulator.script import Script
 from baton.simulator.setting import Setting
-from baton.trace import Tracer
 
 Key = tuple[int, int]
 _NOTHING = (0, -1)

@@ -51,8 +51,8 @@ from baton.swarm.lease_events import (
     WorkerWeighed,
 )
 from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.places import Places
-from baton.swarm.tracked import Ask, Owner, TrackedLease, TrackedTask, Worker
+from baton.swarm.lease_state import Ask, Owner, TrackedLease, TrackedTask, Worker
+from baton.swarm.worker_index import Places
 
 
 class LeaseTable:

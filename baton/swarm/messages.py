@@ -22,10 +22,9 @@ from typing import Any
 
 import msgspec
 
-from baton.errors import UserError
-from baton.fault import Fault
+from baton.errors import Fault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
-from baton.swarm.verify import WorkerClass
+from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 PROTOCOL = 2

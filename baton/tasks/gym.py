@@ -19,10 +19,10 @@ from typing import Any
 from blake3 import blake3
 
 from baton.errors import UserError
+from baton.rewards.calls import Score, Scorer, ScorerSpec
+from baton.rewards.functions import number
 from baton.tasks.compact import COMPACT_FORMS, canonical_problem
 from baton.tasks.guard import may_be_scored
-from baton.tasks.judging.calls import Score, Scorer, ScorerSpec
-from baton.tasks.judging.functions import number
 from baton.tasks.task import Problem
 
 BLOCK = 500

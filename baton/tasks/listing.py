@@ -1,4 +1,4 @@
-"""`baton tasks`: what reasoning-gym offers, with examples."""
+"""The tasks that reasoning-gym offers, with examples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import importlib
 from typing import Any
 
 import msgspec
-from rich.text import Text
 
-from baton.console import Console
 from baton.errors import UserError
 from baton.tasks.compact import COMPACT_FORMS
 from baton.tasks.gym import GymTask, gym_tasks
@@ -30,28 +28,6 @@ class ListedTask(msgspec.Struct, frozen=True):
 def list_tasks(name: str | None = None) -> list[ListedTask]:
     """Describe one task or all; a task whose parts are not installed says so in place of its example."""
     return [_describe(each) for each in ([name] if name else gym_tasks())]
-
-
-def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
-    """Print one task at length, or many as a table."""
-    if len(tasks) == 1:
-        task = tasks[0]
-        console.print(task.name, style="bold")
-        console.print(f"\nexample:\n{task.question}")
-        console.print(f"\nanswer: {task.answer}")
-        if task.compact is not None:
-            console.print(f'with form = "compact": {task.compact}')
-        console.print("\nparams and their defaults:")
-        for key, value in task.params.items():
-            console.print(f"  {key} = {value}")
-        return
-    width = max(len(task.name) for task in tasks) + 2
-    for task in tasks:
-        line = Text(f"{task.name:<{width}}", style="bold")
-        line.append(" ".join(task.question.split()), style="not bold")
-        line.truncate(console.width - 1, overflow="ellipsis")
-        console.print(line)
-    console.print("\nbaton tasks NAME shows one at length, with its params")
 
 
 def _describe(name: str) -> ListedTask:

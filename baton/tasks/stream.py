@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from baton.errors import TaskExhausted, UserError
+from baton.rewards.answer import INSTRUCTIONS, AnswerFormat
 from baton.settings import Settings
-from baton.tasks.answer import INSTRUCTIONS, AnswerFormat
 from baton.tasks.dataset import FileTask
 from baton.tasks.gym import GymTask
 from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task

@@ -26,7 +26,7 @@ from baton.trainer.advantages import (
     overlong_penalty,
 )
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.balance import ALONE, Share, balanced
+from baton.trainer.parallel.balance import ALONE, Share, balanced
 from baton.types import Batch, FinishReason, Group, Trajectory
 
 PASS_TOKENS = 64

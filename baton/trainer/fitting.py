@@ -11,16 +11,11 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.policy.head import find_head
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import (
-    checkpoint_activations,
-    compute_in,
-    packs_as_it_pads,
-    prefer_float32_attention,
-)
+from baton.policy.logprobs import checkpoint_activations, compute_in, packs_as_it_pads, prefer_float32_attention
 from baton.policy.packing import prefer_packed_attention
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
-from baton.trainer.parallel import Alone
+from baton.trainer.parallel.group import Alone
 from baton.trainer.settings import TrainerSettings
 
 

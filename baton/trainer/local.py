@@ -50,7 +50,7 @@ from baton.trainer.fitting import even_tokens, fit_attention, make_critic, trade
 from baton.trainer.measures import batch_metrics
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
-from baton.trainer.parallel import Alone
+from baton.trainer.parallel.group import Alone
 from baton.trainer.passes import Passes, depends_on_model
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals

@@ -14,8 +14,8 @@ from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.local import LocalTrainer
-from baton.trainer.parallel import Alone
-from baton.trainer.ranks import TrainerSetup
+from baton.trainer.parallel.group import Alone
+from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.settings import TrainerSettings
 
 

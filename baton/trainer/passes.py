@@ -19,7 +19,7 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import MicroBatch, MiniBatch, Row, estimate
 from baton.trainer.critic import Critic
 from baton.trainer.losses import kl
-from baton.trainer.parallel import Alone
+from baton.trainer.parallel.group import Alone
 from baton.trainer.settings import TrainerSettings
 
 

@@ -11,7 +11,7 @@ import torch
 from baton.trainer.batch import MicroBatch
 from baton.trainer.corrections import weights
 from baton.trainer.losses import Anchor, KlEstimate, Loss, LossInputs, k3, log_ratio
-from baton.trainer.parallel import Alone
+from baton.trainer.parallel.group import Alone
 
 
 @dataclass(slots=True)

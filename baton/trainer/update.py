@@ -18,7 +18,7 @@ from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_momen
 from baton.trainer.critic import Critic, value_loss
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, kl
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
-from baton.trainer.parallel import Alone
+from baton.trainer.parallel.group import Alone
 from baton.trainer.passes import Passes, Prepared
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals, ValueTotals

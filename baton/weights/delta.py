@@ -1,7 +1,7 @@
 """A piece of a version's bytes, coded against the same piece of its base; exact to the bit, whatever the bits mean.
 
     same    nothing: all elements are those of the base
-    sparse  which elements changed (`bands.py`, `positions.py`), and by how much
+    sparse  which elements changed (`magnitude_buckets.py`, `rice.py`), and by how much
     dense   by how much each element changed
     full    the elements themselves
 
@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import WeightsFault
-from baton.weights.bands import MAX_BANDS, band_limits, bands
+from baton.weights.bitstream import Bytes, Reader, Writer
+from baton.weights.magnitude_buckets import MAX_BANDS, band_limits, bands
 from baton.weights.manifest import Coding
-from baton.weights.positions import read_mask, write_mask
-from baton.weights.streams import Bytes, Reader, Writer
+from baton.weights.rice import read_mask, write_mask
 
 Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""

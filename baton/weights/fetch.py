@@ -1,7 +1,7 @@
 """A worker's side: from the version it holds to the one that is wanted, or no change at all.
 
     plan      manifests from the wanted version back to the one held, or to one that can be had whole: the fewest bytes
-    gather    chunks from the sources, each verified before it is used; a bad one names its source (`gather.py`)
+    gather    chunks from the sources, each verified before it is used; a bad one names its source (`chunk_fetcher.py`)
     stage     a copy of what is held, changed part by part; what is held stays as it is
     verify    every tensor, by the digest that the wanted version vouches for
     switch    the copy is held from now on
@@ -24,13 +24,13 @@ import torch
 from baton.errors import WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
+from baton.weights.bitstream import Bytes
+from baton.weights.chunk_fetcher import Fetched, Gather
 from baton.weights.delta import decode
-from baton.weights.gather import Fetched, Gather
+from baton.weights.flat_buffer import layout_of, piece_digests, stretched, tensors_of
 from baton.weights.manifest import Manifest, TensorEntry, Way, check_version, name_of, tensors_digest
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, Source
-from baton.weights.streams import Bytes
-from baton.weights.stretch import layout_of, piece_digests, stretched, tensors_of
 
 MAX_STEPS = 4096
 """Versions that a plan may lead through."""

@@ -20,7 +20,9 @@ import torch
 from baton.errors import WeightsFault
 from baton.policy.adapters import is_adapter
 from baton.types import PolicyVersion
+from baton.weights.bitstream import Bytes
 from baton.weights.delta import encode
+from baton.weights.flat_buffer import layout_of, pieces, stretched
 from baton.weights.manifest import (
     Chunk,
     Kind,
@@ -36,8 +38,6 @@ from baton.weights.manifest import (
 from baton.weights.settings import WeightsSettings
 from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
-from baton.weights.streams import Bytes
-from baton.weights.stretch import layout_of, pieces, stretched
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from baton.errors import StorageFault, WeightsFault
 from baton.types import PolicyVersion
+from baton.weights.bitstream import Bytes
 from baton.weights.manifest import TensorEntry, check_version, name_of
-from baton.weights.streams import Bytes
 
 _NAMES: Final = {
     "float64": "F64",

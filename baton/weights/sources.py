@@ -8,7 +8,7 @@ from typing import Protocol
 from baton.errors import StorageFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES
-from baton.weights.places import Body, LocalPlace
+from baton.weights.storage import Body, LocalPlace
 from baton.weights.store import Store
 
 

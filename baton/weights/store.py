@@ -28,7 +28,7 @@ from baton.weights.manifest import (
     encode_manifest,
     name_of,
 )
-from baton.weights.places import Body, Place, open_place
+from baton.weights.storage import Body, Place, open_place
 
 _CHUNK: Final = re.compile(r"chunks/([0-9a-f]{64})(\.unfinished)?")
 _VERSION: Final = re.compile(r"versions/([A-Za-z0-9_-]{1,64})/([0-9]{9,16})(\.unfinished)?")

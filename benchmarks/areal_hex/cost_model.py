@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 
-from baton.model import read_model
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
-from baton.workload import WorkloadSettings
+from baton.specs.model import read_model
+from baton.specs.workload import WorkloadSettings
 from benchmarks.areal_hex.run import CLUSTERS, HERE, TABLE_1, cluster
 from benchmarks.machine import machine
 

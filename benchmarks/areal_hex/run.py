@@ -9,14 +9,14 @@ import argparse
 import json
 from pathlib import Path
 
-from baton.cluster import Cluster, ClusterSettings
 from baton.cost.efficiency import RatesSettings
-from baton.model import read_model
-from baton.plan import Method
 from baton.planner.instance import Inputs
 from baton.planner.market import OffersSettings, rent_for_target
 from baton.planner.solve import make_plan
-from baton.workload import Workload, WorkloadSettings
+from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.model import read_model
+from baton.specs.plan import Method
+from baton.specs.workload import Workload, WorkloadSettings
 
 HERE = Path(__file__).parent
 LINKS = {"inter_node_gb_per_s": 5, "cross_type_gb_per_s": 1.5}

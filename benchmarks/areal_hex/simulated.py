@@ -22,7 +22,7 @@ from baton.simulator.result import summarise
 from baton.simulator.run import simulate
 from baton.simulator.setting import Setting
 from baton.simulator.sources import PlanSource, Wishes
-from baton.workload import lognormal
+from baton.specs.workload import lognormal
 from benchmarks.areal_hex.run import CLUSTERS, HOMOGENEOUS, MEASURED, TABLE_1, cluster, question, scaled
 from benchmarks.machine import machine
 

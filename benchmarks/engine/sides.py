@@ -20,8 +20,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from workload import LONGEST_TOKENS, PROMPT_TOKENS, Request, load, tokenizer
 
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.cache import prefill_cache
-from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.embedded.cache import prefill_cache
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Trajectory
 
 SLOTS = 64

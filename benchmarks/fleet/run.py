@@ -69,8 +69,8 @@ def on_cluster(directory: Path, overrides: list[str], vllm: str | None) -> dict[
     from plans import plan_of, replica, stage
     from ray.cluster_utils import Cluster
 
-    from baton.fleet.inventory import machines
-    from baton.plan import write_plan
+    from baton.cluster.inventory import machines
+    from baton.specs.plan import write_plan
 
     size = {"num_cpus": 1, "object_store_memory": 150 * 2**20}
     nodes = Cluster(
@@ -131,7 +131,7 @@ def train(directory: Path, overrides: list[str], options: list[str]) -> dict[str
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     wall_s = time.perf_counter() - begin
-    from baton.metrics import read_metrics
+    from baton.records.metrics import read_metrics
 
     rows = read_metrics(directory / "r")
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
@@ -149,7 +149,7 @@ def train(directory: Path, overrides: list[str], options: list[str]) -> dict[str
 
 def granted(run: Path) -> dict[str, int]:
     """How many trajectories each worker finished, by the trace."""
-    from baton.trace import read_trace
+    from baton.records.trace import read_trace
 
     spans = read_trace(run)
     return dict(Counter(s.actor for s in spans if s.name == "generate" and s.facts.get("ended") == "finish"))

@@ -11,7 +11,7 @@ import torch
 from shapes import PROMPT_TOKENS, Scale, make_model, spec_of, synchronize
 
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Trajectory
 
 _WARM_STEPS = 3

@@ -12,16 +12,16 @@ import torch
 from decode import make_engine, prompt_of
 from shapes import PROMPT_TOKENS, Scale
 
-from baton.bench.lengths import ScriptedLengths
-from baton.bench.rollout import CONTROL, bench_engine, sides_of
+from baton.profile.bench import CONTROL, bench_engine, sides_of
+from baton.profile.bench_lengths import ScriptedLengths
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.result import summarise
 from baton.simulator.run import simulate
 from baton.simulator.script import Work
 from baton.simulator.setting import EngineSpec, Setting
 from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.specs.workload import constant, lognormal
 from baton.types import Prompt
-from baton.workload import constant, lognormal
 
 TAIL = 4.0
 """The longest length over the mean."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from baton.cluster import Gpu, gpu_types
-from baton.model import ModelSpec, model_spec
+from baton.specs.cluster import Gpu, gpu_types
+from baton.specs.model import ModelSpec, model_spec
 
 _QWEN3 = {
     "num_hidden_layers": 28,

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from baton.cluster import Cluster, ClusterSettings
-from baton.model import read_model
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
-from baton.workload import Workload, WorkloadSettings
+from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.model import read_model
+from baton.specs.workload import Workload, WorkloadSettings
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "areal_hex" / "models"

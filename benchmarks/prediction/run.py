@@ -21,15 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from baton.config import load_recipe
 from baton.cost.efficiency import CalibrationSettings
-from baton.metrics import read_metrics
-from baton.model import read_model
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs
-from baton.planning import read_cluster, workload_of_run
-from baton.runs import RunDirectory
-from baton.workload import measured as lengths
+from baton.recipe.load import load_recipe
+from baton.recipe.workload import read_cluster, workload_of_run
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.specs.model import read_model
+from baton.specs.workload import measured as lengths
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

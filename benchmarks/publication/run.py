@@ -27,17 +27,18 @@ import torch
 import zstandard
 from safetensors.torch import load_file, save_file
 
-from baton.build import build_loop
-from baton.config import Recipe, load_recipe
-from baton.evaluation import Evaluation
 from baton.policy.tensors import weights_digest
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.records.evaluation import Evaluation
+from baton.run.assemble import build_loop
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
+from baton.weights.flat_buffer import as_published, stretched
 from baton.weights.publish import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store
-from baton.weights.stretch import as_published, stretched
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

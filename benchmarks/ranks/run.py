@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
-from baton.launch.ranks import LocalRanks
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.balance import Share, balanced
 from baton.trainer.batch import Row, under_budget
 from baton.trainer.make import make_trainer
-from baton.trainer.ranked import RankedTrainer
-from baton.trainer.ranks import TrainerSetup
+from baton.trainer.parallel.balance import Share, balanced
+from baton.trainer.parallel.local_ranks import LocalRanks
+from baton.trainer.parallel.messages import TrainerSetup
+from baton.trainer.parallel.ranked_trainer import RankedTrainer
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import Trainer
 from baton.types import (

@@ -23,7 +23,7 @@ from pathlib import Path
 from blake3 import blake3
 from safetensors.numpy import load_file
 
-from baton.metrics import read_metrics
+from baton.records.metrics import read_metrics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -23,11 +23,12 @@ from typing import Any
 
 import tomli_w
 
-from baton.config import Recipe, load_recipe
 from baton.cost.efficiency import CalibrationSettings
-from baton.metrics import read_metrics
-from baton.planning import workload_of_run
-from baton.runs import RunDirectory
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.recipe.workload import workload_of_run
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
 from baton.simulator.run import simulate
 from baton.simulator.sources import RecipeSource, Wishes, recorded_groups
 

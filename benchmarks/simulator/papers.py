@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from baton.cost.efficiency import RatesSettings
-from baton.model import read_model
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings, Rules
@@ -24,9 +23,10 @@ from baton.simulator.script import Work
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.sources import PlanSource, Wishes
 from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.specs.model import read_model
+from baton.specs.workload import Workload, WorkloadSettings, constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.provisioning import Provisioning
-from baton.workload import Workload, WorkloadSettings, constant, lognormal
 from benchmarks.areal_hex.run import HERE as HEX
 from benchmarks.areal_hex.run import cluster
 from benchmarks.machine import machine

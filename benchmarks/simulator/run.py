@@ -18,10 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from baton.cluster import gpu_types
 from baton.cost.efficiency import Efficiency
 from baton.cost.generate import Place, replica_layers
-from baton.model import model_spec
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.result import summarise
@@ -30,8 +28,10 @@ from baton.simulator.script import Work
 from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
+from baton.specs.cluster import gpu_types
+from baton.specs.model import model_spec
+from baton.specs.workload import WorkloadSettings, constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
-from baton.workload import WorkloadSettings, constant, lognormal
 from benchmarks.machine import machine
 
 HERE = Path(__file__).parent

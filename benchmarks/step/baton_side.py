@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from turns import RECIPE, SAME, Turns, own_stdout
 
-from baton.build import build_loop
-from baton.config import Recipe, load_recipe
-from baton.evaluation import Evaluation
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.records.evaluation import Evaluation
+from baton.run.assemble import build_loop
 
 
 class Watcher:

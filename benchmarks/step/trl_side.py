@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from turns import RECIPE, SAME, Turns, own_stdout
 
-from baton.config import Recipe, load_recipe
 from baton.policy.tokenizer import Tokenizer
-from baton.tasks.rewards import Judge
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.rewards.scorer import Judge
 from baton.tasks.stream import PromptStream, TaskMixture
 
 STEPS = 400

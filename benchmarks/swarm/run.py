@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from baton.metrics import read_metrics
+from baton.records.metrics import read_metrics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -26,14 +26,24 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from baton.config import Recipe, load_recipe
 from baton.policy.load import end_ids, load_model, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.rescore import Rescorer
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.embedded.rescore import Rescorer
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.verify import DEFAULTS, Calibration, Outcome, Tolerance, Verdict, WorkerClass, judge, pooled
+from baton.swarm.verification.verify import (
+    DEFAULTS,
+    Calibration,
+    Outcome,
+    Tolerance,
+    Verdict,
+    WorkerClass,
+    judge,
+    pooled,
+)
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 

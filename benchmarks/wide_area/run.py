@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from baton.metrics import read_metrics  # noqa: E402
+from baton.records.metrics import read_metrics  # noqa: E402
 from baton.swarm.provisioning import Provisioning  # noqa: E402
 from baton.weights.store import Store  # noqa: E402
 from tests.swarm.shaping_proxy import Shape, ShapingProxy  # noqa: E402

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from baton.cluster import Gpu
 from baton.cost.efficiency import Efficiency
 from baton.cost.generate import Place
-from baton.model import ModelSpec
-from baton.workload import Workload, constant
+from baton.specs.cluster import Gpu
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload, constant
 
 MODEL = ModelSpec(
     name="round",

@@ -18,7 +18,7 @@ from baton.cost.generate import (
     split_layers,
     weight_bytes,
 )
-from baton.workload import constant, measured
+from baton.specs.workload import constant, measured
 from tests.cost.round_numbers import GPU, IDEAL, MODEL, PLACE, WORK
 
 

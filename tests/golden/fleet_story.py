@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from neutral import SUPERVISION, VERSIONS, Draw, Log, Message, Record
 
-from baton.fleet.placement import Placement, Post
-from baton.fleet.supervision import Supervision, SupervisionRules
-from baton.swarm.have_want import HaveWant, HaveWantRules
+from baton.cluster.placement import Placement, Post
+from baton.cluster.supervision import Supervision, SupervisionRules
+from baton.swarm.version_sync import HaveWant, HaveWantRules
 
 EVENTS = 50
 MACHINES = "abcde"

@@ -101,10 +101,11 @@ def make_model(path: Path) -> None:
 
 def make_run(mode: str) -> None:
     """Train two steps, and die in the third, whose batch is recorded: no checkpoint contains it."""
-    from baton.build import build_loop
-    from baton.config import Recipe, load_recipe
     from baton.console import Console
-    from baton.progress import TerminalObserver
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+    from baton.run.assemble import build_loop
+    from baton.views.terminal.progress import TerminalObserver
 
     file = Path(f"{mode}.toml")
     file.write_text(re.sub(r"\n\n+", "\n\n", RECIPE.format(mode=mode, **KEYS[mode])))

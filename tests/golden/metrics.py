@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tomli_w
 
-from baton.swarm.status import HubStatus, prometheus
+from baton.swarm.hub.status import HubStatus, prometheus
 from tests.golden.make_run import HERE as RUNS
 from tests.golden.make_run import KEYS, RECIPE
 from tests.golden.wire import CANONICAL
@@ -52,11 +52,12 @@ def recipe_of(name: str, directory: Path) -> tuple[Path, tuple[str, ...]]:
 
 def names_of(name: str, directory: Path) -> set[str]:
     """Train, in a directory that is the working directory; return the names of the metrics."""
-    from baton.build import build_loop
-    from baton.config import Recipe, load_recipe
     from baton.console import Console
-    from baton.metrics import read_metrics
-    from baton.progress import TerminalObserver
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+    from baton.records.metrics import read_metrics
+    from baton.run.assemble import build_loop
+    from baton.views.terminal.progress import TerminalObserver
 
     file, overrides = recipe_of(name, directory)
     recipe = load_recipe(Recipe, file, overrides)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from baton.cluster import placement as pl
+from baton.cluster import supervision as sv
 from baton.errors import UserError
-from baton.fleet import placement as pl
-from baton.fleet import supervision as sv
 from baton.rollout import events as ro
-from baton.swarm import have_want as hw
 from baton.swarm import lease_events as ev
+from baton.swarm import version_sync as hw
 from baton.types import PolicyVersion
 
 T = TypeVar("T")

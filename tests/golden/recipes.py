@@ -8,9 +8,10 @@ from typing import Any
 
 import tomli_w
 
-from baton.algorithms import list_algorithms
-from baton.config import Recipe, WarmStart, load_recipe
-from baton.runs import without_none
+from baton.recipe.load import load_recipe
+from baton.recipe.presets import list_algorithms
+from baton.recipe.recipe import Recipe, WarmStart
+from baton.records.run_directory import without_none
 
 HERE = Path(__file__).parent / "recipes"
 RECIPES = Path(__file__).parents[2] / "recipes"

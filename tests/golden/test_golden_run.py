@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from baton import cli
+from baton.cli import main as cli
 from baton.errors import UserError
 from baton.files import verify
 from tests.golden.make_run import HERE, KINDS, MODES, kinds_of

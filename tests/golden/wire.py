@@ -16,37 +16,28 @@ from typing import Any
 
 import msgspec
 
-from baton.evaluation import Evaluation
-from baton.journal import Issued, StreamPlace
-from baton.keys import Key
-from baton.launch import protocol
-from baton.launch.frames import FrameSocket
-from baton.loop import LoopState
-from baton.plan import Plan
-from baton.report.summary import RunReport
-from baton.run_lock import Holder
-from baton.runs import RecordedEvaluation
-from baton.show import ShownTrajectory
+from baton.frames import FrameSocket
+from baton.recipe.keys import Key
+from baton.records.evaluation import Evaluation
+from baton.records.journal import Issued, StreamPlace
+from baton.records.run_directory import RecordedEvaluation
+from baton.records.run_lock import Holder
+from baton.records.trace.spans import Span
+from baton.rewards import calls
+from baton.rollout.processes import protocol
+from baton.run.loop import LoopState
+from baton.specs.plan import Plan
 from baton.swarm import messages
 from baton.swarm.audit import AuditLine
-from baton.swarm.inspector import Conviction
-from baton.swarm.quarantine import Lifted
-from baton.swarm.relay import RelayTicket
-from baton.swarm.status import HubStatus
-from baton.tasks.judging import calls
-from baton.trace.spans import Span
-from baton.trainer import ranks
+from baton.swarm.hub.relay import RelayTicket
+from baton.swarm.hub.status import HubStatus
+from baton.swarm.verification.policy import Conviction
+from baton.swarm.verification.quarantine import Lifted
 from baton.trainer.checkpoint import State
-from baton.types import (
-    Batch,
-    FinishReason,
-    Group,
-    Judged,
-    Judgement,
-    Prompt,
-    Segment,
-    Trajectory,
-)
+from baton.trainer.parallel import messages as ranks
+from baton.types import Batch, FinishReason, Group, Judged, Judgement, Prompt, Segment, Trajectory
+from baton.views.summary import RunReport
+from baton.views.terminal.trajectories import ShownTrajectory
 from tests.golden.canonical import Canonical, members, tag_of
 
 FILE = Path(__file__).parent / "wire.json"

@@ -40,7 +40,7 @@ TARGET = 0.95
 """Least share of the mutants that are not equivalent which the tests must notice, in each module."""
 
 TESTS = {
-    "buffer": ["tests/test_buffer.py", "tests/rollout/test_scheduler_laws.py"],
+    "rollout/buffer": ["tests/rollout/test_buffer.py", "tests/rollout/test_scheduler_laws.py"],
     "trainer/losses": ["tests/trainer/test_losses.py", "tests/trainer/test_objectives.py"],
     "trainer/advantages": ["tests/trainer/test_advantages.py"],
     "trainer/corrections": ["tests/trainer/test_corrections.py"],

@@ -9,14 +9,14 @@ from itertools import product
 
 import numpy as np
 
-from baton.cluster import Cluster, ClusterSettings
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import Place, largest_batch, replica_cost
 from baton.cost.publish import publish_s
 from baton.cost.train import microbatches, stage_bytes, stage_terms, table_params
-from baton.model import ModelSpec, model_spec
 from baton.planner.instance import Inputs
-from baton.workload import Workload, WorkloadSettings
+from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.model import ModelSpec, model_spec
+from baton.specs.workload import Workload, WorkloadSettings
 
 Chosen = Sequence[tuple[int, int, int] | None]
 """(stages, tp, dp) on each type, or no part in training."""

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.cluster import Cluster
 from baton.cost.efficiency import Efficiencies
 from baton.errors import UserError
-from baton.plan import Plan, read_plan, write_plan
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
+from baton.specs.cluster import Cluster
+from baton.specs.plan import Plan, read_plan, write_plan
 from tests.planner.planner_cases import QUICK, cluster, inputs, model, work
 
 NODES = st.lists(

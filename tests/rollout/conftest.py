@@ -9,7 +9,7 @@ from engine_cases import driver, embedded, load, model_paths, tokenizer
 from sglang_cases import server, sglang, skeleton
 
 from baton.rollout.engine import Engine, EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.fake import FakeEngine
 from baton.types import PolicyVersion
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.engine import Engine, EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.types import FromWorker, Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
 VOCABULARY = 80

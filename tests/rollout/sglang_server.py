@@ -28,8 +28,8 @@ from typing import Any
 from aiohttp import web
 from safetensors.torch import load_file
 
-from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.sglang_engine import SglangEngine
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.sglang.engine import SglangEngine
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Trajectory
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

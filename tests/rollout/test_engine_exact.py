@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Mis
 
 from baton.errors import UserError
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.network import Network, prefill_shape
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.embedded.network import Network, prefill_shape
 from baton.rollout.engines.sampling import noise_key, uniforms
 from baton.types import PolicyVersion, Segment
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.rollout.engines.graphs import GraphedSteps, Step
+from baton.rollout.engines.embedded.graphs import GraphedSteps, Step
 
 pytestmark = pytest.mark.numerics
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from baton.rollout.engines.packed import PackedLinears
+from baton.rollout.engines.embedded.packed import PackedLinears
 
 pytestmark = pytest.mark.numerics
 

@@ -12,8 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines import row_attention
-from baton.rollout.engines.network import Network
+from baton.rollout.engines.embedded import row_attention
+from baton.rollout.engines.embedded.network import Network
 
 pytestmark = pytest.mark.numerics
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import Recipe, load_recipe
 from baton.errors import UserError
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.kinds import check_server, chosen
+from baton.rollout.engines.factory import check_server, chosen
 from baton.rollout.overprovision import Measured, next_overprovision
 from baton.rollout.settings import RolloutSettings
 

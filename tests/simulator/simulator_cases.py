@@ -10,8 +10,8 @@ from baton.simulator.script import Work
 from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
-from baton.workload import constant, lognormal
 
 MODES = ("sync", "partial", "async")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from simulator_cases import swarm
 
-from baton.config import load_recipe
 from baton.errors import UserError
+from baton.recipe.load import load_recipe
 from baton.simulator.faults import FaultSettings, FaultsSettings
 from baton.simulator.run import Options, build, simulate
 

@@ -15,8 +15,8 @@ from baton.simulator.script import Script, Work
 from baton.simulator.setting import EngineSpec, JudgeSpec, Setting
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.simulator.tracing import Spans
+from baton.specs.workload import constant, lognormal
 from baton.swarm.provisioning import Provisioning
-from baton.workload import constant, lognormal
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,9 +8,7 @@ import msgspec
 import pytest
 from simulator_cases import rules
 
-from baton.cluster import ClusterSettings
 from baton.cost.efficiency import RatesSettings
-from baton.model import model_spec
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.simulator.result import summarise
@@ -19,7 +17,9 @@ from baton.simulator.script import RecordedGroup, Script, Work
 from baton.simulator.setting import EngineSpec, Setting
 from baton.simulator.sources import PlanSource, Wishes
 from baton.simulator.timing import FlatSpeed, TrainSpeed
-from baton.workload import WorkloadSettings, constant, lognormal
+from baton.specs.cluster import ClusterSettings
+from baton.specs.model import model_spec
+from baton.specs.workload import WorkloadSettings, constant, lognormal
 
 
 @pytest.mark.parametrize("seed", range(4))

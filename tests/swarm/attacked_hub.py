@@ -71,15 +71,15 @@ _frames: Counter[str] = Counter()
 
 
 def _count_frames() -> None:
-    import baton.swarm.line
+    import baton.swarm.hub.worker_connection
 
-    decode = baton.swarm.line.decode_from_worker
+    decode = baton.swarm.hub.worker_connection.decode_from_worker
 
     def counting(frame: bytes) -> FromWorker:
         _frames["in"] += 1
         return decode(frame)
 
-    baton.swarm.line.decode_from_worker = counting
+    baton.swarm.hub.worker_connection.decode_from_worker = counting
 
 
 def _answer(question: str) -> int:
@@ -101,12 +101,12 @@ def _main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from swarm_bench import SwarmBench
 
-    import baton.swarm.requests
+    import baton.swarm.hub.requests
     from baton.swarm.auth import Role
     from baton.swarm.listen import Listen
 
     directory, files, *pem = sys.argv[1:]
-    baton.swarm.requests.REQUESTS_PER_S, baton.swarm.requests.BURST = REQUESTS_PER_S, BURST
+    baton.swarm.hub.requests.REQUESTS_PER_S, baton.swarm.hub.requests.BURST = REQUESTS_PER_S, BURST
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(files) // 2, int(files)))  # the hub raises it by itself
     _count_frames()
     listen = Listen.parse("127.0.0.1:0", *map(Path, pem))

@@ -24,28 +24,28 @@ from typing import Any
 import msgspec
 import torch
 
-import baton.swarm.hub
-import baton.swarm.worker
-from baton.journal import StreamPlace
+import baton.swarm.hub.hub
+import baton.swarm.worker.worker
 from baton.policy.tensors import weights_digest
+from baton.records.journal import StreamPlace
+from baton.rollout.controller import Runner
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.parts import Parts
-from baton.rollout.runner import Runner
 from baton.rollout.settings import RolloutSettings
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Role, TokenFile
-from baton.swarm.checks import Limits, check_report
-from baton.swarm.desk import Desk, Outside
-from baton.swarm.hub import Hub, HubParts
+from baton.swarm.hub.hub import Hub, HubParts
+from baton.swarm.lease_broker import Desk, Outside
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import Listen
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
-from baton.swarm.pace import Pace
-from baton.swarm.port import PortParts, SwarmPort
+from baton.swarm.throughput import Pace
 from baton.swarm.transfer import model_digest
-from baton.swarm.worker import SwarmWorker, WorkerOptions
+from baton.swarm.transport import PortParts, SwarmPort
+from baton.swarm.verification.checks import Limits, check_report
+from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 from baton.types import (
     FinishReason,
     FromPort,
@@ -489,15 +489,15 @@ class SwarmBench:
 @contextmanager
 def quick() -> Iterator[None]:
     """Let hub and workers be impatient, so that a test need not wait for them."""
-    known = baton.swarm.hub.TICK_S, baton.swarm.worker.LONGEST_WAIT_S
-    baton.swarm.hub.TICK_S, baton.swarm.worker.LONGEST_WAIT_S = 0.05, 0.1
+    known = baton.swarm.hub.hub.TICK_S, baton.swarm.worker.worker.LONGEST_WAIT_S
+    baton.swarm.hub.hub.TICK_S, baton.swarm.worker.worker.LONGEST_WAIT_S = 0.05, 0.1
     try:
         yield
     finally:
-        baton.swarm.hub.TICK_S, baton.swarm.worker.LONGEST_WAIT_S = known
+        baton.swarm.hub.hub.TICK_S, baton.swarm.worker.worker.LONGEST_WAIT_S = known
 
 
 def hello(key: str = "", *, slots: int = 4, serves: PolicyVersion | None = None, leases: Sequence[int] = ()) -> Hello:
     """What a worker says that is ready."""
-    kind = baton.swarm.worker.WorkerClass("cpu", "float32", "fake")
+    kind = baton.swarm.worker.worker.WorkerClass("cpu", "float32", "fake")
     return Hello(key, kind, model_digest(MODEL), slots, serves, tuple(leases))

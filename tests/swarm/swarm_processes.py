@@ -27,11 +27,11 @@ import msgspec
 import pytest
 import tomli_w
 
-from baton.metrics import read_metrics
-from baton.runs import RunDirectory
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
 from baton.swarm.auth import Role, TokenFile, write_private
+from baton.swarm.hub.status import HubStatus, WorkerStatus
 from baton.swarm.scratch import Scratch
-from baton.swarm.status import HubStatus, WorkerStatus
 
 DEADLINE_S = 120.0
 """For anything that is waited for: only a failure takes so long."""
@@ -39,10 +39,10 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "tests.swarm.swarm_processes",
-        "baton.cli",
-        "baton.build",
-        "baton.report",
-        "baton.swarm.worker",
+        "baton.cli.main",
+        "baton.run.assemble",
+        "baton.views.pages",
+        "baton.swarm.worker.worker",
         "tests.small_reward",
     ]
 )
@@ -190,7 +190,7 @@ def _as_command(arguments: list[str], log: str, faults: WorkerFaults | None, nam
         _enter(namespace)
     if faults is not None:
         _break(faults)
-    from baton.cli import main
+    from baton.cli.main import main
 
     main()
 
@@ -204,8 +204,8 @@ def _enter(namespace: str) -> None:
 
 
 def _break(faults: WorkerFaults) -> None:
-    from baton.rollout.engines.embedded import EmbeddedEngine
-    from baton.swarm import worker
+    from baton.rollout.engines.embedded.engine import EmbeddedEngine
+    from baton.swarm.worker import worker
     from baton.weights.shared import SharedMemory
 
     if faults.is_elsewhere:

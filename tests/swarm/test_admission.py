@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.swarm.admission import AUTHENTICATE_S, Admission, Places, RateLimit, network_of
+from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, Places, RateLimit, network_of
 from baton.swarm.messages import Heartbeat, encode
 from tests.swarm.attacked_hub import BURST, REQUESTS_PER_S, AttackedHub, attacked_hub
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine
-from baton.swarm.checks import Limits, check_report
+from baton.swarm.verification.checks import Limits, check_report
 from baton.types import Author, FinishReason, Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

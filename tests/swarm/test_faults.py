@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.metrics import read_metrics
+from baton.records.metrics import read_metrics
 from tests.swarm.shaping_proxy import Meddler, Shape, ShapingProxy
 from tests.swarm.swarm_processes import (
     Outcome,

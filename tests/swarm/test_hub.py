@@ -20,15 +20,15 @@ from swarm_bench import LINEAGE, MODEL, SwarmBench, hello, quick, version_of, wa
 
 from baton.errors import UserError
 from baton.swarm.auth import Role, TokenFile, digest_of
-from baton.swarm.examiner import Examiner
-from baton.swarm.hub import Hub
-from baton.swarm.inspector import Conviction, InspectionSettings, Inspector
+from baton.swarm.hub.hub import Hub
+from baton.swarm.hub.overview import overview
+from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import Listen
 from baton.swarm.messages import Admitted, Heard, Rejected, decode_from_hub, encode
-from baton.swarm.overview import overview
-from baton.swarm.quarantine import Quarantine
-from baton.swarm.status import HubStatus, prometheus
-from baton.swarm.verify import Calibration, violation
+from baton.swarm.verification.policy import Conviction, InspectionSettings, Inspector
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.verification.service import Examiner
+from baton.swarm.verification.verify import Calibration, violation
 
 pytestmark = pytest.mark.timing
 

@@ -19,25 +19,16 @@ import msgspec
 import pytest
 from swarm_bench import SwarmBench, hello, quick, wait_until
 
-import baton.swarm.admission
-import baton.swarm.line
-import baton.swarm.sending
-from baton.fault import Fault
+import baton.swarm.hub.admission
+import baton.swarm.hub.sending
+import baton.swarm.hub.worker_connection
+from baton.errors import Fault
 from baton.rollout.engine import EngineStats
 from baton.swarm.auth import Role
-from baton.swarm.messages import (
-    MAX_FRAME_BYTES,
-    Admitted,
-    Heartbeat,
-    Hello,
-    Leaving,
-    Rejected,
-    decode_from_hub,
-    encode,
-)
-from baton.swarm.requests import Requests
+from baton.swarm.hub.requests import Requests
+from baton.swarm.messages import MAX_FRAME_BYTES, Admitted, Heartbeat, Hello, Leaving, Rejected, decode_from_hub, encode
 from baton.types import FinishReason, PolicyVersion, Report, Retry, Segment
-from baton.weights.places import Body
+from baton.weights.storage import Body
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -293,7 +284,7 @@ def test_raw_nonsense_over_http_is_answered_or_hung_up_on(bench):
 
 
 def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkeypatch):
-    monkeypatch.setattr(baton.swarm.admission, "AUTHENTICATE_S", 1.0)
+    monkeypatch.setattr(baton.swarm.hub.admission, "AUTHENTICATE_S", 1.0)
     door = bench.hub.door
     memory, turned_away = memory_mb(), door.turned_away
     lines = []
@@ -317,7 +308,7 @@ def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkey
 
 
 def test_who_never_says_hello_is_hung_up_on(bench, monkeypatch):
-    monkeypatch.setattr(baton.swarm.line, "PREPARE_SILENCE_S", 0.2)
+    monkeypatch.setattr(baton.swarm.hub.worker_connection, "PREPARE_SILENCE_S", 0.2)
 
     async def work(session: aiohttp.ClientSession) -> None:
         line = await connect(session, bench)
@@ -331,9 +322,9 @@ def test_who_never_says_hello_is_hung_up_on(bench, monkeypatch):
 
 def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypatch):
     """It asks without end, and takes no answer off its connection."""
-    monkeypatch.setattr(baton.swarm.peers, "MAX_UNSENT_BYTES", 2**20)
+    monkeypatch.setattr(baton.swarm.hub.peers, "MAX_UNSENT_BYTES", 2**20)
     monkeypatch.setattr(Requests, "delay_s", lambda self, grant: 0.0)  # it would take longer otherwise
-    monkeypatch.setattr(baton.swarm.line, "CLOSE_S", 0.2)
+    monkeypatch.setattr(baton.swarm.hub.worker_connection, "CLOSE_S", 0.2)
     memory = memory_mb()
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -359,7 +350,7 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
 
 
 def test_who_does_not_take_a_body_off_is_hung_up_on(bench, monkeypatch):
-    monkeypatch.setattr(baton.swarm.sending, "STALL_S", 0.3)
+    monkeypatch.setattr(baton.swarm.hub.sending, "STALL_S", 0.3)
     monkeypatch.setattr(Store, "chunk_body", lambda self, digest: Body(20_000_000, lambda offset, size: bytes(size)))
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -36,8 +36,8 @@ from baton.swarm.lease_events import (
     WorkerWeighed,
 )
 from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.lease_state import Owner
 from baton.swarm.leases import LeaseTable
-from baton.swarm.tracked import Owner
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swarm_bench import hello
 
-from baton.errors import UserError
-from baton.fault import Fault
+from baton.errors import Fault, UserError
 from baton.rollout.engine import EngineStats
 from baton.swarm.messages import (
     PROTOCOL,
@@ -29,17 +28,7 @@ from baton.swarm.messages import (
     decode_from_worker,
     encode,
 )
-from baton.types import (
-    Abort,
-    FinishReason,
-    Lease,
-    PolicyVersion,
-    Report,
-    Retry,
-    SamplingParams,
-    Segment,
-    Trajectory,
-)
+from baton.types import Abort, FinishReason, Lease, PolicyVersion, Report, Retry, SamplingParams, Segment, Trajectory
 
 VERSION = PolicyVersion("a", 3, "d" * 64)
 SEGMENT = Segment((1, 2), (-0.1, -1e-9), 3, routing=(b"\x00", b"\xff"))

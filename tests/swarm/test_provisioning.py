@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.swarm.pace import Pace
 from baton.swarm.provisioning import Provisioning
+from baton.swarm.throughput import Pace
 
 pytestmark = pytest.mark.timing
 

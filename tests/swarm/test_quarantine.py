@@ -14,23 +14,23 @@ import msgspec
 import pytest
 import torch
 
-from baton.build import build_loop
-from baton.config import Recipe
 from baton.console import Console
 from baton.errors import UserError
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
-from baton.progress import TerminalObserver
-from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.skeleton import skeleton_engine
-from baton.runs import RunDirectory
+from baton.recipe.recipe import Recipe
+from baton.records.run_directory import RunDirectory
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.embedded.from_config import skeleton_engine
+from baton.run.assemble import build_loop
 from baton.swarm.auth import Grant, Role, TokenFile
 from baton.swarm.messages import Welcome
-from baton.swarm.quarantine import Quarantine
-from baton.swarm.worker import SwarmWorker, WorkerOptions
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.types import FinishReason, FromWorker, Lease, PolicyVersion, Report
+from baton.views.terminal.progress import TerminalObserver
 
 pytestmark = pytest.mark.timing
 
@@ -60,7 +60,7 @@ def recipe(model: Path, directory: Path) -> Recipe:
             "model": {"path": str(model), "device": "cpu"},
             "task": [{"name": "chain_sum", "form": "compact", "params": {"max_terms": 3, "max_digits": 1}}],
             "answer": {"format": "last_line", "instruct": False},
-            "reward": [{"kind": "function", "function": "tests.test_resume:evenness", "isolate": False}],
+            "reward": [{"kind": "function", "function": "tests.run.test_resume:evenness", "isolate": False}],
             "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12, "stall_timeout_s": 60},
             "engine": {"slots": 16, "max_context_tokens": 64},
             "trainer": {"lr": 1e-3},

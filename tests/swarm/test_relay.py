@@ -19,8 +19,8 @@ from yarl import URL
 
 from baton.errors import UserError, WeightsFault
 from baton.policy.tensors import weights_digest
+from baton.swarm.hub.relay import FORGET_AFTER_S, Relay, RelayList, RelayOptions, RelayTicket
 from baton.swarm.listen import Listen
-from baton.swarm.relay import FORGET_AFTER_S, Relay, RelayList, RelayOptions, RelayTicket
 from baton.swarm.transfer import HttpSource
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
@@ -191,7 +191,7 @@ def test_strangers_at_a_relay_give_way_to_each_other_and_keep_no_worker_out(
     tmp_path: Path, published: tuple[Store, PolicyVersion, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, version, _ = published
-    monkeypatch.setattr("baton.swarm.door.raised_file_limit", lambda: 64)  # 8 places for strangers
+    monkeypatch.setattr("baton.swarm.hub.listener.raised_file_limit", lambda: 64)  # 8 places for strangers
 
     async def scenario() -> None:
         async with running(Origin(store), tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:

@@ -15,15 +15,15 @@ import pytest
 from swarm_bench import SwarmBench, hello, quick, wait_until
 from typer.testing import CliRunner
 
+from baton.cli.token import token_app
 from baton.errors import UserError
 from baton.rollout import stall
 from baton.rollout.stall import LONGEST_LOOK_S, StallWatch
 from baton.swarm.auth import Role
-from baton.swarm.inspector import Conviction
 from baton.swarm.messages import encode
-from baton.swarm.quarantine import Quarantine
-from baton.swarm.verify import violation
-from baton.token_command import token_app
+from baton.swarm.verification.policy import Conviction
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.verification.verify import violation
 
 pytestmark = pytest.mark.timing
 

@@ -16,7 +16,7 @@ from swarm_bench import BenchWorker, SwarmBench, quick, wait_until
 
 from baton.errors import DeadlineExceeded, EngineFault
 from baton.rollout import stall
-from baton.swarm import port as port_module
+from baton.swarm import transport as port_module
 
 pytestmark = pytest.mark.timing
 

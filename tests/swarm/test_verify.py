@@ -25,9 +25,9 @@ from verify_cases import (
 )
 
 from baton.policy.load import end_ids
-from baton.rollout.engines.rescore import Rescorer
+from baton.rollout.engines.embedded.rescore import Rescorer
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.verify import (
+from baton.swarm.verification.verify import (
     DEFAULTS,
     Calibration,
     Outcome,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.metrics import read_metrics
+from baton.records.metrics import read_metrics
 from tests.swarm.shaping_proxy import Shape, ShapingProxy
 from tests.swarm.swarm_processes import Outcome, Swarm, assert_same, outcome, swarm
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from baton.errors import DeadlineExceeded
-from baton.swarm.worker import SwarmWorker, WorkerOptions
+from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 
 pytestmark = pytest.mark.timing
 

@@ -15,10 +15,10 @@ from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.rescore import Rescorer
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.embedded.rescore import Rescorer
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.verify import DEFAULTS, Verdict, judge
+from baton.swarm.verification.verify import DEFAULTS, Verdict, judge
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
 NOISE_SEED = 7

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from baton.errors import UserError
+from baton.rewards.scorer import Judge, RewardSettings
 from baton.tasks.dataset import FileTask
-from baton.tasks.rewards import Judge, RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.tasks.task import Problem
 from baton.types import Message

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from task_cases import mixture
 
 from baton.errors import UserError
-from baton.tasks.answer import extract_answer
+from baton.rewards.answer import extract_answer
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrate, demonstrations
 from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from task_cases import mixture
 
 from baton.errors import UserError
-from baton.tasks.judging.settings import JudgeSettings
-from baton.tasks.rewards import Judge, RewardSettings
+from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.settings import JudgeSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.types import FailureCause, Prompt
 

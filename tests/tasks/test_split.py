@@ -10,8 +10,9 @@ import pytest
 import reasoning_gym
 from task_cases import FOUR, mixture
 
-from baton.config import WarmStart, load_recipe
 from baton.errors import TaskExhausted
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import WarmStart
 from baton.tasks.compact import canonical_problem
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
 from baton.tasks.gym import BLOCK, GymTask

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from task_cases import FOUR, mixture
 
 from baton.errors import UserError
-from baton.tasks.answer import INSTRUCTIONS
+from baton.rewards.answer import INSTRUCTIONS
 from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
 
 TWO = ("chain_sum", "basic_arithmetic")

@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.launch.frames import FrameSocket, frame_socket_of, frame_sockets
-from baton.launch.ranks import MAX_FRAME_BYTES, LocalRanks
-from baton.trainer.ranks import Place, decode_to_rank, encode
+from baton.frames import FrameSocket, frame_socket_of, frame_sockets
+from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES, LocalRanks
+from baton.trainer.parallel.messages import Place, decode_to_rank, encode
 
 SIZE = 4
 
@@ -61,7 +61,7 @@ class LentRanks(LocalRanks):
 
 
 def serve(parent: FrameSocket) -> None:
-    from baton.trainer.rank_server import RankServer
+    from baton.trainer.parallel.rank_server import RankServer
 
     server: RankServer | None = None
     with contextlib.suppress(EOFError, OSError):
@@ -77,7 +77,7 @@ def serve(parent: FrameSocket) -> None:
 
 
 def main(descriptors: list[int]) -> None:
-    import baton.trainer.rank_server  # noqa: F401  so that it is imported once for all
+    import baton.trainer.parallel.rank_server  # noqa: F401  so that it is imported once for all
 
     children = []
     for own in descriptors:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from trainer_cases import make_group, policy
 
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.balance import Share, balanced
 from baton.trainer.batch import IDLE_ROW, MiniBatch, cut, rows, with_advantages
+from baton.trainer.parallel.balance import Share, balanced
 
 COSTS = st.lists(st.floats(0.1, 1e4), max_size=60)
 

@@ -10,14 +10,14 @@ from trainer_cases import are_bit_equal, make_trainer, parameters, random_batch,
 from transformers import AutoModelForCausalLM
 
 from baton.errors import EngineFault, UserError
-from baton.model import read_model
 from baton.policy import adapters
 from baton.policy.load import load_model
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import policy_tensors
-from baton.rollout.engines.network import Network
+from baton.rollout.engines.embedded.network import Network
+from baton.specs.model import read_model
 from baton.trainer import make
-from baton.trainer.ranks import TrainerSetup
+from baton.trainer.parallel.messages import TrainerSetup
 from baton.types import PolicyVersion
 
 pytestmark = pytest.mark.numerics

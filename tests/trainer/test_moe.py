@@ -15,10 +15,10 @@ from transformers import (
 from baton.errors import EngineFault, UserError
 from baton.policy.settings import LoraSettings
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.embedded import EmbeddedEngine
-from baton.rollout.engines.network import Network
-from baton.rollout.port import LocalPort
-from baton.rollout.sweep import Request, Sweep
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.embedded.network import Network
+from baton.rollout.eval_rollout import Request, Sweep
+from baton.rollout.transport import LocalPort
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import cut, rows
 from baton.types import Batch, Group, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Segment, Trajectory

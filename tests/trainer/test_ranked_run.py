@@ -12,19 +12,19 @@ import torch
 from rank_pool import RankPool
 from safetensors.torch import load_file
 
-from baton import build
-from baton.config import Recipe
 from baton.console import Console
 from baton.errors import Damaged, RankLost
 from baton.files import verify
-from baton.launch.ranks import LocalRanks
-from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
-from baton.progress import TerminalObserver
-from baton.runs import RunDirectory
+from baton.recipe.recipe import Recipe
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.run import assemble as build
 from baton.trainer.checkpoint import latest_checkpoint
-from tests.stopping import StopWhen
+from baton.trainer.parallel.local_ranks import LocalRanks
+from baton.views.terminal.progress import TerminalObserver
+from tests.run.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
@@ -47,7 +47,7 @@ def recipe(model: Path, directory: Path, ranks: int = 2) -> Recipe:
         "model": {"path": str(model), "device": "cpu"},
         "task": [{"name": "chain_sum", "form": "compact", "params": {"max_terms": 3, "max_digits": 1}}],
         "answer": {"format": "last_line", "instruct": False},
-        "reward": [{"kind": "function", "function": "tests.test_resume:evenness", "isolate": False}],
+        "reward": [{"kind": "function", "function": "tests.run.test_resume:evenness", "isolate": False}],
         "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12},
         "engine": {"slots": 16, "max_context_tokens": 64},
         "trainer": {"lr": 1e-3, "decay": "linear", "ranks": ranks},

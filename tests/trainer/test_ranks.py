@@ -25,14 +25,14 @@ from trainer_cases import (
 from transformers import AutoModelForCausalLM
 
 from baton.errors import RankLost, TrainingDiverged, UserError
-from baton.launch.ranks import LocalRanks
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import weights_digest
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
-from baton.trainer.ranked import RankedTrainer
-from baton.trainer.ranks import TrainerSetup
+from baton.trainer.parallel.local_ranks import LocalRanks
+from baton.trainer.parallel.messages import TrainerSetup
+from baton.trainer.parallel.ranked_trainer import RankedTrainer
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import Trainer
 from baton.types import Batch, PolicyVersion

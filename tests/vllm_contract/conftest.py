@@ -45,7 +45,7 @@ def vllm_paths(model_paths, tokenizer) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def started(vllm_paths):
     """The engine that vLLM was started for; others share its line."""
-    from baton.rollout.engines.kinds import engine_of_model
+    from baton.rollout.engines.factory import engine_of_model
 
     settings = EngineSettings(kind="vllm", vllm=EAGER, **SHAPE)
     engine = engine_of_model(vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
@@ -61,7 +61,7 @@ def same_weights(load):
 @pytest.fixture
 def vllm(started, load, tokenizer) -> Iterator[Callable[..., object]]:
     """Build an engine upon the vLLM that runs: `vllm("qwen3", report_every_tokens=4)`, with version 0 of that model."""
-    from baton.rollout.engines.vllm_engine import VllmEngine
+    from baton.rollout.engines.vllm.engine import VllmEngine
 
     def build(name: str = "qwen3", *, end_ids: tuple[int, ...] = (), **settings: object) -> VllmEngine:
         shape = EngineSettings(kind="vllm", vllm=EAGER, **{"slots": 8, "max_context_tokens": 128, **settings})

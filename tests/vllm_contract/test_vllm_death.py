@@ -48,7 +48,7 @@ def _state(pid: int) -> str:
 
 
 def build(path: str, **changes: object):
-    from baton.rollout.engines.kinds import engine_of_model
+    from baton.rollout.engines.factory import engine_of_model
 
     settings = EngineSettings(kind="vllm", vllm=SHAPE, **{**SETTINGS, **changes})
     return engine_of_model(path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")

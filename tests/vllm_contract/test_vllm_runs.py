@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import tomli_w
 
-from baton.metrics import read_metrics
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
+from baton.records.metrics import read_metrics
 from baton.swarm.auth import Role, TokenFile, write_private
-from baton.swarm.status import HubStatus
+from baton.swarm.hub.status import HubStatus
 from tests.swarm.swarm_processes import recipe_tree
 
 ROOT = Path(__file__).parents[2]

@@ -109,7 +109,7 @@ def test_a_damaged_marker_marks_nothing(tmp_path):
 
 
 def test_a_thousand_publications_and_fetches_leave_files_memory_and_descriptors_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("baton.weights.places.flush_to_disk", lambda path: None)  # two thousand of them take seconds
+    monkeypatch.setattr("baton.weights.storage.flush_to_disk", lambda path: None)  # two thousand of them take seconds
     run = Run(tmp_path / "store", anchor_every=10)
     fetcher = Fetcher([StoreSource(run.store)], cache=ChunkCache(tmp_path / "cache", max_bytes=3000))
     tensors = {"embed": torch.randn(20, 10).bfloat16(), "norm": torch.ones(7).bfloat16()}

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import WeightsFault
-from baton.weights.bands import band_limits
+from baton.weights.bitstream import Reader, Writer
 from baton.weights.delta import decode, encode
-from baton.weights.positions import read_mask, write_mask
-from baton.weights.streams import Reader, Writer
+from baton.weights.magnitude_buckets import band_limits
+from baton.weights.rice import read_mask, write_mask
 
 
 def coded_and_back(new: np.ndarray, base: np.ndarray | None):

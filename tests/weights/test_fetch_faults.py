@@ -15,10 +15,10 @@ from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
 from baton.weights.manifest import Chunk, Manifest, Part, Way, decode_manifest, encode_manifest
-from baton.weights.places import LocalPlace
 from baton.weights.publish import Publisher
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
+from baton.weights.storage import LocalPlace
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing

@@ -16,8 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from baton.errors import WeightsFault
 from baton.types import PolicyVersion
-from baton.weights import places
-from baton.weights.places import RemotePlace
+from baton.weights import storage as places
+from baton.weights.storage import RemotePlace
 from baton.weights.store import Store
 
 PATIENCE_S = 120

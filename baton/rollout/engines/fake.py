@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.rollout.engine import EngineSettings, EngineStats
-from baton.rollout.engines.book import LeaseBook, Row
+from baton.rollout.engines.slot_table import LeaseBook, Row
 from baton.types import FromWorker, Lease, PolicyVersion
 
 END_ID = 0

@@ -1,1 +1,0 @@
-"""Measurements that a user can make of his own machine, recipe and model."""

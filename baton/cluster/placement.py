@@ -1,0 +1,245 @@
+"""Which trainer rank and which worker stands on which machine: a plan and the machines there are, to posts.
+
+No I/O. A plan's machines are found by their names where these are there and of the right type; for the others any
+machine of the type with enough GPUs will do. A post is one process and takes one bundle of resources:
+
+    trainer    one rank per GPU of its stage; on machines of type CPU one rank per machine, with a thread per core
+    workers    one per replica, with all its GPUs; on machines of type CPU with a thread per core
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from baton.cluster.inventory import CPU, Machine
+from baton.errors import UserError
+from baton.recipe.support import check_support
+from baton.specs.plan import Plan, Replica
+
+FEWEST_SLOTS = 8
+"""Of a worker: see `baton worker --slots`."""
+
+
+class Post(msgspec.Struct, frozen=True):
+    """One process and its place."""
+
+    name: str
+    role: Literal["rank", "worker"]
+    machine: str
+    """Name of the machine, as the plan knows it."""
+    gpu: str
+    gpu_ids: tuple[str, ...]
+    """Of the plan."""
+    resources: dict[str, float]
+    """What Ray is asked for."""
+    threads: int
+    """Of torch, on a CPU."""
+    slots: int = 0
+    """Trajectories that a worker generates at once."""
+    share: float = 0.0
+    """Of the batch's trajectories, by the plan."""
+    weight: float = 1.0
+    """What the plan expects of one of a worker's slots, against the mean of all workers."""
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def words(self) -> str:
+        """For people: what is where."""
+        what = f"{len(self.gpu_ids)} {'core' if self.gpu == CPU else self.gpu}{'s' if len(self.gpu_ids) > 1 else ''}"
+        share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
+        return f"{self.name} on {self.machine}: {what}{share}"
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """All posts of a plan, and the machines they are on."""
+
+    ranks: tuple[Post, ...]
+    workers: tuple[Post, ...]
+    names: dict[str, str]
+    """Machine's id → what the plan calls it; of all machines."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Name → id."""
+        return {name: node for node, name in self.names.items()}
+
+    @property
+    def training_machines(self) -> frozenset[str]:
+        """Names of those whose loss ends the trainer."""
+        return frozenset(post.machine for post in self.ranks)
+
+
+def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
+    """Return the posts of a plan. Raises UserError for what does not fit.
+
+    here: id of the controller's machine; rank 0 is there when the trainer has a part of it. first_worker: number of
+    the first worker: names are never given twice.
+    """
+    check_support({"plan": _plan_shape(plan)})
+    names = match(plan, machines)
+    by_name = {names[machine.id]: machine for machine in machines}
+    ranks, notes = _ranks(plan, by_name, here)
+    workers = _workers(plan, by_name, first_worker)
+    return Placement(ranks, workers, names, notes)
+
+
+def _plan_shape(plan: Plan) -> tuple[str, ...]:
+    """What a plan is on the axis `plan` of `support.toml`."""
+    stages = plan.training.stages
+    is_split = len(stages) > 1 or any(stage.tp > 1 for stage in stages)
+    shapes = {"colocated": plan.is_colocated, "mixed_gpus": len({stage.gpu for stage in stages}) > 1}
+    found = tuple(name for name, is_so in {**shapes, "model_parallel": is_split}.items() if is_so)
+    return found or ("data_parallel",)
+
+
+def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
+    """Return what the plan calls each machine, by id. Raises UserError where it needs one that is not there."""
+    wanted = _wanted(plan)
+    free = {machine.name: machine for machine in machines}
+    found: dict[str, str] = {}
+    for name, (gpu, num) in wanted.items():
+        machine = free.get(name)
+        if machine is not None and machine.gpu == gpu and machine.num_gpus >= num:
+            found[free.pop(name).id] = name
+    named = set(found.values())
+    for name, (gpu, num) in sorted(wanted.items(), key=lambda one: (-one[1][1], one[0])):
+        if name in named:
+            continue
+        fitting = [m for m in free.values() if m.gpu == gpu and m.num_gpus >= num]
+        if not fitting:
+            left = ", ".join(f"{m.name} with {m.num_gpus} {m.gpu or 'of no known type'}" for m in free.values())
+            raise UserError(
+                f"the plan needs a machine {name} with {num} {gpu}; the cluster has none left: "
+                f"{left or 'all its machines have another part'}"
+            )
+        chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
+        found[free.pop(chosen.name).id] = name
+    taken = set(found.values())
+    for machine in free.values():  # a name of the plan's that another machine has got now
+        found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
+    return found
+
+
+def machines_of(plan: Plan) -> frozenset[str]:
+    """Return the names of the machines that a plan gives work to."""
+    return frozenset(_wanted(plan))
+
+
+def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
+    """Of each machine of a plan: its GPU type and how many GPUs it has at least."""
+    wanted: dict[str, tuple[str, int]] = {}
+    seen: set[str] = set()
+    parts = [(stage.gpu, stage.gpu_ids) for stage in plan.training.stages]
+    for gpu, gpu_ids in [*parts, *((replica.gpu, replica.gpu_ids) for replica in plan.replicas)]:
+        for gpu_id in gpu_ids:
+            name, _, index = gpu_id.rpartition(":")
+            if not name or not index.isdecimal():
+                raise UserError(f"--plan: a GPU is called {gpu_id!r}; allowed is MACHINE:INDEX")
+            known, num = wanted.get(name, (gpu, 0))
+            if gpu_id in seen or known != gpu:
+                raise UserError(f"--plan: {gpu_id} has two jobs, or its machine two types of GPU: plan anew")
+            seen.add(gpu_id)
+            wanted[name] = (gpu, max(num, int(index) + 1))
+    return wanted
+
+
+def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tuple[Post, ...], tuple[str, ...]]:
+    stages = plan.training.stages
+    gpu, gpu_ids = stages[0].gpu, plan.training.gpu_ids
+    by_machine: dict[str, list[str]] = {}
+    for gpu_id in gpu_ids:
+        by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
+    order = sorted(by_machine, key=lambda name: machines[name].id != here)
+    seats = [
+        ids for name in order for ids in ([by_machine[name]] if gpu == CPU else [[one] for one in by_machine[name]])
+    ]
+    posts = tuple(_post(f"rank-{rank}", "rank", gpu, ids, machines) for rank, ids in enumerate(seats))
+    notes = []
+    if len(stages) > 1 or stages[0].tp > 1:
+        shape = f"{len(stages)} stages" if len(stages) > 1 else f"tensor parallel over {stages[0].tp}"
+        notes.append(
+            f"the plan trains in {shape}; here its {len(gpu_ids)} {gpu} are {len(posts)} ranks of sharded data"
+        )
+    return posts, tuple(notes)
+
+
+def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[Post, ...]:
+    slots = [max(FEWEST_SLOTS, replica.batch) for replica in plan.replicas]
+    rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
+    mean = sum(rates) / max(1, len(rates)) or 1.0
+    posts = []
+    for index, (replica, num, rate) in enumerate(zip(plan.replicas, slots, rates, strict=True)):
+        spread = sorted({gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids})
+        if len(spread) > 1:
+            raise UserError(
+                f"--plan: replica {index} lies on {' and '.join(spread)}; a worker is on one machine: a plan for "
+                "machines with more GPUs, or for a smaller model, has none such"
+            )
+        post = _post(f"worker-{first + index}", "worker", replica.gpu, replica.gpu_ids, machines)
+        posts.append(
+            msgspec.structs.replace(
+                post, slots=num, share=replica.share, weight=max(rate / mean, 1e-3), tp=replica.tp, pp=replica.pp
+            )
+        )
+    return tuple(posts)
+
+
+def _post(
+    name: str, role: Literal["rank", "worker"], gpu: str, gpu_ids: Sequence[str], machines: Mapping[str, Machine]
+) -> Post:
+    where = gpu_ids[0].rpartition(":")[0]
+    machine, num = machines[where], len(gpu_ids)
+    resources = {unit: float(num) for unit in machine.units}
+    cores = machine.cpus * num / machine.num_gpus
+    if CPU not in resources and cores > 0:  # one at most: the others of a GPU machine are for whoever needs them
+        resources[CPU] = int(min(1.0, cores) * 1000) / 1000
+    threads = 1 if "GPU" in resources else max(1, int(cores))
+    return Post(name, role, where, gpu, tuple(gpu_ids), resources, threads)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """From the workers there are to those of another plan."""
+
+    kept: tuple[Post, ...]
+    """Under their old names, with their new shares."""
+    ended: tuple[Post, ...]
+    begun: tuple[Post, ...]
+
+
+def change(now: Sequence[Post], wanted: Sequence[Post]) -> Change:
+    """Say which workers stay: those with the same GPUs in the same shape."""
+    left = {_shape(post): post for post in now}
+    kept, begun = [], []
+    for post in wanted:
+        same = left.pop(_shape(post), None)
+        if same is None:
+            begun.append(post)
+        else:
+            kept.append(msgspec.structs.replace(post, name=same.name))
+    return Change(tuple(kept), tuple(left.values()), tuple(begun))
+
+
+def _shape(post: Post) -> tuple[object, ...]:
+    return frozenset(post.gpu_ids), post.tp, post.pp, post.slots
+
+
+def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
+    """Return a plan less the replicas on some machines, the others' shares made whole again; None where that is none:
+    the trainer was there, or no replica is left.
+    """
+
+    def is_left(replica: Replica) -> bool:
+        return not machines & {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
+
+    left = [replica for replica in plan.replicas if is_left(replica)]
+    if not left or machines & {gpu_id.rpartition(":")[0] for gpu_id in plan.training.gpu_ids}:
+        return None
+    total = sum(replica.share for replica in left) or 1.0
+    return msgspec.structs.replace(
+        plan, replicas=tuple(msgspec.structs.replace(replica, share=replica.share / total) for replica in left)
+    )

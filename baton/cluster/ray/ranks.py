@@ -1,0 +1,147 @@
+"""Trainer ranks as actors of a Ray cluster, one placement group for all of them: see `trainer/parallel/messages.py`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from baton.cluster.inventory import Machine
+from baton.cluster.placement import Post
+from baton.cluster.ray.actors import RankSeat
+from baton.cluster.ray.connection import GET_S, RayCluster, first_line
+from baton.errors import BatonError, Fault, RankLost
+from baton.trainer.parallel.messages import (
+    FAULT_GRACE_S,
+    HOW_TO_GO_ON,
+    FromRank,
+    Place,
+    ToRank,
+    decode_from_rank,
+    encode,
+    error_of,
+)
+
+START_DEADLINE_S: Final = 120.0
+"""For Ray to grant the bundles and start the actors."""
+CLOSE_GRACE_S: Final = 5.0
+
+
+class RayRanks:
+    """Actors as `Ranks`. A rank that dies, or whose machine does, is noticed at once."""
+
+    def __init__(self, cluster: RayCluster, posts: Sequence[Post], machines: Mapping[str, Machine]) -> None:
+        """Start the actors. machines: by the names of the posts. Raises RankLost where one cannot start."""
+        self._cluster, self._posts = cluster, list(posts)
+        self._is_here = machines[posts[0].machine].id == cluster.here
+        self._actors: list[Any] = []
+        self._group = cluster.reserve([(machines[post.machine].id, post.resources) for post in posts], "baton-trainer")
+        seat = cluster.ray.remote(RankSeat)
+        try:
+            self._await_group(machines)
+            for rank, post in enumerate(posts):
+                place = Place(rank=rank, size=len(posts), threads=post.threads)
+                actor = seat.options(**cluster.options(self._group, rank, post.resources, post.threads))
+                address = machines[post.machine].address
+                self._actors.append(actor.remote(encode(place), str(Path.cwd()), address))
+            pids = [actor.pid.remote() for actor in self._actors]
+            self.pids: list[int] = self._gather(pids, "Place", START_DEADLINE_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        return len(self._posts)
+
+    def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
+        data = self._cluster.ray.put(encode(message))  # once to each machine
+        futures = [actor.handle.remote(data) for actor in self._actors]
+        answers = self._gather(futures, type(message).__name__, timeout_s)
+        return [decode_from_rank(answer) for answer in answers]
+
+    def bring(self, path: str) -> Path:
+        """Through the object store, unless rank 0 is on this machine."""
+        if self._is_here:
+            return Path(path)
+        data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]
+        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        handle, name = tempfile.mkstemp(prefix="baton-version-", dir=shared)
+        with os.fdopen(handle, "wb") as file:
+            file.write(memoryview(data))
+        return Path(name)
+
+    def close(self) -> None:
+        actors, self._actors = self._actors, []
+        ray = self._cluster.ray
+        with suppress(Exception):  # they may be gone, or hang in a collective: then they are killed below
+            ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_GRACE_S)
+        for actor in actors:
+            with suppress(Exception):
+                ray.kill(actor)
+        with suppress(Exception):  # as above: of a cluster that is gone nothing need be given back
+            self._cluster.release(self._group)
+
+    def _await_group(self, machines: Mapping[str, Machine]) -> None:
+        ready, until_s = self._group.ready(), time.monotonic() + START_DEADLINE_S
+        while not self._cluster.ray.wait([ready], timeout=1.0)[0]:
+            alive = self._cluster.alive()
+            for post in self._posts:
+                if machines[post.machine].id not in alive:
+                    raise RankLost(f"trainer {post.name} cannot begin: its machine {post.machine} is gone")
+            if time.monotonic() > until_s:
+                asked = "; ".join(f"{post.name} on {post.machine}: {_amounts(post.resources)}" for post in self._posts)
+                raise RankLost(
+                    f"Ray did not grant the trainer its places in {START_DEADLINE_S:.0f} s ({asked}): "
+                    "somebody else has them"
+                )
+
+    def _gather(self, futures: list[Any], what: str, timeout_s: float) -> list[Any]:
+        """Return what all say. When one is lost, silent or at fault, see `Ranks.ask`."""
+        ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        try:
+            while len(answers) < len(futures):
+                waiting = {future: rank for rank, future in enumerate(futures) if rank not in answers}
+                ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    names = ", ".join(self._name(rank) for rank in waiting.values())
+                    raise RankLost(f"trainer {names} did not answer {what} in {timeout_s:.0f} s; {HOW_TO_GO_ON}")
+                for future in ready:
+                    answers[waiting[future]] = self._get(future, waiting[future])
+                    if _is_fault(answers[waiting[future]]):
+                        deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
+        except RankLost as lost:
+            self.close()
+            raise _cause(lost, answers) from lost
+        return [answers[rank] for rank in range(len(futures))]
+
+    def _get(self, future: Any, rank: int) -> Any:
+        try:
+            return self._cluster.ray.get(future, timeout=GET_S)
+        except self._cluster.ray.exceptions.RayTaskError as error:
+            raise RankLost(f"trainer {self._name(rank)} cannot go on: {error.cause}; {HOW_TO_GO_ON}") from error
+        except self._cluster.ray.exceptions.RayError as error:
+            raise RankLost(f"trainer {self._name(rank)} is gone: {first_line(error)}; {HOW_TO_GO_ON}") from error
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._posts[rank].machine}"
+
+
+def _is_fault(answer: Any) -> bool:
+    return isinstance(answer, bytes) and isinstance(decode_from_rank(answer), Fault)
+
+
+def _cause(lost: RankLost, answers: Mapping[int, Any]) -> BatonError | OSError:
+    """Return the named error that another rank had answered with, else the loss itself."""
+    said = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
+    error = error_of(said)
+    return lost if error is None or isinstance(error, RankLost) else error
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())

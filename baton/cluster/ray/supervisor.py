@@ -1,0 +1,292 @@
+"""The workers of a run on a Ray cluster: carries out what `cluster/supervision.py` decides.
+
+| thread  | consumes                        | produces                  | waits for    | unblocked by        |
+|---------|---------------------------------|---------------------------|--------------|---------------------|
+| crew    | actors' ends, nodes, the clock  | events; actors begin, end | the next end | Ray, or half a second |
+| planner | machines, the plan carried out  | the next plan             | the solver   | its time limit      |
+
+The hub's and the runner's threads only read `weight` and what has failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from baton.clock import begin
+from baton.cluster import supervision as sv
+from baton.cluster.inventory import Machine
+from baton.cluster.placement import Placement, Post
+from baton.cluster.ray.actors import GRACE_S, WorkerSeat, WorkerStart
+from baton.cluster.ray.connection import GET_S, RayCluster, first_line
+from baton.cluster.replanning import Answer
+from baton.errors import EngineFault, RankLost
+from baton.swarm.listen import is_loopback
+from baton.swarm.supervisor import HubAccess
+from baton.trainer.parallel.messages import HOW_TO_GO_ON
+
+POLL_S: Final = 0.5
+START_DEADLINE_S: Final = 120.0
+"""For Ray to grant a worker's bundle and start its actor."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrewParts:
+    """What a crew works with."""
+
+    cluster: RayCluster
+    placement: Placement
+    machines: Callable[[Mapping[str, str]], tuple[Machine, ...]]
+    """Asks the cluster. Given: names by id that hold."""
+    replan: Callable[[tuple[Machine, ...], Mapping[str, str]], Answer]
+    options: Callable[[Post], tuple[str, ...]]
+    """What a worker is told of its engine beside the recipe."""
+    device: str
+    say: Callable[[str], None]
+    rules: sv.SupervisionRules | None = None
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A worker's actor."""
+
+    post: Post
+    group: Any
+    actor: Any
+    watch: Any
+    """Future of its end."""
+    pid: Any
+    """Future of its beginning; None once that is known."""
+    since_s: float
+
+
+class RayCrew:
+    """The run's ranks and workers as actors on a Ray cluster, and the thread that supervises them."""
+
+    def __init__(self, parts: CrewParts) -> None:
+        self._parts = parts
+        self._supervision = sv.Supervision(parts.placement, parts.rules)
+        self._names = dict(parts.placement.names)
+        """Of machines that are there, by id."""
+        self._known = {m.id: m for m in parts.machines(self._names)}
+        self._weights = {post.name: post.weight for post in parts.placement.workers}
+        self._tokens: dict[str, str] = {}
+        self._seats: dict[str, _Seat] = {}
+        self._leaving: list[tuple[_Seat, Any, float]] = []
+        """(seat, future of its leave, until when)"""
+        self.pids: dict[str, int] = {}
+        """Of workers' processes, by name."""
+        self._plan: Future[Answer] | None = None
+        self._hub: HubAccess | None = None
+        self._fault: Exception | None = None
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="crew", daemon=True)
+
+    # ---- from other threads ------------------------------------------------------------------------------------------
+
+    def begin(self, hub: HubAccess) -> None:
+        self._hub = hub
+        self._thread.start()
+
+    def weight(self, name: str) -> float:
+        return self._weights.get(name, 1.0)
+
+    def look_after(self) -> None:
+        """Raises RankLost when a machine that trains is gone, EngineFault when no worker is left."""
+        if self._fault is not None:
+            raise self._fault
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * GRACE_S)
+        for seat in list(self._seats.values()):
+            self._dismiss(seat)
+        self._seats.clear()
+        while self._leaving:
+            self._see_off()
+            time.sleep(0.02)
+
+    # ---- in the crew's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._obey(self._supervision.start())
+            while not self._stopping.is_set():
+                self._await_ends()
+                self._look_at_machines()
+                self._look_at_plan()
+                self._see_off()
+                self._handle(sv.Tick(time.monotonic()))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the runner's thread must hear of it
+            self._fault = self._fault or error
+
+    def _handle(self, event: sv.Event) -> None:
+        self._obey(self._supervision.handle(event))
+
+    def _obey(self, commands: list[sv.Command]) -> None:
+        for command in commands:
+            match command:
+                case sv.Begin(post=post):
+                    self._begin(post)
+                case sv.End(name=name, cause=cause, is_there=is_there):
+                    self._end(name, cause, is_there=is_there)
+                case sv.Weigh(post=post):
+                    self._weights[post.name] = post.weight
+                    self._access.weigh(post.name, post.weight)
+                    self._parts.say(f"{post.words}, from now on")
+                case sv.Replan():
+                    machines = tuple(self._known.values())
+                    names = dict(self._names)
+                    self._plan = begin(lambda machines=machines, names=names: self._parts.replan(machines, names))  # type: ignore[misc]
+                case sv.TrainerLost(machine=machine):
+                    self._fault = self._fault or RankLost(f"machine {machine}, which trains, is gone; {HOW_TO_GO_ON}")
+                case sv.Fail(cause=cause):
+                    self._fault = self._fault or EngineFault(cause)
+                case sv.Say(text=text):
+                    self._parts.say(text)
+
+    @property
+    def _access(self) -> HubAccess:
+        assert self._hub is not None, "a crew acts before it has begun"
+        return self._hub
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, post: Post) -> None:
+        parts, cluster = self._parts, self._parts.cluster
+        node = next(node for node, name in self._names.items() if name == post.machine)
+        self._weights[post.name] = post.weight
+        group = cluster.reserve([(node, post.resources)], f"baton-{post.name}")
+        seat = cluster.ray.remote(WorkerSeat).options(
+            **cluster.options(group, 0, post.resources, post.threads), max_concurrency=4
+        )
+        actor = seat.remote(self._start(post))
+        self._seats[post.name] = _Seat(post, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic())
+        parts.say(post.words)
+
+    def _start(self, post: Post) -> WorkerStart:
+        access = self._access
+        if post.name not in self._tokens:
+            self._tokens[post.name] = access.token(post.name)
+        where = urlsplit(access.url)
+        host = where.hostname or ""
+        if host in ("0.0.0.0", "::"):
+            host = self._parts.cluster.own_address
+        url = f"{where.scheme}://{f'[{host}]' if ':' in host else host}:{where.port}"
+        return WorkerStart(
+            name=post.name,
+            url=url,
+            token=self._tokens[post.name],
+            certificate=access.certificate,
+            is_insecure=where.scheme == "http" and not is_loopback(host),
+            slots=post.slots,
+            threads=post.threads,
+            device=self._parts.device,
+            options=self._parts.options(post),
+        )
+
+    def _await_ends(self) -> None:
+        """Wait half a second at most for a worker to begin or end."""
+        ray, now_s = self._parts.cluster.ray, time.monotonic()
+        futures: dict[Any, str] = {}
+        for name, seat in self._seats.items():
+            futures |= {seat.watch: name} | ({seat.pid: name} if seat.pid is not None else {})
+        if not futures:
+            self._stopping.wait(POLL_S)
+            return
+        ready, _ = ray.wait(list(futures), timeout=POLL_S)
+        for future in ready:
+            name = futures[future]
+            if name in self._seats and future is self._seats[name].pid:
+                self._learn_pid(name, self._seats[name])
+            elif name in self._seats:
+                self._ended(name, self._last_words(future))
+        for name, seat in list(self._seats.items()):
+            if seat.pid is not None and now_s - seat.since_s > START_DEADLINE_S:
+                asked = ", ".join(f"{amount:g} {what}" for what, amount in seat.post.resources.items())
+                self._ended(name, f"was not started by Ray in {START_DEADLINE_S:.0f} s: somebody else has its {asked}")
+
+    def _learn_pid(self, name: str, seat: _Seat) -> None:
+        ray = self._parts.cluster.ray
+        future, seat.pid = seat.pid, None
+        with suppress(ray.exceptions.RayError):  # its watch says why
+            self.pids[name] = ray.get(future, timeout=GET_S)
+            self._handle(sv.Began(time.monotonic(), name))
+
+    def _last_words(self, future: Any) -> str:
+        ray = self._parts.cluster.ray
+        try:
+            words: str = ray.get(future, timeout=GET_S)
+        except ray.exceptions.RayError as error:
+            return f"ended with its actor: {first_line(error)}"
+        return words
+
+    def _ended(self, name: str, cause: str) -> None:
+        """What a worker held is given back at once, not when the hub has missed it long enough."""
+        seat = self._seats.pop(name)
+        self.pids.pop(name, None)
+        self._access.gone(name, cause[:300])
+        self._discard(seat)
+        self._handle(sv.Ended(time.monotonic(), name, cause))
+
+    def _end(self, name: str, cause: str, *, is_there: bool) -> None:
+        seat = self._seats.pop(name, None)
+        self.pids.pop(name, None)
+        if seat is None:
+            return
+        if is_there:
+            self._parts.say(f"{name} on {seat.post.machine} {cause}")
+            self._dismiss(seat)
+        else:
+            self._access.gone(name, cause)
+            self._discard(seat)
+
+    def _dismiss(self, seat: _Seat) -> None:
+        """Have a worker leave, and see it off later."""
+        with suppress(Exception):  # of an actor that is gone
+            self._leaving.append((seat, seat.actor.leave.remote(), time.monotonic() + GRACE_S + 5.0))
+
+    def _see_off(self) -> None:
+        ray = self._parts.cluster.ray
+        for one in list(self._leaving):
+            seat, future, until_s = one
+            try:
+                is_done = bool(ray.wait([future], timeout=0)[0])
+            except Exception:  # noqa: BLE001  # a cluster that is gone has no actors
+                is_done = True
+            if is_done or time.monotonic() > until_s:
+                self._leaving.remove(one)
+                self._discard(seat)
+
+    def _discard(self, seat: _Seat) -> None:
+        with suppress(Exception):  # of an actor, or a cluster, that is gone
+            self._parts.cluster.ray.kill(seat.actor)
+        with suppress(Exception):
+            self._parts.cluster.release(seat.group)
+
+    # ---- machines ----------------------------------------------------------------------------------------------------
+
+    def _look_at_machines(self) -> None:
+        there = {machine.id: machine for machine in self._parts.machines(self._names)}
+        for node in [node for node in self._known if node not in there]:
+            self._known.pop(node)
+            self._handle(sv.MachineLost(time.monotonic(), self._names.pop(node)))
+        for node, machine in there.items():
+            if node not in self._known:
+                self._known[node], self._names[node] = machine, machine.name
+                if machine.gpu is None:
+                    self._parts.say(f"machine {machine.name} is there, but cannot be planned with: {machine.why}")
+                else:
+                    self._handle(sv.MachineJoined(time.monotonic(), machine.name))
+
+    def _look_at_plan(self) -> None:
+        if self._plan is not None and self._plan.done():
+            answer, self._plan = self._plan.result(), None
+            self._handle(sv.Planned(time.monotonic(), answer.workers, answer.words))

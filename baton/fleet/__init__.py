@@ -1,1 +1,0 @@
-"""A plan made real: what is placed where on a cluster, and looked after."""

@@ -1,1 +1,0 @@
-"""Other processes: how they are started, spoken to and ended."""

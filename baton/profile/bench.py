@@ -1,0 +1,348 @@
+"""`baton bench rollout`: the modes of [rollout] take turns on one engine, with long-tailed, scripted lengths.
+
+What is measured is the rollout side alone: the trainer takes no time, and every version has the same weights, loaded
+anew each time. `sync_2x` is the control that tells over-provision from mere concurrency: sync with as many groups as
+`partial` keeps open, whose batch feeds several train steps.
+
+The bound is the engine at full width all the time: (tokens / slots) × the mean time of a step in which every slot was
+taken, as measured here, plus each prompt's prefill once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from baton.errors import UserError
+from baton.profile.bench_lengths import ScriptedLengths
+from baton.records.journal import StreamPlace
+from baton.rollout.controller import Runner
+from baton.rollout.engine import Engine, EngineSettings
+from baton.rollout.engines.fake import FakeEngine
+from baton.rollout.parts import Parts, Source
+from baton.rollout.settings import Mode, RolloutSettings, Rules
+from baton.rollout.transport import LocalPort
+from baton.types import FromPort, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Trajectory
+
+CONTROL = "sync_2x"
+WARM_UP_STEPS = 2
+"""Steps of each mode that are not counted: carrying has to come to its steady state."""
+
+
+class ModeResult(msgspec.Struct, frozen=True):
+    """One mode, over all its turns."""
+
+    mode: str
+    steps: int
+    tokens: int
+    """Of delivered batches."""
+    seconds: float
+    """On one processor where the engine runs on a CPU, else on the wall."""
+    tokens_per_s: float
+    over_sync: float | None
+    over_control: float | None
+    """Against sync with as many groups as partial keeps open; None where it was not measured."""
+    occupancy: float
+    """Decode rows that carried a trajectory."""
+    of_bound: float
+    """Time that the bound takes ÷ time taken."""
+    full_step_ms: float | None
+    """A decode step with every slot taken, as far as this mode had any: all rows scan as far as the longest."""
+    reprefilled_frac: float
+    """Tokens prefilled again after they were put down, per token."""
+    mean_staleness: float
+    """Versions, of the oldest token of each trajectory."""
+    rounds_tokens_per_s: tuple[float, ...]
+    """Of each round: the spread."""
+
+
+class BenchResult(msgspec.Struct, frozen=True):
+    """What `baton bench rollout` found."""
+
+    clock: str
+    """`processor`, `wall`, or `steps`: every decode step takes the same time, whatever its width."""
+    slots: int
+    mean_tokens: float
+    longest_tokens: int
+    between: float
+    within: float
+    full_step_ms: float
+    """A decode step with every slot taken."""
+    step_ms_by_width: dict[int, float]
+    """Mean time of a decode step without a prefill, by its width: the curve that the bound comes from."""
+    prefill_ms_per_token: float
+    bound_over_sync: float | None
+    """The most that any mode could reach."""
+    modes: tuple[ModeResult, ...]
+
+
+class TimedPort(LocalPort):
+    """Notes what each step of the engine took."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        super().__init__(engine)
+        self.clock = clock
+        self.lease_ids = itertools.count()
+        self.steps: list[tuple[int, int, float]] = []
+        """(decode width, prefilled tokens, seconds) of each step."""
+
+    def receive(self, timeout_s: float) -> Sequence[FromPort]:
+        before, begin_s = self.stats(), self.clock()
+        messages = super().receive(timeout_s)
+        after = self.stats()
+        prefilled = after.prefilled_tokens - before.prefilled_tokens
+        self.steps.append((after.decode_rows - before.decode_rows, prefilled, self.clock() - begin_s))
+        return messages
+
+
+class FlatPort(TimedPort):
+    """A clock that goes on by one second with each decode step."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, lambda: float(engine.stats.decode_steps))
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Takes no time."""
+        self.engine.load_weights(tensors, version)
+
+
+class _NoJudges:
+    """Says at once that all went well, by halves."""
+
+    sees_groups = False
+
+    def __init__(self) -> None:
+        self._waiting: list[Judged] = []
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        self._waiting += [Judged(t, Judgement(float(t.sample_index % 2), {}, False)) for t in trajectories]
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        found, self._waiting = self._waiting, []
+        return found
+
+
+class Side:
+    """One mode's runner and its account."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: RolloutSettings,
+        port: TimedPort,
+        source: Source,
+        prompt_ids: Callable[[Prompt], tuple[int, ...]],
+        lengths: ScriptedLengths,
+        tensors: Mapping[str, Any],
+    ) -> None:
+        self.name, self._port, self._tensors = name, port, tensors
+        self._sampling = {n: SamplingParams(n) for n in range(1, lengths.longest + 1)}
+        parts = Parts(
+            port,
+            source,
+            _NoJudges(),
+            prompt_ids=prompt_ids,
+            text=lambda ids: "",
+            sampling=lambda group_id, sample_index: self._sampling[lengths.length(group_id, sample_index)],
+            noise_seed=1,
+            lease_ids=port.lease_ids,
+        )
+        self._runner = Runner(parts, settings.rules())
+        self._version = -1
+        self._held = ExitStack()
+        """Keeps this mode from leasing while another one has the engine."""
+        self.tokens, self.seconds, self.steps = 0, 0.0, 0
+        self.rounds: list[float] = []
+        self.decode_rows = self.decoded = self.reprefilled = self.prompt_tokens = 0
+        self.staleness: list[int] = []
+        self.full_steps_s: list[float] = []
+
+    def turn(self, steps: int, *, is_counted: bool = True) -> None:
+        """So many steps, on the engine that the other modes use as well; ends with nothing running."""
+        self._take_engine()
+        before, first_step = self._port.stats(), len(self._port.steps)
+        begin_s, tokens = self._port.clock(), 0
+        for _ in range(steps):
+            groups = self._runner.next_batch()
+            self._version += 1
+            self._publish()
+            if is_counted:
+                tokens += sum(m.trajectory.num_tokens for g in groups for m in g.members)
+                self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) for g in groups)
+        seconds, after = self._port.clock() - begin_s, self._port.stats()
+        self._held.enter_context(self._runner.paused())
+        counts = self._runner.scheduler.take_step_counts()
+        if is_counted:
+            self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + steps
+            self.rounds.append(tokens / seconds)
+            own = self._port.steps[first_step:]
+            self.full_steps_s += [s for width, prefilled, s in own if width >= self._port.slots and not prefilled]
+            self.decode_rows += after.decode_rows - before.decode_rows
+            self.decoded += after.decoded_tokens - before.decoded_tokens
+            self.reprefilled += counts.reprefilled_tokens
+            self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
+
+    def _take_engine(self) -> None:
+        """Begin, or go on after another mode has had the engine."""
+        if self._version < 0:
+            self._version = 0
+            self._runner.begin(0, StreamPlace(0, {}))
+            self._publish()
+        else:
+            self._port.load_weights(self._tensors, self._own_version)
+            self._held.close()
+
+    def result(self, bound_s: float, sync: float | None, control: float | None) -> ModeResult:
+        """Sum up."""
+        rate = self.tokens / self.seconds
+        return ModeResult(
+            mode=self.name,
+            steps=self.steps,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            tokens_per_s=rate,
+            over_sync=rate / sync if sync else None,
+            over_control=rate / control if control else None,
+            occupancy=self.decoded / max(1, self.decode_rows),
+            of_bound=bound_s / self.seconds,
+            full_step_ms=1000 * statistics.fmean(self.full_steps_s) if self.full_steps_s else None,
+            reprefilled_frac=self.reprefilled / max(1, self.tokens),
+            mean_staleness=sum(self.staleness) / max(1, len(self.staleness)),
+            rounds_tokens_per_s=tuple(self.rounds),
+        )
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def _own_version(self) -> PolicyVersion:
+        return PolicyVersion(self.name, self._version)
+
+    def _publish(self) -> None:
+        self._runner.publish(self._tensors, self._own_version)
+
+
+def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
+    """Return the settings of each mode: the recipe's where they are of that mode, else defaults; and the control."""
+    known: tuple[Mode, ...] = ("sync", "partial", "async")
+    unknown = [mode for mode in modes if mode not in known]
+    if unknown or not modes:
+        raise UserError(
+            f"--modes: got {', '.join(modes) or 'none'}, allowed are {', '.join(known)}, with commas between"
+        )
+    shape = {"batch_groups": recipe.batch_groups, "group_size": recipe.group_size}
+    own = recipe.model_dump(exclude_unset=True) | shape
+    found: dict[str, RolloutSettings] = {
+        mode: RolloutSettings.model_validate({"mode": mode, **shape}) for mode in known if mode in modes
+    }
+    if recipe.mode in found:
+        found[recipe.mode] = RolloutSettings.model_validate(own | {"mode": recipe.mode})
+    if "sync" in found and "partial" in found:
+        open_groups = found["partial"].rules().max_outstanding(found["partial"].rules().overprovision)
+        if math.isfinite(open_groups):
+            found[CONTROL] = RolloutSettings(batch_groups=int(open_groups), group_size=recipe.group_size)
+    return found
+
+
+def measure(
+    sides: Sequence[Side],
+    port: TimedPort,
+    lengths: ScriptedLengths,
+    clock: str,
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
+) -> BenchResult:
+    """Let the sides take turns of about `steps` batches in all, and put the numbers together."""
+    for side in sides:
+        side.turn(warm_up, is_counted=False)
+    port.steps.clear()
+    turn = min(steps, 4)
+    for _ in range(math.ceil(steps / turn)):
+        for side in sides:
+            side.turn(turn)
+    plain: dict[int, list[float]] = {}
+    for width, prefilled, seconds in port.steps:
+        if width and not prefilled:
+            plain.setdefault(width, []).append(seconds)
+    curve = {width: sum(times) / len(times) for width, times in sorted(plain.items())}
+    full_s = curve[max(curve)]
+    with_prefill = [(w, n, s) for w, n, s in port.steps if n and w in curve]
+    prefilled = sum(n for _, n, _ in with_prefill)
+    prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
+    rates = {side.name: side.rate for side in sides}
+
+    def bound_s(side: Side) -> float:
+        return side.tokens / max(curve) * full_s + side.prompt_tokens * prefill_s
+
+    sync = next((side for side in sides if side.name == "sync"), None)
+    return BenchResult(
+        clock=clock,
+        slots=max(curve),
+        mean_tokens=lengths.mean,
+        longest_tokens=lengths.longest,
+        between=lengths.between,
+        within=lengths.within,
+        full_step_ms=1000 * full_s,
+        step_ms_by_width={width: 1000 * s for width, s in curve.items()},
+        prefill_ms_per_token=1000 * prefill_s,
+        bound_over_sync=sync.seconds / bound_s(sync) if sync else None,
+        modes=tuple(side.result(bound_s(side), rates.get("sync"), rates.get(CONTROL)) for side in sides),
+    )
+
+
+def bench_engine(
+    engine: Engine,
+    settings: Mapping[str, RolloutSettings],
+    source: Callable[[], Source],
+    prompt_ids: Callable[[Prompt], tuple[int, ...]],
+    lengths: ScriptedLengths,
+    tensors: Mapping[str, Any],
+    *,
+    on_cpu: bool,
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
+) -> BenchResult:
+    """Measure modes on a real engine in this process."""
+    port = TimedPort(engine, time.process_time if on_cpu else time.perf_counter)
+    sides = [Side(name, s, port, source(), prompt_ids, lengths, tensors) for name, s in settings.items()]
+    return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps, warm_up)
+
+
+def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
+    """Measure modes where a step takes the same time whatever its width, with a slot for each trajectory in flight.
+
+    A scripted engine on a clock of decode steps; what a GPU is to short batches of a large model.
+    """
+    slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
+    engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
+    engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
+    port = FlatPort(engine)
+    sides = [Side(name, s, port, _Numbers(), lambda prompt: (1,), lengths, {}) for name, s in settings.items()]
+    return measure(sides, port, lengths, "steps", steps)
+
+
+def _most_in_flight(rules: Rules) -> int:
+    """Trajectories that a mode wants to run at once; async as many as partial by default."""
+    if rules.max_concurrency is not None:
+        return rules.max_concurrency
+    groups = rules.max_outstanding(rules.overprovision) if rules.mode == "partial" else rules.batch_groups
+    return int(groups) * rules.group_size
+
+
+class _Numbers:
+    """Prompts without content."""
+
+    def __init__(self) -> None:
+        self.position: dict[str, int] = {}
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        return [Prompt("", "", ())] * num_prompts

@@ -1,0 +1,43 @@
+"""From a recipe to a bench."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.policy.load import load_model, torch_device, torch_dtype
+from baton.policy.tokenizer import load_tokenizer
+from baton.profile.bench import BenchResult, bench_engine, bench_flat, sides_of
+from baton.profile.bench_lengths import ScriptedLengths
+from baton.recipe.recipe import Recipe
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.run.assemble import set_up_torch
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.types import PolicyVersion
+
+
+def bench_rollout(
+    recipe: Recipe, modes: Sequence[str], *, tail: float, between: float, within: float, steps: int, flat: bool
+) -> BenchResult:
+    """Measure modes of rollout on the recipe's model and engine, or where a step's time is flat in its width."""
+    sides = sides_of(recipe.rollout, modes)
+    longest = recipe.rollout.max_new_tokens
+    lengths = ScriptedLengths(longest / tail, longest, between, within)
+    if flat:
+        return bench_flat(sides, lengths, steps=steps)
+    set_up_torch(1)
+    tokenizer = load_tokenizer(recipe.model.path)
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.engine.dtype)
+    model = load_model(recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    engine = EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("bench", 0), ())
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return bench_engine(
+        engine,
+        sides,
+        lambda: PromptStream(mixture, recipe.run.seed),
+        lambda prompt: tokenizer.prompt_ids(prompt.messages),
+        lengths,
+        tensors,
+        on_cpu=device.type == "cpu",
+        steps=steps,
+    )

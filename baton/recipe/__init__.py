@@ -1,0 +1,1 @@
+"""What users set: a recipe's sections, its keys, overrides and presets."""

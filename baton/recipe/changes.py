@@ -1,0 +1,122 @@
+"""Which keys of a recipe a resumed run may change, and what follows from a change."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from baton.errors import UserError
+
+REMOVED = {"weights.path": "workers always fetch versions as chunks"}
+"""Keys of earlier recipes, with the reason why nothing replaces them."""
+
+
+MAY_CHANGE = (
+    "run.name",
+    "run.directory",
+    "eval",
+    "checkpoint",
+    "log",
+    "judge",
+    "rollout.placement",
+    "rollout.stall_timeout_s",
+    "trainer.rank_timeout_s",
+    "engine.processes",
+    "swarm",
+    "weights.store",
+    "weights.keep",
+    "fleet",
+    "weights.chunk_mb",
+    "weights.anchor_every",
+    "inspection",
+)
+"""Keys, or whole sections, that a resumed run may change and stay what it was."""
+
+
+FROM_NEXT_STEP = (
+    "run.steps",
+    "trainer.lr",
+    "trainer.warmup_steps",
+    "trainer.decay",
+    "trainer.min_lr_frac",
+    "trainer.betas",
+    "trainer.weight_decay",
+    "trainer.max_grad_norm",
+    "algorithm.critic_lr",
+    "algorithm.value_coef",
+    "algorithm.value_clip",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.entropy_coef",
+    "algorithm.kl_coef",
+    "reward.N.weight",
+)
+"""Keys that a resumed run may change: a new value holds from its next train step on. N is any index."""
+
+
+CHANGES_BITS = (
+    "run.threads",
+    "model.device",
+    "engine.slots",
+    "engine.max_context_tokens",
+    "rollout.overprovision",
+    "rollout.max_concurrency",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.packing",
+    "trainer.activation_checkpointing",
+    "trainer.ranks",
+    "trainer.tensor_parallel",
+    "trainer.shard_gradients",
+)
+"""Keys that a resumed run may change, at the price of other last bits."""
+
+
+def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return old and new value of each key in which two resolved recipes differ; None where a key is absent."""
+    old, new = _leaves(before), _leaves(now)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in REMOVED]
+    return {key: (old.get(key), new.get(key)) for key in keys}
+
+
+def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a sentence for each key whose change makes a resumed run differ from one never stopped.
+
+    Both are resolved recipes. Raises UserError naming the keys that may not change within a run, and those that may.
+    """
+    said, refused = [], []
+    for key, (old, new) in changes_of(before, now).items():
+        change = f"resuming with {key} = {new!r} instead of {old!r}"
+        holds = re.sub(r"\.\d+\.", ".N.", key) in FROM_NEXT_STEP
+        if holds and (key == "algorithm.critic_lr" or None not in (old, new)):
+            said.append(f"{change}: it holds from the next train step on")
+        elif key in CHANGES_BITS:
+            said.append(f"{change}: the last bits may differ from those of a run never stopped")
+        elif not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+            refused.append(f"{key}: was {old!r}, now {new!r}")
+    if refused:
+        raise UserError(
+            f"a resumed run keeps its recipe, but this changes {'; '.join(refused)}. Undo the change, or begin a new "
+            "run from the checkpoint with model.path. What can change: "
+            f"{', '.join((*FROM_NEXT_STEP, *CHANGES_BITS))}; and the keys of {', '.join(MAY_CHANGE)}"
+        )
+    return said
+
+
+def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the resolved recipe of a run, which an earlier Baton may have written, without `REMOVED` keys."""
+
+    def kept(tree: Any, prefix: str) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return {key: kept(value, f"{prefix}{key}.") for key, value in tree.items() if f"{prefix}{key}" not in REMOVED}
+
+    found: dict[str, Any] = kept(recipe, "")
+    return found
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {k: v for key, value in tree.items() for k, v in _leaves(value, f"{prefix}.{key}".strip(".")).items()}
+    if isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        return {k: v for index, item in enumerate(tree) for k, v in _leaves(item, f"{prefix}.{index}").items()}
+    return {prefix: tree}

@@ -1,0 +1,66 @@
+"""Every key of a recipe, read from the settings themselves, so that the list is never behind the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from baton.errors import UserError
+from baton.recipe.recipe import Recipe, WarmStart
+
+LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
+"""Sections of which a recipe may have several."""
+
+
+class Key(msgspec.Struct, frozen=True):
+    """One key of a recipe."""
+
+    section: str
+    """Dotted; `[[task]]` and `[[reward]]` may appear several times."""
+    key: str
+    type: str
+    default: str | None
+    """None where the key must be given."""
+    meaning: str
+
+
+def recipe_keys(section: str | None = None) -> list[Key]:
+    """Return the keys of one section or of all, those of `baton train` before those only `baton sft` knows."""
+    found = list(dict.fromkeys([*_keys(Recipe), *_keys(WarmStart)]))
+    if section is None:
+        return found
+    chosen = [key for key in found if key.section == section]
+    if not chosen:
+        sections = list(dict.fromkeys(key.section for key in found if key.section))
+        near = get_close_matches(section, sections, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sections)}"
+        raise UserError(f"recipes have no section {section!r}; {hint}")
+    return chosen
+
+
+def _keys(kind: type[BaseModel]) -> Iterator[Key]:
+    nested = {name: _section_type(field) for name, field in kind.model_fields.items()}
+    for name, field in kind.model_fields.items():
+        if nested[name] is None:
+            yield _key("", name, field)
+    for section, owner in nested.items():
+        if owner is not None:
+            for key in _keys(owner):
+                yield msgspec.structs.replace(key, section=f"{section}.{key.section}" if key.section else section)
+
+
+def _section_type(field: FieldInfo) -> type[BaseModel] | None:
+    candidates: list[Any] = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _key(section: str, name: str, field: FieldInfo) -> Key:
+    annotation = field.annotation
+    shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    default = None if field.is_required() else repr(field.get_default(call_default_factory=True))
+    return Key(section, name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))

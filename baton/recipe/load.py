@@ -1,0 +1,118 @@
+"""Read a recipe: one TOML file and dotted overrides, with one sentence for each mistake."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from baton.errors import UserError
+from baton.policy.settings import ModelSettings
+from baton.recipe.changes import REMOVED
+from baton.recipe.recipe import TaskRecipe
+
+logger = logging.getLogger(__name__)
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
+    """Read a recipe file of a kind and apply `a.b=c` overrides. Raises UserError, one line for each mistake."""
+    if not path.is_file():
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"there is no recipe {path} (seen from {Path.cwd()}){hint}")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        recipe = kind.model_validate(tree)
+    except ValidationError as error:
+        lines = [_sentence(kind, problem) for problem in error.errors()]
+        raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
+    model = getattr(recipe, "model", None)
+    if not isinstance(model, ModelSettings) or not (Path(model.path) / "run.json").is_file():
+        return recipe
+    return recipe.model_copy(update={"model": model.model_copy(update={"path": _checkpoint_of_run(Path(model.path))})})
+
+
+def _checkpoint_of_run(run: Path) -> str:
+    """Return the newest checkpoint of a run, which the resolved recipe then names."""
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # loads torch, and few recipes name a run
+
+    found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
+    if found is None:
+        raise UserError(
+            f"model.path: the run {run} has no checkpoint; give a model's directory, such as the output of `baton sft`"
+        )
+    return str(found)
+
+
+def load_tasks(path: Path) -> TaskRecipe:
+    """Read what an evaluation needs from a recipe of either kind."""
+    return load_recipe(TaskRecipe, path)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"override {override!r}: allowed is section.key=value, such as trainer.lr=3e-6")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a text
+    *parents, last = key.strip().split(".")
+    if parents == ["algorithm"] and isinstance(tree.get("algorithm"), str):
+        tree["algorithm"] = {"name": tree["algorithm"]}
+    node: Any = tree
+    try:
+        for parent in parents:
+            node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
+        if isinstance(node, list):
+            node[int(last)] = value
+        else:
+            node[last] = value
+    except (ValueError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"override {override!r}: the recipe has nothing at {key!r} that could be set") from error
+
+
+def _sentence(kind: type[BaseModel], problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        if where in REMOVED:
+            return f"{where} was removed: {REMOVED[where]}; remove the key"
+        known = sorted(_fields_at(kind, problem["loc"][:-1]))
+        key = str(problem["loc"][-1])
+        near = get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        return f"unknown key {where}; {hint}"
+    if problem["type"] == "missing":
+        return f"{where} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:] if problem["type"] != "value_error" else message
+    got = problem["input"]
+    shown = f": got {got!r}" if where and not isinstance(got, (dict, BaseModel)) else ""
+    return f"{where}{shown}, {message}" if shown else f"{where}: {message}" if where else message
+
+
+def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """Known keys of the section that a validation error's location points into."""
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = kind.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not nested:
+            return []
+        kind = nested[0]
+    return list(kind.model_fields)

@@ -1,0 +1,172 @@
+"""The kinds of recipes, and what must fit together in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
+from baton.recipe.sections import CheckpointSettings, EvalSettings, FleetSettings, RunSettings
+from baton.recipe.support import check_support
+from baton.records.metrics import LogSettings
+from baton.rewards.scorer import RewardSettings
+from baton.rewards.settings import JudgeSettings
+from baton.rollout.engine import EngineSettings
+from baton.rollout.settings import RolloutSettings, Rules
+from baton.settings import Settings
+from baton.swarm.settings import SwarmSettings
+from baton.swarm.verification.policy import InspectionSettings
+from baton.tasks.demonstrations import DemonstrationSettings
+from baton.tasks.stream import AnswerSettings, TaskSettings
+from baton.trainer.algorithm import AlgorithmSettings, preset_of
+from baton.trainer.settings import SftSettings, TrainerSettings
+from baton.weights.settings import WeightsSettings
+
+
+class Recipe(Settings):
+    """A reinforcement learning run."""
+
+    run: RunSettings
+    model: ModelSettings
+    task: tuple[TaskSettings, ...]
+    answer: AnswerSettings = AnswerSettings()
+    reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
+    judge: JudgeSettings = JudgeSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    engine: EngineSettings = EngineSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings | None = None
+    swarm: SwarmSettings = SwarmSettings()
+    weights: WeightsSettings = WeightsSettings()
+    inspection: InspectionSettings = InspectionSettings()
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
+    fleet: FleetSettings = FleetSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rollout_of_preset(cls, given: Any) -> Any:
+        """Fill in keys of [rollout] that the algorithm's preset sets and the recipe does not."""
+        preset = preset_of(given.get("algorithm", "grpo")) if isinstance(given, dict) else None
+        if preset is None or not preset.rollout:
+            return given
+        rollout = given.get("rollout", {})
+        if isinstance(rollout, RolloutSettings):
+            rollout = {key: getattr(rollout, key) for key in rollout.model_fields_set}
+        return {**given, "rollout": {**preset.rollout, **rollout}} if isinstance(rollout, dict) else given
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.rollout.group_size < self.algorithm.fewest_judged:
+            raise ValueError(
+                f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
+                "trajectories of a group and needs at least 2; algorithms without groups are reinforce_pp and ppo"
+            )
+        check_support(self.choices())
+        self._check_publish_period()
+        if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
+            raise ValueError(
+                "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
+                "engine.report_routing = true"
+            )
+        longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
+        if longest >= self.engine.max_context_tokens:
+            raise ValueError(
+                f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but responses of {longest} tokens "
+                "and their prompts must fit into it"
+            )
+        if self.algorithm.num_minibatches > self.rollout.batch_groups:
+            raise ValueError(
+                f"algorithm.num_minibatches: got {self.algorithm.num_minibatches}, but a batch has only "
+                f"rollout.batch_groups = {self.rollout.batch_groups} groups, and {self.algorithm.name} makes each "
+                "of its minibatches of whole groups"
+            )
+        return self
+
+    def _check_publish_period(self) -> None:
+        every, rules = self.swarm.publish_every, self.rules()
+        if every > 1 and not rules.is_swarm:
+            raise ValueError(
+                f'swarm.publish_every: got {every}, but only a swarm with rollout.mode = "async" may generate with '
+                "another version than the latest; allowed here is 1"
+            )
+        if rules.is_swarm and every + rules.max_lag - 1 > rules.max_staleness:
+            raise ValueError(
+                f"swarm.publish_every: got {every} with max_lag {rules.max_lag}, but then tokens are up to "
+                f"{every + rules.max_lag - 1} versions old before they are trained; rollout.max_staleness is "
+                f"{rules.max_staleness}"
+            )
+
+    def choices(self) -> dict[str, tuple[str, ...]]:
+        """Return what this run is on the axes of `support.toml` that a recipe decides."""
+        trainer, swarm = self.trainer, self.swarm
+        shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
+        shapes |= {"compiled": trainer.compile, "one_process": True}
+        sources = dict.fromkeys("gym" if task.path is None else "file" for task in self.task)
+        return {
+            "mode": (self.rollout.mode,),
+            "placement": (self.rollout.placement,),
+            "engine": (self.engine.kind,),
+            "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
+            "trainer": (next(name for name, is_so in shapes.items() if is_so),),
+            "weights": ("full" if self.lora is None else "lora",),
+            "algorithm": (self.algorithm.name,),
+            "environment": tuple(sources),
+        }
+
+    def rules(self) -> Rules:
+        """The rules of the rollout side, with what the swarm adds to them."""
+        rules, swarm = self.rollout.rules(), self.swarm
+        if not swarm.is_on or rules.mode != "async":
+            return rules
+        every = swarm.publish_every
+        lag = swarm.max_lag if swarm.max_lag is not None else every if rules.max_staleness >= 2 * every - 1 else 0
+        return replace(rules, is_swarm=True, max_lag=lag)
+
+
+class WarmStart(Settings):
+    """A supervised warm start."""
+
+    run: RunSettings
+    output: str
+    """Directory that receives the model."""
+    model: ModelSettings | None = None
+    scratch: ScratchSettings | None = None
+    task: tuple[TaskSettings, ...] = ()
+    answer: AnswerSettings = AnswerSettings()
+    demonstrations: DemonstrationSettings | None = None
+    data: str | None = None
+    """JSONL file with `prompt` and `completion` in each row, in place of generated demonstrations."""
+    sft: SftSettings = SftSettings()
+    eval: EvalSettings = EvalSettings()
+    log: LogSettings = LogSettings()
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> WarmStart:
+        if (self.model is None) == (self.scratch is None):
+            raise ValueError("give either [model] (continue from a model) or [scratch] (make one), not both")
+        if (self.demonstrations is None) == (self.data is None):
+            raise ValueError("give either [demonstrations] with [[task]] (generated) or data (a file), not both")
+        if self.demonstrations is not None and not self.task:
+            raise ValueError("[demonstrations] needs at least one [[task]] to demonstrate")
+        return self
+
+
+class TaskRecipe(BaseModel):
+    """What an evaluation needs of a recipe of either kind; the rest is ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    run: RunSettings
+    model: ModelSettings | None = None
+    task: tuple[TaskSettings, ...]
+    answer: AnswerSettings = AnswerSettings()
+    reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
+    judge: JudgeSettings = JudgeSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    engine: EngineSettings = EngineSettings()
+    eval: EvalSettings = EvalSettings()

@@ -1,0 +1,165 @@
+"""What is tested, experimental or refused: reads `support.toml`, checks a run against it, renders it for the docs.
+
+A run is a mapping from axis to values, such as {"mode": ("async",), "engine": ("vllm",)}; an axis may be absent where
+nothing is known of it. The file's header says what its entries mean.
+"""
+
+from __future__ import annotations
+
+import string
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from itertools import combinations
+
+import msgspec
+
+from baton.errors import UserError
+
+Run = Mapping[str, tuple[str, ...]]
+ARCHITECTURES_IN_README = 6
+"""Names of one refusal that the README shows; docs/support.md has all of them."""
+
+
+class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One dimension in which runs differ."""
+
+    name: str
+    title: str
+    default: str
+    crossed: bool = False
+    """Whether two values that are not the defaults of their axes need a test of the two together."""
+
+
+class Support(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of runs that have one of these values on each of these axes; one of the three texts is given."""
+
+    when: dict[str, tuple[str, ...]]
+    test: str = ""
+    experimental: str = ""
+    refused: str = ""
+
+    @property
+    def status(self) -> str:
+        """`tested`, `experimental` or `refused`."""
+        return "refused" if self.refused else "experimental" if self.experimental else "tested"
+
+    @property
+    def why(self) -> str:
+        """The test's name, or the sentence."""
+        return self.test or self.experimental or self.refused
+
+    def describes(self, axis: str, value: str) -> bool:
+        """Whether this covers a value of an axis, by itself or with others."""
+        return value in self.when.get(axis, ())
+
+    def matched(self, run: Run) -> dict[str, str] | None:
+        """Return the run's value on each axis of `when`, or None where it has none of them on one."""
+        found = {axis: next((v for v in run.get(axis, ()) if v in values), None) for axis, values in self.when.items()}
+        return None if None in found.values() else {axis: str(value) for axis, value in found.items()}
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    axis: tuple[Axis, ...]
+    support: tuple[Support, ...]
+
+
+@cache
+def support_table() -> Table:
+    """Read `support.toml`, which is a part of the package."""
+    return msgspec.toml.decode(files("baton.recipe").joinpath("support.toml").read_bytes(), type=Table)
+
+
+def check_support(run: Run) -> None:
+    """Raise UserError with the table's sentence for a run that it refuses."""
+    for entry in support_table().support:
+        if entry.refused and (values := entry.matched(run)) is not None:
+            raise UserError(entry.refused.format(**values))
+
+
+def experimental_parts(run: Run) -> tuple[str, ...]:
+    """Return what no test covers of a run that is not refused: values, and pairs of values, each with the reason."""
+    table, found, doubtful = support_table(), [], set()
+    for axis in table.axis:
+        for value in run.get(axis.name, ()):
+            entry = next((e for e in table.support if _is_single(e, axis.name) and e.describes(axis.name, value)), None)
+            if entry is None or entry.experimental:
+                doubtful.add((axis.name, value))
+                found.append(f"{axis.name} {value} ({entry.experimental if entry else 'no test covers it'})")
+    special = [(a.name, v) for a in table.axis if a.crossed for v in run.get(a.name, ()) if v != a.default]
+    for one, other in combinations(special, 2):
+        if {one, other} & doubtful:
+            continue  # said already
+        entry = next((e for e in table.support if e.describes(*one) and e.describes(*other)), None)
+        if entry is None or entry.experimental:
+            reason = entry.experimental if entry else "no test covers the two together"
+            found.append(f"{one[0]} {one[1]} with {other[0]} {other[1]} ({reason})")
+    return tuple(found)
+
+
+def _is_single(entry: Support, axis: str) -> bool:
+    """Whether an entry is about an axis by itself: no other axis, or nothing but defaults."""
+    defaults = {each.name: (each.default,) for each in support_table().axis}
+    return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())
+
+
+# ---- rendering -------------------------------------------------------------------------------------------------------
+
+
+def support_page() -> str:
+    """Render the tables of docs/support.md."""
+    table = support_table()
+    lines = []
+    for axis in table.axis:
+        lines += [f"### {axis.title}", "", "| value | status | test or reason |", "|---|---|---|"]
+        lines += [
+            f"| {_named(entry.when[axis.name], axis.default)} | {entry.status} | {_reason(entry)} |"
+            for entry in table.support
+            if _is_single(entry, axis.name)
+        ]
+        lines.append("")
+    lines += ["### Combinations", "", "| combination | status | test or reason |", "|---|---|---|"]
+    for entry in (entry for entry in table.support if not any(_is_single(entry, axis) for axis in entry.when)):
+        when = "; ".join(f"{axis}: {_named(values)}" for axis, values in entry.when.items())
+        lines.append(f"| {when} | {entry.status} | {_reason(entry)} |")
+    return "\n".join(lines) + "\n"
+
+
+def support_gaps() -> str:
+    """Render the list of what does not work yet for README.md: all that is experimental or refused by itself, and the
+    architectures that are refused.
+    """
+    lines = []
+    for entry in support_table().support:
+        (axis, values), *others = entry.when.items()
+        if "architecture" in entry.when and entry.refused:
+            names = entry.when["architecture"]
+            more = ", …" if len(names) > ARCHITECTURES_IN_README else ""
+            lines.append(f"{_named(names[:ARCHITECTURES_IN_README])}{more}: {_without_key(_reason(entry))}")
+        elif entry.status != "tested" and not others:
+            lines.append(f"{axis} {_named(values)}: {_without_key(_reason(entry))}")
+    return "".join(
+        textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"
+        for line in lines
+    )
+
+
+def _named(values: tuple[str, ...], default: str = "") -> str:
+    return ", ".join(f"`{value}`{' (default)' if value == default else ''}" for value in values)
+
+
+def _without_key(sentence: str) -> str:
+    """Leave out the recipe key or the option that a refusal begins with."""
+    key, _, rest = sentence.partition(": ")
+    return sentence if " " in key else rest
+
+
+def _reason(entry: Support) -> str:
+    """The test as code; a sentence with its placeholders named in words."""
+    if entry.test:
+        return f"`{entry.test}`"
+    words = {field: f"this {field}" for _, field, _, _ in string.Formatter().parse(entry.why) if field}
+    return entry.why.format(**words) if entry.refused else entry.why

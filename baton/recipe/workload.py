@@ -1,0 +1,99 @@
+"""Read clusters and workloads from files, from a recipe or from a recorded run."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel
+
+from baton.errors import UserError
+from baton.recipe.changes import without_removed
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.workload import LengthSettings, Workload, WorkloadSettings, measured
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster file."""
+    return read_settings(ClusterSettings, path).build()
+
+
+def read_workload(path: Path) -> Workload:
+    """Read a workload file, or measure one from a run's directory: its lengths, its batch and its algorithm."""
+    if path.is_dir():
+        return workload_of_run(path)
+    settings = read_settings(WorkloadSettings, path)
+    try:
+        return settings.build()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def recipe_workload(recipe: Recipe) -> Workload:
+    """Return what a train step of a recipe computes, with lengths of one token: they are not known from a recipe.
+
+    Only `async` runs generate while the trainer works; the others count as without overlap.
+    """
+    rules, algorithm = recipe.rollout.rules(), recipe.algorithm
+    base = WorkloadSettings(
+        name=recipe.run.name,
+        groups=rules.batch_groups,
+        group_size=rules.group_size,
+        max_staleness=rules.max_staleness if rules.mode == "async" else 0,
+        prompt_tokens=LengthSettings(mean=1),
+        output_tokens=LengthSettings(mean=1),
+    ).build()
+    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
+    return msgspec.structs.replace(
+        base,
+        epochs=algorithm.num_epochs,
+        minibatches=algorithm.num_minibatches,
+        has_proximal_forward=algorithm.num_epochs * algorithm.num_minibatches > 1,
+        has_reference=algorithm.has_loss_kl or algorithm.has_reward_kl,
+        has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
+        recompute=recipe.trainer.activation_checkpointing,
+        reprefills=rules.on_new_version == "resume",
+        weight_bytes=width,
+        kv_bytes=width,
+        max_batch=recipe.engine.slots,
+        engine_context_tokens=recipe.engine.max_context_tokens,
+    )
+
+
+def workload_of_run(path: Path) -> Workload:
+    """Measure a workload from a run: lengths of all recorded trajectories, judging, groups that teach; the rest is its
+    recipe's."""
+    run = RunDirectory.open(path)
+    steps = run.recorded_steps()
+    if not steps:
+        raise UserError(f"{path} has no recorded trajectories to measure lengths from")
+    trajectories = [m.trajectory for step in steps for group in run.groups(step) for m in group.members]
+    rows = read_metrics(path)
+    unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
+    judged = [row["time/judge"] for row in rows if "time/judge" in row]
+    return msgspec.structs.replace(
+        recipe_workload(Recipe.model_validate(without_removed(run.recipe()))),
+        prompt=measured([len(t.prompt_ids) for t in trajectories]),
+        output=measured([max(1, t.num_tokens) for t in trajectories]),
+        trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,
+        reward_latency_s=statistics.median(judged) if judged else 0.0,
+        reward_concurrency=1_000_000,
+    )
+
+
+def read_settings(kind: type[Kind], path: Path) -> Kind:
+    """Read a TOML file of a kind. Raises UserError naming the file."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path} (seen from {Path.cwd()})")
+    try:
+        return load_recipe(kind, path)
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error

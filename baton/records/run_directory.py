@@ -1,0 +1,309 @@
+"""A run's directory: what it was started with, what it wrote, where it can go on.
+
+runs/<name>/
+  recipe.toml         resolved: every key, defaults included
+  run.json            commit, versions, seed, hardware, command line
+  metrics.jsonl       one row per step; tensorboard/ holds the same
+  trace.jsonl         who did what when
+  evaluations.jsonl   held-out results with their intervals
+  journal.sqlite      rollouts that are in no checkpoint yet: issued, grown, finished, judged
+  trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included;
+                      skipped_000012.1.jsonl.gz: a batch that --skip-batch left out
+  checkpoints/        step_000050/: a Hugging Face directory, with what a resume needs in baton/
+  tokenizer/          to read the trajectories with
+  report.json         the end's summary
+  lock, holder.json   which process writes here
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tomllib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+import baton
+from baton.errors import Damaged, UserError
+from baton.files import flush_to_disk, make_directory, read_rows, remove_leftovers, write_whole
+from baton.records.evaluation import Evaluation
+from baton.records.run_lock import LOCK_FILES, RunLock
+from baton.types import Group
+
+RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
+_BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
+"""What a process that ends before its run has begun may leave in the directory."""
+
+
+class RecordedEvaluation(msgspec.Struct, frozen=True):
+    """An evaluation and the step after which it was made."""
+
+    step: int
+    result: Evaluation
+
+
+class RunDirectory:
+    """Paths and files of one run."""
+
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+        """lock: of a command that writes; without one nothing checks who else writes."""
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self.journal = path / "journal.sqlite"
+        self._lock = lock
+        self._trajectories = path / "trajectories"
+        self._evaluations = path / "evaluations.jsonl"
+
+    @classmethod
+    def check_free(cls, path: Path, *, overwrite: bool) -> None:
+        """Raise UserError when there is a run already and it is not to be overwritten, or anything but a run."""
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory: choose another run.name")
+        if (path / "run.json").exists():
+            if not overwrite:
+                raise UserError(
+                    f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
+                    "or choose another run.name"
+                )
+            cls(path).facts()
+            return
+        foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in _BEFORE_A_RUN)
+        if foreign:
+            raise UserError(
+                f"{path} is not empty and not a run ({', '.join(foreign[:3])}{' …' if foreign[3:] else ''}): "
+                "choose another run.name, or empty it"
+            )
+
+    @classmethod
+    def create(cls, path: Path, lock: RunLock) -> RunDirectory:
+        """Begin a new run in a directory that `check_free` has let through, in place of the one that is there."""
+        lock.check()
+        last = path / "run.json"  # by it a run is known, so that one that is half removed still is
+        for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in LOCK_FILES:
+                entry.unlink()
+        return cls(path, lock)
+
+    @classmethod
+    def open(cls, path: Path, lock: RunLock | None = None) -> RunDirectory:
+        """Open an existing run. Raises UserError when there is none."""
+        if not (path / "run.json").is_file():
+            raise UserError(f"{path} is not a run: there is no run.json in it")
+        return cls(path, lock)
+
+    def check_held(self) -> None:
+        """Raise RunTakenOver where another process has taken over. Called before each durable write."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
+        """Write the resolved recipe and the circumstances, before anything starts."""
+        self._write_circumstances(recipe, {"seed": seed, **_circumstances(threads), "resumed": []})
+
+    def write_resume(
+        self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
+    ) -> None:
+        """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start.
+
+        changes: keys of the recipe with their old and new values; the new ones hold after `step`.
+        """
+        facts = self.facts()
+        changed = {key: {"old": old, "new": new} for key, (old, new) in changes.items()}
+        facts["resumed"].append({"step": step, "changed": changed, **_circumstances(threads)})
+        self._write_circumstances(recipe, facts)
+
+    def _write_circumstances(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:
+        self.check_held()
+        write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
+        write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
+        make_directory(self.checkpoints)
+        make_directory(self._trajectories)
+
+    def cut_after(self, step: int) -> None:
+        """Forget metrics and evaluations after a step, and what was left half-written: a resumed run makes them again.
+
+        Recorded trajectories stay: the loop replays them, so that nothing is generated or judged twice.
+        """
+        self.check_held()
+        for directory in (self.path, self.checkpoints, self._trajectories):
+            remove_leftovers(directory)
+        rows = [row for row in self.evaluations() if row.step <= step]
+        write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe the run goes by."""
+        file = self.path / "recipe.toml"
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise Damaged(f"{file} cannot be read: {error}") from error
+        if not found:
+            raise Damaged(f"{file} is empty")
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What `write_start` recorded."""
+        file = self.path / "run.json"
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Damaged(f"{file} cannot be read: {error}") from error
+        if not {"seed", "resumed", "command"} <= found.keys():
+            raise Damaged(f"{file} cannot be read: it does not say how the run was started")
+        return found
+
+    def write_groups(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep every trajectory of a step."""
+        self.check_held()
+        lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
+        write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
+
+    def skip_groups(self, step: int) -> None:
+        """Keep the recorded batch of a step as one that is left out: under another name, beside earlier ones of it."""
+        self.check_held()
+        number = len(self._skipped_files(step)) + 1
+        self._groups_file(step).rename(self._trajectories / f"skipped_{step:06d}.{number}.jsonl.gz")
+        flush_to_disk(self._trajectories)
+
+    def has_skipped(self, step: int) -> bool:
+        """Whether a recorded batch of a step was left out."""
+        return bool(self._skipped_files(step))
+
+    def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
+        """Read back the groups of a step, or of the batch that was last left out of it.
+
+        Raises UserError when there are none, naming the steps there are.
+        """
+        file = self._groups_file(step)
+        if skipped:
+            if not self.has_skipped(step):
+                raise UserError(f"{self.path} has left no batch of step {step} out")
+            file = self._skipped_files(step)[-1]
+        if not file.is_file():
+            steps = self.recorded_steps()
+            there = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
+            raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
+        try:
+            data = file.read_bytes()
+            if not data:  # which gzip takes for no lines
+                raise EOFError("it is empty")
+            return [_group(line) for line in gzip.decompress(data).splitlines()]
+        except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Damaged(
+                f"{file} is damaged: {error}; where the run is to go on, remove it: the batch is then made again"
+            ) from error
+
+    def has_groups(self, step: int) -> bool:
+        """Whether the trajectories of a step are kept."""
+        return self._groups_file(step).is_file()
+
+    def recorded_steps(self) -> list[int]:
+        """Steps whose trajectories are kept, in order."""
+        return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
+
+    def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
+        """Keep the evaluations of a step, intervals included; a step written again replaces what follows it."""
+        self.check_held()
+        kept = [r for r in self.evaluations() if r.step < step]
+        rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
+        write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def evaluations(self) -> list[RecordedEvaluation]:
+        """All evaluations so far, in order."""
+        return read_rows(self._evaluations, RecordedEvaluation)
+
+    def write_report(self, report: dict[str, Any]) -> None:
+        """Write the end's summary."""
+        write_whole(self.path / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+
+    def _skipped_files(self, step: int) -> list[Path]:
+        found = self._trajectories.glob(f"skipped_{step:06d}.*.jsonl.gz")
+        return sorted(found, key=lambda file: int(file.name.split(".")[1]))
+
+    def _groups_file(self, step: int) -> Path:
+        return self._trajectories / f"step_{step:06d}.jsonl.gz"
+
+
+def _group(line: bytes) -> Group:
+    """Read a recorded group. JSON has no number for what is not finite: such a reward lies there as null."""
+    try:
+        return msgspec.json.decode(line, type=Group)
+    except msgspec.ValidationError:
+        tree = msgspec.json.decode(line)
+        for judgement in (member["judgement"] for member in tree["members"]):
+            parts = judgement["parts"]
+            judgement["reward"] = math.nan if judgement["reward"] is None else judgement["reward"]
+            judgement["parts"] = {name: math.nan if value is None else value for name, value in parts.items()}
+        return msgspec.convert(tree, Group)
+
+
+def _circumstances(threads: int) -> dict[str, Any]:
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "baton": baton.__version__,
+        "commit": _commit(),
+        "threads": threads,
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in RECORDED_PACKAGES},
+    }
+
+
+def without_none(value: Any) -> Any:
+    """TOML has no null: a key that is None is a key that is absent."""
+    if isinstance(value, dict):
+        return {key: without_none(v) for key, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _commit() -> str | None:
+    """Commit of the source tree Baton runs from, with `+changes` where files differ from it."""
+    root = Path(baton.__file__).parents[1]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return None if commit is None else commit + ("+changes" if git("status", "--porcelain") else "")
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    names: Iterator[str] = iter(())
+    if info.exists():
+        names = (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line)
+    return next(names, platform.processor())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,131 @@
+"""From leases given and reports heard to spans in slots.
+
+Whoever hands leases to engines says so: `given` when an engine got one, `heard` for what it reports. An engine with
+more leases than slots takes them in order, so a lease begins when the first slot is free; one that never had a slot has
+no span. Every token that is heard of is in the span of its lease.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.records.trace.spans import Tracer
+from baton.types import Author, FromWorker, Lease, Retry
+
+
+@dataclass(slots=True)
+class _Held:
+    lease: Lease
+    actor: str
+    lane: int | None = None
+    """None while it waits for a slot."""
+    begin_s: float = 0.0
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By version."""
+
+
+@dataclass(slots=True)
+class _Slots:
+    """One engine's."""
+
+    count: int
+    num_used: int = 0
+    freed: list[int] = field(default_factory=list)
+    """A heap of lanes that were used and are free."""
+    waiting: dict[int, _Held] = field(default_factory=dict)
+    """Leases beyond the slots, in order."""
+
+    @property
+    def num_busy(self) -> int:
+        return self.num_used - len(self.freed)
+
+    def take(self) -> int:
+        """The lowest lane that is free."""
+        if self.freed:
+            return heapq.heappop(self.freed)
+        self.num_used += 1
+        return self.num_used - 1
+
+
+class LeaseTrace:
+    """Makes a span of every lease that has a slot. Belongs to the thread that carries the leases."""
+
+    def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tracer, self.clock = tracer, clock
+        self._held: dict[int, _Held] = {}
+        self._slots: dict[str, _Slots] = {}
+
+    def given(self, lease: Lease, actor: str, slots: int) -> None:
+        """An engine of so many slots has got a lease."""
+        held = self._held[lease.lease_id] = _Held(lease, actor)
+        place = self._slots.setdefault(actor, _Slots(slots))
+        place.waiting[lease.lease_id] = held
+        if place.num_busy < place.count:
+            self._begin(held, self.clock())
+
+    def heard(self, message: FromWorker) -> None:
+        """A lease has grown, has ended, or is refused."""
+        held = self._held.get(message.lease_id)
+        if held is None:
+            return
+        if isinstance(message, Retry):
+            self.ended(message.lease_id, "refused")
+            return
+        if message.segments and held.lane is None:  # its engine had a slot free before we heard of it
+            self._begin(held, self.clock())
+        for segment in message.segments:
+            if segment.author is Author.POLICY:
+                version = segment.policy_version
+                held.tokens[version] = held.tokens.get(version, 0) + len(segment.token_ids)
+        if message.finish_reason is not None:
+            self.ended(message.lease_id, "finish")
+        elif message.is_aborted:
+            self.ended(message.lease_id, "abort")
+
+    def ended(self, lease_id: int, how: str) -> None:
+        """A lease is over, whatever its worker does; harmless for one that is unknown."""
+        held = self._held.pop(lease_id, None)
+        if held is None:
+            return
+        place, now_s = self._slots[held.actor], self.clock()
+        if held.lane is None:
+            del place.waiting[lease_id]
+            return
+        if held.tokens or how != "refused":
+            self._write(held, held.lane, now_s, how)
+        heapq.heappush(place.freed, held.lane)
+        if place.waiting and place.num_busy < place.count:
+            self._begin(next(iter(place.waiting.values())), now_s)
+
+    def left(self, actor: str) -> None:
+        """A worker is gone with all that it held."""
+        place = self._slots.get(actor)
+        if place is not None:
+            for lease_id in [*place.waiting, *(i for i, held in self._held.items() if held.actor == actor)]:
+                self.ended(lease_id, "lost")
+            del self._slots[actor]
+
+    def _begin(self, held: _Held, now_s: float) -> None:
+        place = self._slots[held.actor]
+        del place.waiting[held.lease.lease_id]
+        held.lane, held.begin_s = place.take(), now_s
+
+    def _write(self, held: _Held, lane: int, now_s: float, how: str) -> None:
+        trajectory, tokens = held.lease.trajectory, held.tokens
+        facts: dict[str, object] = {} if len(tokens) < 2 else {"versions": {str(v): n for v, n in tokens.items()}}
+        self.tracer.span(
+            "generate",
+            held.actor,
+            lane,
+            held.begin_s,
+            now_s,
+            group=trajectory.group_id,
+            sample=trajectory.sample_index,
+            tokens=sum(tokens.values()),
+            version=max(tokens, default=held.lease.version),
+            ended=how,
+            **facts,
+        )

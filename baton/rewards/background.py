@@ -1,0 +1,123 @@
+"""Where calls wait for their judges while the run generates: one event loop in one thread, started when first needed.
+
+| thread     | consumes              | produces   | waits for                 | unblocked by                          |
+|------------|-----------------------|------------|---------------------------|---------------------------------------|
+| the run's  | finished trajectories | calls      | judgements, when draining | a judgement; a deadline that names it |
+| background | calls                 | judgements | worker processes, HTTP    | an answer, or the call's deadline     |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
+
+from baton.errors import DeadlineExceeded
+from baton.rewards.calls import Call, Failed, Setup
+from baton.rewards.pool import Calls, Outcomes, WorkerPool
+from baton.rewards.remote import ask_remote
+from baton.rewards.settings import JudgeSettings
+from baton.types import FailureCause
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+"""Before a further attempt: at random up to 0.2 s, 0.4 s, …, 5 s."""
+CLOSING_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class Background:
+    """Makes calls apart from the run's own thread. Methods ending in `_call` are coroutines of its loop."""
+
+    def __init__(self, setup: Setup, settings: JudgeSettings) -> None:
+        """Start the thread; worker processes and connections come with the first call that needs them."""
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._pool = WorkerPool(setup, settings)
+        self._session: aiohttp.ClientSession | None = None
+        self._limits: dict[str, asyncio.Semaphore] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judging", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Begin a coroutine in the background."""
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+
+    async def worker_call(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
+        """Ask a worker process, again after a crash. `concurrency` > 0: calls that may share one process."""
+
+        async def attempt() -> Outcomes:
+            if not concurrency:
+                return await self._pool.ask(spec, calls, deadline_s, may_share=False)
+            async with self._limits.setdefault(f"spec {spec}", asyncio.Semaphore(concurrency)):
+                return await self._pool.ask(spec, calls, deadline_s, may_share=True)
+
+        return await self._retrying(FailureCause.CRASHED)(attempt)
+
+    async def remote_call(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
+        """Ask a remote judge, again where it cannot be reached."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        session = self._session
+
+        async def attempt() -> Outcomes:
+            async with self._limits.setdefault(url, asyncio.Semaphore(concurrency)):
+                return (await ask_remote(session, url, call, deadline_s),)
+
+        return await self._retrying(FailureCause.UNREACHABLE)(attempt)
+
+    async def start_call(self) -> str:
+        """Start a worker process, and return what worker processes are kept from."""
+        return await self._pool.start()
+
+    def close(self) -> None:
+        """Drop what is being waited for, kill the worker processes, end the thread."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSING_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the judges' worker processes were not gone after {CLOSING_S:.0f} s") from error
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSING_S)
+        self._loop.close()
+
+    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        finally:
+            self._running.discard(task)
+
+    async def _close(self) -> None:
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._pool.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def _retrying(self, cause: FailureCause) -> AsyncRetrying:
+        def is_worth_a_retry(outcomes: Outcomes) -> bool:
+            return any(isinstance(outcome, Failed) and outcome.cause is cause for outcome in outcomes)
+
+        def last(state: RetryCallState) -> Any:
+            assert state.outcome is not None
+            return state.outcome.result()
+
+        return AsyncRetrying(
+            stop=stop_after_attempt(1 + self._settings.retries),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            retry=retry_if_result(is_worth_a_retry),
+            retry_error_callback=last,
+        )

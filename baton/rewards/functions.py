@@ -1,0 +1,214 @@
+"""Reward functions by import path, in the three conventions of the field, and what counts as a judgement.
+
+| signature | called as                                                           | gives                              |
+|-----------|---------------------------------------------------------------------|------------------------------------|
+| `baton`   | f(prompt, response, answer)                                         | a number                           |
+| `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of numbers or None          |
+| `verl`    | f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)      | a number, or a dict with `score`   |
+
+Each may be `async`. A `trl` function is called once per group, with all of its responses; the others once per response.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from baton.errors import UserError
+from baton.rewards.calls import Call, Failed, Outcome, Signature, Value, failed
+from baton.rewards.columns import find_reference
+from baton.types import FailureCause, Message
+
+RewardFunction = Callable[..., Any]
+MAX_REWARD = 1e6
+"""Largest magnitude of a reward and of each of its parts. Statistics of groups and batches are taken in float32, which
+has 7 digits: beyond this, rewards that differ by 0.1 are equal, and squares of much larger ones overflow at 1.8e19."""
+
+
+@lru_cache(maxsize=64)
+def import_function(path: str) -> RewardFunction:
+    """Import `module:name` or `file.py:name`, from the current directory too. Raises UserError in one sentence."""
+    module_name, _, name = path.rpartition(":")
+    if not module_name or not name:
+        raise UserError(f"reward function: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
+    try:
+        module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
+        function = getattr(module, name)
+    except Exception as error:
+        said = str(error) if isinstance(error, (ImportError, AttributeError, OSError)) else told(error)
+        raise UserError(f"reward function {path!r} cannot be imported: {said}") from error
+    if not callable(function):
+        raise UserError(f"reward function {path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def detect_signature(function: RewardFunction) -> Signature:
+    """Tell the convention: `compute_score` is verl's, parameters `prompts` and `completions` are TRL's, else ours."""
+    if getattr(function, "__name__", "") == "compute_score":
+        return "verl"
+    try:
+        names = inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return "baton"
+    if {"data_source", "solution_str", "ground_truth"} <= names:
+        return "verl"
+    return "trl" if "completions" in names else "baton"
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling gives something to be awaited, so that many calls may wait at once."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def call_here(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
+    """Call a function that is not async, in this thread."""
+    try:
+        result = _started(function, signature, calls)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
+        return failed(calls, FailureCause.RAISED, f"raised {told(error, function)}")
+    return _outcomes(result, signature, calls)
+
+
+async def call_function(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
+    """Call in a convention. Whatever the function does but hang or kill its process comes back as outcomes."""
+    try:
+        result = _started(function, signature, calls)
+        if inspect.isawaitable(result):
+            result = await result
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+        return failed(calls, FailureCause.RAISED, f"raised {told(error, function)}")
+    return _outcomes(result, signature, calls)
+
+
+def _outcomes(result: Any, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
+    """Read what a function of a convention returned: a finite number, or a failure that says what it was instead."""
+    if signature != "trl":
+        return tuple(_outcome(result, signature) for _ in calls)
+    try:
+        if not isinstance(result, (list, tuple)) and not hasattr(result, "tolist"):
+            raise TypeError("is no list; a TRL reward function returns a list with one number per completion")
+        values = list(result) if isinstance(result, (list, tuple)) else result.tolist()
+        if len(values) != len(calls):
+            raise ValueError(f"has {len(values)} values for {len(calls)} completion(s)")
+    except Exception as error:  # noqa: BLE001 - what it returned may be anything too
+        return (malformed(result, str(error)),) * len(calls)
+    return tuple(Value(None) if value is None else _outcome(value, signature) for value in values)
+
+
+def _outcome(result: Any, signature: Signature) -> Outcome:
+    try:
+        if signature == "verl" and isinstance(result, dict):
+            return number(result["score"]) if "score" in result else malformed(result, "has no 'score'")
+        return number(result)
+    except Exception as error:  # noqa: BLE001 - what it returned may be anything too
+        return malformed(result, f"cannot be read ({told(error)})")
+
+
+def number(result: Any) -> Outcome:
+    """Take numbers of Python, numpy and torch, and truth values as 0 or 1; anything else is malformed.
+
+    So is what is not finite, or beyond `MAX_REWARD`.
+    """
+    if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
+        result = result.item()  # numpy's and torch's numbers
+    if not isinstance(result, Real):
+        return malformed(result, "is no number; return a float")
+    try:
+        value = float(result)
+    except OverflowError:  # an integer or a fraction beyond floats
+        value = math.inf
+    else:
+        if not math.isfinite(value):
+            return malformed(result, "is not finite")
+    if abs(value) > MAX_REWARD:
+        return malformed(result, f"is larger than {MAX_REWARD:g} in magnitude; scale it down")
+    return Value(value)
+
+
+def malformed(result: Any, why: str) -> Failed:
+    """The failure of a judge that returned something, but no judgement."""
+    try:
+        shown = repr(result)
+    except Exception:  # noqa: BLE001 - such as an integer of more digits than Python prints
+        shown = "a value that cannot be printed"
+    shown = shown if len(shown) <= 80 else shown[:77] + "…"
+    return Failed(FailureCause.MALFORMED, f"returned {shown} ({type(result).__name__}), which {why}")
+
+
+def told(error: BaseException, function: RewardFunction | None = None) -> str:
+    """One line about an error: its type, the first line of its text, and the line of code that raised it.
+
+    function: whose file is named where it is among the callers, else the innermost caller is.
+    """
+    text = str(error).strip().splitlines()
+    first = (
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[0][:200]) if text else ""
+    )  # may quote a response
+    said = f"{type(error).__name__}: {first}" if text else type(error).__name__
+    frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if "importlib" not in f.filename]
+    own = getattr(getattr(function, "__code__", None), "co_filename", None)
+    where = next((f for f in frames if f.filename == own), frames[0] if frames else None)
+    if where is None or Path(where.filename).parent == Path(__file__).parent:
+        return said  # the call itself failed, as with wrong arguments
+    return f"{said} ({Path(where.filename).name}, line {where.lineno})"
+
+
+def _started(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> Any:
+    call = calls[0]
+    prompt, columns = call.prompt, call.prompt.metadata
+    assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
+    if signature == "baton":
+        return function(prompt, call.response, call.answer)
+    if signature == "verl":
+        raw = find_reference(columns)
+        return function(
+            data_source=columns.get("data_source", prompt.task),
+            solution_str=call.response,
+            ground_truth=prompt.answer if raw is None or isinstance(raw, str) else raw,
+            extra_info=columns.get("extra_info"),
+        )
+    arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
+    if prompt.is_conversation:
+        arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]
+        arguments["completions"] = [[{"role": "assistant", "content": c.response}] for c in calls]
+    else:
+        arguments["prompts"] = [prompt.messages[-1].content] * len(calls)
+        arguments["completions"] = [c.response for c in calls]
+    arguments["completion_ids"] = [list(c.token_ids) for c in calls]
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    return function(**arguments)
+
+
+def _plain(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
+
+
+def _import_module(name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # a command's own directory is not the user's
+    return importlib.import_module(name)
+
+
+def _import_file(path: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {path!r} (seen from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"baton_reward_{file.stem}", file.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,226 @@
+"""The run's side of its worker processes: few, started when first needed, killed when a call outstays its deadline.
+
+Why not a library's process pool: measured, one (pebble 5.2) breaks as a whole when an idle worker dies, cannot say why
+a worker does not load, and leaves the processes that a killed judge had started.
+
+Synchronous judges have a process to themselves for each call, so what hangs or crashes is known. Asynchronous ones
+share one process; when that has to be killed, each call it held is made again alone, and the culprit finds itself.
+Everything here runs in the thread of one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import baton
+from baton.errors import UserError
+from baton.rewards.calls import HEADER_BYTES, Answer, Ask, Call, FromWorker, Outcome, Ready, Setup, failed, frame
+from baton.rewards.isolation import environment
+from baton.rewards.settings import JudgeSettings
+from baton.types import FailureCause
+
+Calls = tuple[Call, ...]
+Outcomes = tuple[Outcome, ...]
+KILL_S = 5.0
+"""What a keeper gets to kill its judge and all that it started, before it is killed itself."""
+GRACE_S = 1.0
+"""What a shared process gets beyond a call's deadline to say itself that it is over."""
+
+
+class _Lost(Exception):
+    """A worker process ended with calls in its hands."""
+
+
+class WorkerPool:
+    """Makes calls in worker processes."""
+
+    def __init__(self, setup: Setup, settings: JudgeSettings) -> None:
+        self._setup = setup
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.workers)
+        self._idle: list[_Worker] = []
+        self._launched: set[asyncio.Task[_Worker]] = set()
+        self._shared: asyncio.Task[_Worker] | None = None
+        self._unloadable: str | None = None
+        self._isolation = ""
+
+    async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
+        """Make one call. Raises UserError when a worker process cannot load what it is to judge with."""
+        if may_share:
+            worker = await self._shared_worker()
+            with contextlib.suppress(_Lost, TimeoutError):
+                return await worker.ask(spec, calls, deadline_s, deadline_s + GRACE_S)
+            worker.kill()
+        return await self._ask_alone(spec, calls, deadline_s)
+
+    async def start(self) -> str:
+        """Start a process, and return what it is kept from. Raises UserError as `ask` does."""
+        self._idle.append(await self._start())
+        return self._isolation
+
+    async def close(self) -> None:
+        """Kill every worker process and wait until they are gone."""
+        launched = await asyncio.gather(*self._launched, return_exceptions=True)
+        for worker in launched:
+            if isinstance(worker, _Worker):
+                worker.kill()
+                await worker.ended()
+        if self._shared is not None:
+            await asyncio.gather(self._shared, return_exceptions=True)
+
+    async def _ask_alone(self, spec: int, calls: Calls, deadline_s: float) -> Outcomes:
+        async with self._slots:
+            worker = next((w for w in iter(self._take_idle, None) if w.is_alive), None) or await self._start()
+            try:
+                outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
+            except TimeoutError:
+                worker.kill()
+                return failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
+            except _Lost as lost:
+                return failed(calls, FailureCause.CRASHED, str(lost))
+            except asyncio.CancelledError:
+                worker.kill()
+                raise
+            self._idle.append(worker)
+            return outcomes
+
+    def _take_idle(self) -> _Worker | None:
+        return self._idle.pop() if self._idle else None
+
+    async def _shared_worker(self) -> _Worker:
+        if self._shared is None or (self._shared.done() and not self._shared.result().is_alive):
+            self._shared = asyncio.create_task(self._start())
+        return await asyncio.shield(self._shared)
+
+    async def _start(self) -> _Worker:
+        if self._unloadable:
+            raise UserError(self._unloadable)
+        launch = asyncio.create_task(_Worker.launch(self._settings))
+        self._launched = {task for task in self._launched if not _is_over(task)} | {launch}
+        worker = await asyncio.shield(launch)  # asyncio may hang where the start of a process is cancelled; see close
+        timeout_s = self._settings.load_timeout_s
+        try:
+            ready = await asyncio.wait_for(worker.set_up(self._setup), timeout_s)
+            self._unloadable, self._isolation = ready.error, ready.isolation
+        except TimeoutError:
+            names = ", ".join(map(str, self._setup.specs))
+            self._unloadable = f"a worker process has not loaded {names} within judge.load_timeout_s = {timeout_s:g} s"
+        except _Lost as lost:
+            self._unloadable = f"a worker process that loads {', '.join(map(str, self._setup.specs))} {lost}"
+        if self._unloadable:
+            worker.kill()
+            raise UserError(self._unloadable)
+        return worker
+
+
+def _is_over(launch: asyncio.Task[_Worker]) -> bool:
+    return launch.done() and (launch.exception() is not None or not launch.result().is_alive)
+
+
+class _Worker:
+    """One process and the calls in its hands."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.is_alive = True
+        self._waiting: dict[int, asyncio.Future[Outcomes]] = {}
+        self._next_id = 0
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def launch(cls, settings: JudgeSettings) -> _Worker:
+        root = str(Path(baton.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "baton.rewards.worker",
+            *(["--network"] if settings.network else []),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={
+                **environment(settings.env, os.environ),
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+            start_new_session=True,
+        )
+        return cls(process)
+
+    def set_up(self, setup: Setup) -> Awaitable[Ready]:
+        """Send what it will be asked about. The result raises _Lost when the process ends first."""
+        self._send(setup)
+        return self._ready
+
+    async def ask(self, spec: int, calls: Calls, deadline_s: float, patience_s: float) -> Outcomes:
+        """Make one call. Raises _Lost when the process ends, TimeoutError when it says nothing for `patience_s`."""
+        if not self.is_alive:
+            raise _Lost("is gone")
+        self._next_id += 1
+        call_id = self._next_id
+        future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            self._send(Ask(call_id, spec, calls, deadline_s))
+            return await asyncio.wait_for(future, patience_s)
+        finally:
+            self._waiting.pop(call_id, None)
+
+    def kill(self) -> None:
+        """Kill the process and everything it started: its keeper does, on SIGTERM."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGTERM)  # asyncio's own terminate() may take the exit code from itself
+        asyncio.get_running_loop().call_later(KILL_S, self._kill_keeper)
+
+    def _kill_keeper(self) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def ended(self) -> None:
+        """Wait until a killed process is gone."""
+        await self._reader
+
+    def _send(self, message: msgspec.Struct) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(frame(message))
+
+    async def _read(self) -> None:
+        stream = self.process.stdout
+        assert stream is not None
+        try:
+            while True:
+                header = await stream.readexactly(HEADER_BYTES)
+                body = await stream.readexactly(int.from_bytes(header, "big"))
+                self._take(msgspec.msgpack.decode(body, type=FromWorker))
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            pass
+        self.kill()
+        code = await self.process.wait()
+        number = -code if code < 0 else code - 128
+        is_signal = number in signal.valid_signals()
+        how = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
+        unanswered: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
+        for future in unanswered:
+            if not future.done():
+                future.set_exception(_Lost(how))
+
+    def _take(self, message: FromWorker) -> None:
+        if isinstance(message, Ready):
+            self._ready.set_result(message)
+        elif isinstance(message, Answer) and (future := self._waiting.get(message.call_id)) and not future.done():
+            future.set_result(message.outcomes)

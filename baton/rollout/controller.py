@@ -1,0 +1,423 @@
+"""Carries out the scheduler's decisions: leases out through a worker port, reports in, judgements asked for.
+
+      source ──prompt──▶ ┌────────┐ ══ lease, abort ══▶ worker port ══▶ engine
+                         │ Runner │ ◀══ reports, retries ═════════════════┘
+      judge ◀─finished── │        │ ──events──▶ RolloutScheduler ──commands──▶ back here
+        └───judgement──▶ └────────┘ ──▶ journal
+
+The runner keeps the payloads (prompts, ids, logprobs, judgements); the scheduler decides on counts. It lives in one
+thread, and works only while it is called: `next_batch` until there is one, `run_until` while the trainer steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import EngineFault
+from baton.records.journal import Issued, OpenGroup, StreamPlace
+from baton.rollout.events import (
+    Abort,
+    Assign,
+    BatchWanted,
+    Capacity,
+    Command,
+    Deliver,
+    Discard,
+    Event,
+    Finished,
+    Grew,
+    Load,
+    Lost,
+    Open,
+    Paused,
+    PutDown,
+    Restart,
+    Resumed,
+    Revoked,
+    Rewarded,
+    Serving,
+    VersionMade,
+)
+from baton.rollout.parts import Parts
+from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.settings import Rules
+from baton.rollout.stall import StallWatch
+from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory
+from baton.rollout.trajectories import append_report, check_room
+from baton.types import Abort as AbortLease
+from baton.types import (
+    Author,
+    FromPort,
+    FromWorker,
+    Group,
+    Judged,
+    Lease,
+    PolicyVersion,
+    Report,
+    Retry,
+    Trajectory,
+    WorkLost,
+    WorkRevoked,
+)
+
+MAX_REFUSALS = 8
+"""Times in a row that a worker may refuse a lease of the version it was loaded with."""
+SHORT_WAIT_S = 0.02
+"""Longest wait for a message while somebody else may be done meanwhile."""
+
+
+@dataclass(slots=True)
+class _Group:
+    issued: Issued
+    members: list[Trajectory]
+    judged: dict[int, Judged]
+
+
+class Runner:
+    """The rollout side of a run."""
+
+    def __init__(self, parts: Parts, rules: Rules) -> None:
+        self._parts, self.rules = parts, rules
+        self._watch = StallWatch(parts.port, parts.stall_timeout_s)
+        self._groups: dict[int, _Group] = {}
+        self._leases: dict[int, tuple[int, int]] = {}
+        self._lease_of: dict[tuple[int, int], int] = {}
+        self._num_judging = 0
+        self._refusals = 0
+        self._tensors: Mapping[str, Any] = {}
+        self._version: PolicyVersion | None = None
+        self._is_loading = False
+        self._batch: list[Group] | None = None
+        self._on_judged: Callable[[int], None] = lambda count: None
+        self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
+        """Waited for the worker and the judges since `take_seconds`; `hidden`: for the worker while training."""
+
+    def begin(
+        self,
+        version: int,
+        place: StreamPlace,
+        carried: Sequence[OpenGroup] = (),
+        *,
+        num_batches: float = math.inf,
+    ) -> None:
+        """Begin at a version that has consumed as many batches, with the open groups of an earlier process.
+
+        num_batches: those of the whole run; nothing is generated beyond them.
+        """
+        self.scheduler = RolloutScheduler(
+            self.rules, version=version, next_group_id=place.next_group_id, num_batches=num_batches
+        )
+        self._next_group_id = place.next_group_id
+        tracked = []
+        for group in carried:
+            own = _Group(group.issued, list(group.members), dict(group.judged))
+            self._groups[group.issued.group_id] = own
+            tracked.append(_tracked(own))
+        self._obey_all(self.scheduler.take_up(tracked))
+        for own in list(self._groups.values()):
+            finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.judged]
+            self._ask_judges(own, finished)
+        self._slots = 0
+        self._look_at_capacity()
+
+    @property
+    def place(self) -> StreamPlace:
+        """Where prompts and group ids go on."""
+        return StreamPlace(self._next_group_id, dict(self._parts.source.position))
+
+    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Have the worker serve a version, and return once it does. Raises Stopped."""
+        self._tensors, self._version = tensors, version
+        self._tell(VersionMade(self._now_s(), version.number))
+        self._pump_until(lambda: self._version is None)
+        self._tensors = {}
+
+    def next_batch(self, on_judged: Callable[[int], None] = lambda count: None) -> list[Group]:
+        """Return the groups of the next train step. `on_judged` hears how many more trajectories are judged.
+
+        Raises Stopped when the run is to stop; what was made so far is in the journal.
+        """
+        self._on_judged = on_judged
+        on_judged(sum(len(group.judged) for group in self._groups.values()))
+        self._tell(BatchWanted(self._now_s()))
+        try:
+            self._pump_until(lambda: self._batch is not None)
+            if self.rules.mode != "async":  # the worker is idle from here to the next batch
+                self._pump_until(lambda: not self.scheduler.num_leased)
+        finally:
+            self._on_judged = lambda count: None
+        assert self._batch is not None
+        groups, self._batch = self._batch, None
+        return groups
+
+    def run_until(self, is_over: Callable[[float], bool]) -> None:
+        """Keep the worker at it while something else goes on. `is_over` waits at most so long, and says whether it is.
+
+        Returns at once where the mode has nothing to do meanwhile.
+        """
+        while not is_over(0.0):
+            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging or not self._slots):
+                self._pump(SHORT_WAIT_S, "hidden")
+            else:
+                is_over(1.0)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Free the worker and the judges for something else; running rollouts are aborted, and resumed afterwards."""
+        self._tell(Paused(self._now_s()))
+        self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
+        yield
+        self._tell(Resumed(self._now_s()))
+
+    def put_down(self, longest_s: float) -> None:
+        """Have the worker report what it has made, and no more, before the run ends; wait at most so long for it."""
+        until_s = self._now_s() + longest_s
+        if not self._is_loading:  # else the worker was left in the middle of a load, and cannot be asked
+            self._tell(Paused(self._now_s()))
+            while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
+                self._pump(min(1.0, left_s), "generate")
+        if self._parts.journal is not None:
+            self._parts.journal.commit()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the times waited since the last call."""
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return taken
+
+    def made(self, version: int) -> None:
+        """The trainer has made a version that is not published."""
+        self._tell(VersionMade(self._now_s(), version, is_published=False))
+
+    # ---- the pump ----------------------------------------------------------------------------------------------------
+
+    def _pump_until(self, is_over: Callable[[], bool]) -> None:
+        self._watch.reset()
+        while not is_over():
+            self._parts.stop.check()
+            if not (self.scheduler.num_leased or self._num_judging) and self._slots:
+                raise EngineFault(
+                    f"the rollout side stands still at version {self.scheduler.version} with {self.scheduler.num_open} "
+                    "open groups: nothing runs, nothing is judged, and no batch is complete; this is a fault of Baton"
+                )
+            self._pump(1.0, "generate")
+
+    def _pump(self, timeout_s: float, stage: str) -> None:
+        """Wait for the worker, or for the judges where it has nothing, and take what has come."""
+        begin_s = self._now_s()
+        if self.scheduler.num_leased or not self._slots:
+            messages = self._parts.port.receive(timeout_s)
+            self._look_at_capacity()
+            num_waiting = len(self._lease_of) or int(not self._slots)
+            self._watch.check(messages, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
+            for message in messages:
+                self._hear(message)
+            self.seconds[stage] += self._now_s() - begin_s
+            begin_s, timeout_s = self._now_s(), 0.0
+        judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
+        for one in sorted(judged, key=self._is_first):  # what completes a group comes after what is judged again
+            self._take_judgement(one)
+        self.seconds["judge"] += self._now_s() - begin_s
+        if self._parts.journal is not None:
+            self._parts.journal.commit()
+
+    def _look_at_capacity(self) -> None:
+        """Workers of a swarm come and go."""
+        slots = self._parts.port.slots
+        if slots != self._slots:
+            self._slots = slots
+            self._tell(Capacity(self._now_s(), slots, queue=slots))
+
+    def _hear(self, message: FromPort) -> None:
+        match message:
+            case WorkLost(cause=cause, num_tokens=num_tokens):
+                self._tell(Lost(self._now_s(), cause, num_tokens))
+            case WorkRevoked():
+                self._revoke(message)
+            case _:
+                self._hear_of_lease(message)
+
+    def _revoke(self, revoked: WorkRevoked) -> None:
+        """Have a trajectory made again, unless it is in a batch already."""
+        group = self._groups.get(revoked.group_id)
+        if group is None or revoked.noise_seed != self._parts.noise_seed:
+            return
+        index = revoked.sample_index
+        lease_id = self._lease_of.get((revoked.group_id, index))
+        if lease_id is not None:
+            self._end_lease(lease_id)
+        group.judged.pop(index, None)
+        if self._parts.journal is not None:
+            self._parts.journal.revoked(revoked.group_id, index)
+        self._tell(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
+
+    def _hear_of_lease(self, message: FromWorker) -> None:
+        key = self._leases.get(message.lease_id)
+        if key is None:
+            return  # of a lease that has ended: late, or said twice
+        group_id, sample_index = key
+        group = self._groups[group_id]
+        trajectory = group.members[sample_index]
+        if isinstance(message, Retry):
+            self._refused(trajectory, message)
+            return
+        if message.token_offset != trajectory.num_tokens:
+            return  # said twice
+        self._refusals = 0
+        grown = append_report(trajectory, message)
+        group.members[sample_index] = grown
+        if grown.finish_reason is not None or message.is_aborted:
+            self._end_lease(message.lease_id)
+        self._write_down(trajectory, grown, message)
+        for segment in message.segments:
+            if segment.author is Author.POLICY:
+                self._tell(Grew(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
+        if grown.finish_reason is not None:
+            self._ask_judges(group, [grown])
+            self._tell(Finished(self._now_s(), *key))
+        elif message.is_aborted:
+            self._tell(PutDown(self._now_s(), *key))
+
+    def _write_down(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
+        journal = self._parts.journal
+        if journal is None:
+            return
+        if grown.finish_reason is not None:
+            journal.finished(grown)
+        else:
+            journal.grew(grown.group_id, grown.sample_index, before.num_tokens, report.segments)
+
+    def _refused(self, trajectory: Trajectory, retry: Retry) -> None:
+        self._refusals += 1
+        if self._refusals > MAX_REFUSALS * max(1, self._parts.port.slots):
+            raise EngineFault(
+                f"{self._parts.port.name} serves version {retry.has_version} and refuses one trajectory after another "
+                f"(last: {trajectory.name})"
+            )
+        self._end_lease(retry.lease_id)
+        self._tell(PutDown(self._now_s(), trajectory.group_id, trajectory.sample_index))
+
+    def _end_lease(self, lease_id: int) -> None:
+        del self._lease_of[self._leases.pop(lease_id)]
+
+    def _ask_judges(self, group: _Group, finished: Sequence[Trajectory]) -> None:
+        """Have trajectories judged that have just finished, or the whole group with the last of them."""
+        judges, text = self._parts.judges, self._parts.text
+        if judges.sees_groups and finished:
+            finished = group.members if all(t.finish_reason is not None for t in group.members) else ()
+        self._num_judging += len(finished)
+        for together in (finished,) if judges.sees_groups else ((t,) for t in finished):
+            if together:
+                judges.submit(together, group.issued.prompt, [text(t.token_ids) for t in together])
+
+    def _take_judgement(self, judged: Judged) -> None:
+        self._num_judging -= 1
+        trajectory, judgement = judged.trajectory, judged.judgement
+        group = self._groups.get(trajectory.group_id)
+        if group is None or group.members[trajectory.sample_index] is not trajectory:
+            return  # it was revoked meanwhile
+        self._on_judged(int(self._is_first(judged)))
+        group.judged[trajectory.sample_index] = judged
+        if self._parts.journal is not None:
+            self._parts.journal.judged(judged)
+        reward = judgement.reward if judgement.is_judged else None
+        self._tell(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
+
+    def _is_first(self, judged: Judged) -> bool:
+        """Whether it has no judgement yet; a whole group is judged again when one of it was revoked."""
+        group = self._groups.get(judged.trajectory.group_id)
+        return group is None or judged.trajectory.sample_index not in group.judged
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        self._obey_all(self.scheduler.handle(event))
+
+    def _obey_all(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Open(group_id=group_id, again=again):
+                self._open(group_id, again)
+            case Assign():
+                self._lease(command)
+            case Abort(group_id=group_id, sample_index=sample_index):
+                lease_id = self._lease_of.get((group_id, sample_index))
+                if lease_id is not None:
+                    self._parts.port.send(AbortLease(lease_id))
+            case Restart(group_id=group_id, sample_index=sample_index):
+                group = self._groups[group_id]
+                group.members[sample_index] = Trajectory(group_id, sample_index, group.issued.prompt_ids)
+            case Discard(group_id=group_id, cause=cause):
+                self._discard(group_id, cause)
+            case Deliver(group_ids=group_ids):
+                self._batch = [self._complete(self._groups.pop(group_id)) for group_id in group_ids]
+            case Load():
+                assert self._version is not None, "the scheduler wants a version loaded that nobody published"
+                version, self._version = self._version, None
+                self._is_loading = True
+                with self._parts.stop.interrupting():
+                    self._parts.port.load_weights(self._tensors, version)
+                self._is_loading = False
+                self._tell(Serving(self._now_s(), version.number))
+
+    def _open(self, group_id: int, again: int | None) -> None:
+        if again is None:
+            prompt, attempts = self._parts.source.take(1)[0], 0
+            ids = self._parts.prompt_ids(prompt)
+        else:
+            before = self._groups.pop(again).issued
+            prompt, ids, attempts = before.prompt, before.prompt_ids, before.attempts + 1
+        check_room(group_id, ids, self._parts.max_context_tokens)
+        self._next_group_id = group_id + 1
+        size, version = self.rules.group_size, self.scheduler.version
+        issued = Issued(group_id, prompt, ids, size, version, attempts)
+        self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, ids) for index in range(size)], {})
+        if self._parts.journal is not None:
+            self._parts.journal.issued(issued, self.place)
+
+    def _lease(self, command: Assign) -> None:
+        key = (command.group_id, command.sample_index)
+        trajectory = self._groups[command.group_id].members[command.sample_index]
+        lease_id = next(self._parts.lease_ids)
+        self._leases[lease_id], self._lease_of[key] = key, lease_id
+        sampling = self._parts.sampling(*key)
+        lease = Lease(lease_id, trajectory, sampling, self._parts.noise_seed, command.version, command.is_exact)
+        self._parts.port.send(lease)
+
+    def _discard(self, group_id: int, cause: str) -> None:
+        if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
+            del self._groups[group_id]  # else its prompt is tried again
+        if self._parts.journal is not None:
+            self._parts.journal.discarded(group_id, cause)
+
+    def _complete(self, group: _Group) -> Group:
+        members = tuple(group.judged[index] for index in range(len(group.members)))
+        return Group(group.issued.group_id, group.issued.prompt, members)
+
+    def _now_s(self) -> float:
+        return time.monotonic()
+
+
+def _tracked(group: _Group) -> TrackedGroup:
+    """A group of an earlier process, as the scheduler sees it."""
+    members = []
+    for trajectory in group.members:
+        judged = group.judged.get(trajectory.sample_index)
+        finished = trajectory.finish_reason is not None
+        state = State.JUDGED if judged is not None else State.JUDGING if finished else State.PENDING
+        member = TrackedTrajectory(trajectory.group_id, trajectory.sample_index, state)
+        for segment in trajectory.segments:
+            if segment.author is Author.POLICY:
+                member.grow(segment.policy_version, len(segment.token_ids))
+        if judged is not None and judged.judgement.is_judged:
+            member.reward = judged.judgement.reward
+        members.append(member)
+    issued, waiting = group.issued, len(group.members) - len(group.judged)
+    return TrackedGroup(issued.group_id, members, waiting, issued.opened_at, issued.attempts)

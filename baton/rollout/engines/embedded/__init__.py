@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching on any Hugging Face causal LM."""

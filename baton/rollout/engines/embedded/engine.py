@@ -1,0 +1,250 @@
+"""Continuous batching in torch over any Hugging Face causal LM, on CPU and CUDA by the same code.
+
+    step:  report aborts ─▶ fill free slots (prefill once per distinct prefix) ─▶ decode one token per row ─▶ report
+
+**All sampling goes through decode.** Prefill computes the keys and values of all ids but the last, and its logits are
+thrown away; the last id is the first that decode is fed. A fresh prompt, a prompt shared by its group and a resume
+from ids are thus one path.
+
+**A row does not depend on its neighbours** (law 5): a trajectory's tokens and logprobs are bit-equal alone and in a
+crowd, in any slot, while the batch drains (tested). `network.py` says by which shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from baton.errors import UserError
+from baton.policy.memory import held_bytes
+from baton.policy.routing import Routing, RoutingReplay, routing_bytes
+from baton.rollout.engine import EngineSettings, EngineStats
+from baton.rollout.engines.embedded.cache import Prefix
+from baton.rollout.engines.embedded.network import Network, prefill_shape
+from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
+from baton.rollout.engines.slot_table import LeaseBook, Row
+from baton.types import FromWorker, Lease, PolicyVersion
+
+if TYPE_CHECKING:
+    from baton.policy.tokenizer import Tokenizer
+
+_SLOTS_MULTIPLE = 8
+_LOOK_AHEAD = 64
+"""Waiting prefixes that are looked at to fill up a prefill."""
+_KEPT_CONTEXTS = 8
+"""Prefixes kept for waiting leases hold at most this many times max_context_tokens."""
+
+
+class EmbeddedEngine:
+    """An `Engine` that owns its model. Single-threaded: the caller drives it with `step`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        settings: EngineSettings,
+        version: PolicyVersion,
+        end_ids: tuple[int, ...],
+    ) -> None:
+        """Allocate the slots on the model's device.
+
+        model: its own copy, loaded in settings.dtype; `load_weights` writes into its parameters.
+        end_ids: ids that end a trajectory, beside a lease's own stop_token_ids.
+        Raises UserError for slots that are no multiple of 8, and for a model without an ordinary KV cache.
+        """
+        if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
+            raise UserError(f"engine.slots: got {settings.slots}, allowed a positive multiple of {_SLOTS_MULTIPLE}")
+        dtype = str(model.dtype).removeprefix("torch.")
+        assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
+        self._routers = RoutingReplay(model) if settings.report_routing else None
+        self.network = Network(
+            model,
+            settings.slots,
+            settings.max_context_tokens,
+            uses_graphs=settings.cuda_graphs and not settings.report_routing,  # in a graph nobody sees the routers
+            attends_by_row=settings.row_attention and model.device.type == "cuda",
+        )
+        self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
+        self._kept: dict[tuple[int, ...], Prefix] = {}
+        self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
+        self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
+        """[3, slots] the id that each row's next decode step is fed, its position, and the row's tokens so far."""
+        self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
+        """[slots]"""
+        self._params: RowParams | None = None
+        """None after the rows have changed."""
+        self._needs_version = False
+        """Whether it has rested since weights were loaded."""
+        self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights that produce the next logits."""
+        return self._book.version
+
+    @property
+    def slots(self) -> int:
+        """Trajectories generated at once."""
+        return len(self._book.rows)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)
+
+    def submit(self, lease: Lease) -> None:
+        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
+        self._book.submit(lease)
+
+    def abort(self, lease_id: int) -> None:
+        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
+        self._book.abort(lease_id)
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
+
+        Leases that asked for exactly another version are not served by this one: those running are put down (a report
+        with is_aborted), those waiting get a Retry. Raises EngineFault, with nothing changed, for tensors that do not
+        fit.
+        """
+        assert not self.network.is_resting, "weights have come for an engine at rest"
+        self.network.load(tensors)
+        self._needs_version = False
+        self._kept.clear()
+        self._book.switch(version)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its device behind weights, slots and kept prefixes."""
+        kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
+        return self.network.held_bytes + held_bytes(kept, self.network.device)
+
+    def rest(self) -> None:
+        """Leave the device: slots and weights are given back. No lease may be left. Does nothing at rest."""
+        left = self._book.num_running + self._book.waiting_prefixes.total()
+        assert not left, f"the engine is to rest with {left} leases in its hands"
+        self._kept.clear()
+        self._params = None
+        self._needs_version = self._needs_version or not self.network.is_resting
+        self.network.rest()
+
+    def wake(self) -> None:
+        """Come back; the next call is `load_weights`. Does nothing where it is awake."""
+        self.network.wake()
+
+    def flush(self) -> list[FromWorker]:
+        """Report what running leases have grown since their last report."""
+        return self._book.flush()
+
+    def close(self) -> None:
+        """Nothing runs on its behalf."""
+
+    def step(self) -> list[FromWorker]:
+        """Admit what fits, decode one token for every running lease, and return what is to be reported."""
+        running = self._book.num_running
+        reports = self._book.open_step()
+        admitted = self._book.admit()
+        assert not (admitted and self._needs_version), "an engine that has rested needs weights before it serves"
+        if admitted or self._book.num_running != running:
+            self._params = None
+        if admitted:
+            self._fill(admitted)
+        if self._book.num_running:
+            reports += self._decode()
+        return reports
+
+    def _fill(self, admitted: list[tuple[int, Row]]) -> None:
+        """Write the prefix of each new row into its slot, computing it where none is kept."""
+        by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):
+            if ids not in self._kept:
+                by_shape.setdefault(prefill_shape(len(ids)), []).append(ids)
+        for shape, wanted in by_shape.items():
+            rows = shape[0]
+            wanted += self._ahead(shape, -len(wanted) % rows, wanted)
+            for start in range(0, len(wanted), rows):
+                batch = wanted[start : start + rows]
+                self._kept.update(zip(batch, self.network.prefill(batch), strict=True))
+                self._prefilled_tokens += sum(len(ids) for ids in batch)
+        with torch.inference_mode():
+            for slot, row in admitted:
+                if row.prefix_ids:
+                    self.network.cache.write(slot, self._kept[row.prefix_ids])
+                trajectory = row.lease.trajectory
+                self._inputs[:, slot] = row.last_id, row.position, row.length
+                self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
+        self._forget()
+
+    def _ahead(self, shape: tuple[int, int], count: int, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return up to `count` prefixes of the next waiting leases, to fill the rows that a prefill has to spare."""
+        if not count:
+            return []
+        waiting = islice(self._book.waiting_prefixes, _LOOK_AHEAD)
+        found = (ids for ids in waiting if ids and prefill_shape(len(ids)) == shape)
+        return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
+
+    def _forget(self) -> None:
+        """Drop prefixes that no waiting sibling wants, and the oldest beyond the limit: they can be computed again."""
+        waiting = self._book.waiting_prefixes
+        self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}
+        excess = sum(prefix.num_tokens for prefix in self._kept.values()) - self._kept_limit
+        for ids in list(self._kept):
+            if excess <= 0:
+                break
+            excess -= self._kept.pop(ids).num_tokens
+
+    def _decode(self) -> list[FromWorker]:
+        """Draw one token for every running row."""
+        book, device = self._book, self.network.device
+        width = next(w for w in self.network.widths if w >= book.num_running)
+        if any(row is not None for row in book.rows[width:]):
+            self._compact(width)
+        if self._params is None or self._params.num_rows != width:
+            self._params = self._gather_params(width)
+        inputs = self._inputs[:, :width]
+        num_positions = int(inputs[1].max()) + 1
+        kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
+        inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
+        with torch.inference_mode():
+            with self._recorded() as chosen:
+                logits_WV = self.network.step(inputs_W[0], inputs_W[1], kv_length)
+            ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
+            drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
+        ids = drawn[0].astype(np.int64)
+        inputs[0] = ids
+        inputs[1:] += 1
+        self._decode_steps += 1
+        self._decode_rows += width
+        self._decoded_tokens += book.num_running
+        running = book.num_running
+        reports = book.commit(ids.tolist(), drawn[1].tolist(), routing_bytes(chosen) if chosen else None)
+        if book.num_running != running:
+            self._params = None
+        return reports
+
+    def _recorded(self) -> AbstractContextManager[Routing]:
+        return nullcontext({}) if self._routers is None else self._routers.recorded()
+
+    def _gather_params(self, width: int) -> RowParams:
+        """Look at who is where. Empty rows begin again at position 0, and so never outrun those that are running."""
+        rows = [*self._book.rows[:width], *[None] * (width - len(self._book.rows))]
+        self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
+        params = [row.lease.sampling if row is not None else None for row in rows]
+        return row_params(params, self.network.vocabulary, self.network.device)
+
+    def _compact(self, width: int) -> None:
+        """Move running rows into the lowest slots, with their keys and values."""
+        with torch.inference_mode():
+            for source, destination in self._book.compact(width):
+                row = self._book.rows[destination]
+                assert row is not None
+                self.network.cache.move(source, destination, row.position)
+                self._inputs[:, destination] = self._inputs[:, source]
+                self._noise_keys[destination] = self._noise_keys[source]
+        self._params = None

@@ -1,0 +1,277 @@
+"""Score reported tokens again: their log-probabilities, and whether the keyed noise could have drawn them at all.
+
+A draw is a pure function of (noise seed, group, sample, position) and of the logits (`rollout/engines/sampling.py`), so
+whoever has the weights knows not only how likely a reported token was, but which token had to come. One prefill of the
+whole answer says both for all its tokens at once.
+
+**The draw gap.** The token t was to be drawn where the uniform number u lies in its interval [F(t−1), F(t)) of the
+distribution function. Rounding moves the bounds. If it moves no logit by more than δ, it moves the log-odds of any
+bound, log F/(1−F), by at most 2δ, however small F is: so the distance is taken in log-odds, where one tolerance holds
+for every token. In plain probability a tolerance of 1 % would let through every end-of-sequence token, however
+unlikely, at each place whose draw happens to lie below 1 %.
+
+**Prefill is the yardstick**: each segment is scored under its own version, all ids before it prefilled under that
+version too, as an engine does on a resume. After weights changed in flight with the cache kept, tokens are another
+function of the ids, and this says nothing of them.
+
+Shapes: B rows, S places of a padded row, N scored tokens, V vocabulary, F tokens drawn with top-p or top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from baton.errors import EngineFault
+from baton.policy.adapters import BaseWeights, is_adapter
+from baton.policy.head import find_head
+from baton.policy.logprobs import hidden_states
+from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
+from baton.rollout.rescored import Claim, Rescored
+
+_MAX_LOGITS = 2**22
+"""Logits that exist at once; scoring holds several float64 copies of them."""
+_BORDER = 0.05
+"""How far, as a share, rounding may move the border of top-p and top-k: tokens this near to it may be in or out."""
+_MAX_GAP = 1e3
+"""Nats; stands for a draw that cannot select the token whatever the rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One claim's tokens of the loaded version."""
+
+    claim: Claim
+    ids: tuple[int, ...]
+    """Prompt and answer up to, but without, the last token that is scored."""
+    places: tuple[int, ...]
+    """[N]"""
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+
+
+class Rescorer:
+    """Scores claims under one version at a time. Owns its model."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, weights_dtype: torch.dtype | None = None, max_tokens: int = 1024
+    ) -> None:
+        """Take a model over; its own weights serve as the base of adapters until whole ones are loaded.
+
+        weights_dtype: round weights to what the engines hold, while the model computes in its own, finer dtype.
+        max_tokens: of a forward, padding included; a longer row goes alone. On a CPU more is slower: the states of
+            1024 tokens still lie in its cache.
+        """
+        self.model = model.requires_grad_(False)
+        self.model.train(False)
+        self.version: int | None = None
+        """Number of the loaded version."""
+        self._weights_dtype = weights_dtype or model.dtype
+        self._max_tokens = max_tokens
+        self._base = BaseWeights()
+        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        self._copy(own, {name: own[name].detach().clone() for name, _ in self.model.named_parameters()})
+
+    def load(self, tensors: Mapping[str, Any], version: int) -> None:
+        """Switch to a version's weights, a whole model's or an adapter's on the last whole ones.
+
+        Raises EngineFault, with nothing changed, for tensors that do not fit.
+        """
+        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        if is_adapter(tensors):
+            self._copy(own, self._base.merged(own, tensors))
+        else:
+            given = {id(own[name]) for name in tensors if name in own}
+            faults = [f"missing {n}" for n, p in self.model.named_parameters() if id(p) not in given]
+            faults += [f"unexpected {name}" for name in tensors if name not in own]
+            faults += [
+                f"{name} is {tuple(tensor.shape)} for {tuple(own[name].shape)}"
+                for name, tensor in tensors.items()
+                if name in own and tensor.shape != own[name].shape
+            ]
+            if faults:
+                raise EngineFault(f"version {version} does not fit the rescoring model: {'; '.join(faults[:5])}")
+            self._base.forget()
+            self._copy(own, tensors)
+        self.version = version
+
+    def score(self, claims: Sequence[Claim]) -> list[Rescored]:
+        """Score each claim's policy tokens of the loaded version; none where it has no such tokens.
+
+        The ids must be within the vocabulary: `swarm/verification/checks.py` looks at that first.
+        """
+        assert self.version is not None, "no version has been loaded"
+        rows = [_row(claim, self.version) for claim in claims]
+        found: dict[int, Rescored] = {}
+        for batch in self._batches([i for i, row in enumerate(rows) if row.places], rows):
+            found |= zip(batch, self._scored([rows[i] for i in batch]), strict=True)
+        empty = torch.empty(0, dtype=torch.float64)
+        return [found[i] if i in found else self._result(row, (empty, empty, empty)) for i, row in enumerate(rows)]
+
+    def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
+        """Put rows of like length together, within the bound."""
+        budget = self._max_tokens
+        if find_head(self.model) is None:  # then all places have logits
+            budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
+        batch: list[int] = []
+        for i in sorted(indices, key=lambda i: len(rows[i].ids)):
+            if batch and (len(batch) + 1) * len(rows[i].ids) > budget:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def _scored(self, rows: Sequence[_Row]) -> list[Rescored]:
+        device, length = self.model.device, max(len(row.ids) for row in rows)
+        ids_BS = torch.tensor([[*row.ids, *[0] * (length - len(row.ids))] for row in rows], device=device)
+        row_N = [b for b, row in enumerate(rows) for _ in row.places]
+        before_N = [len(row.claim.trajectory.prompt_ids) + place - 1 for row in rows for place in row.places]
+        targets_N = torch.tensor([i for row in rows for i in row.token_ids], device=device)
+        params_N = [row.claim.sampling for row in rows for _ in row.places]
+        uniform_N = torch.from_numpy(np.concatenate([_draws(row) for row in rows])).to(device)
+        head = find_head(self.model)  # no mask: behind a causal one no token sees the padding after it
+        states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
+        states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
+        size = max(1, _MAX_LOGITS // self._vocabulary)
+        parts = []
+        for begin in range(0, len(targets_N), size):
+            piece = slice(begin, begin + size)
+            logits_NV = head.logits(states_N[piece]) if head else states_N[piece]
+            params = row_params(params_N[piece], logits_NV.shape[-1], device)
+            parts.append(token_scores(logits_NV, targets_N[piece], uniform_N[piece], params))
+        lengths = [len(row.places) for row in rows]
+        columns = [torch.split(torch.cat(column).cpu(), lengths) for column in zip(*parts, strict=True)]
+        return [self._result(row, scores) for row, scores in zip(rows, zip(*columns, strict=True), strict=True)]
+
+    def _result(self, row: _Row, scores: Sequence[Tensor]) -> Rescored:
+        assert self.version is not None
+        trajectory, temperature = row.claim.trajectory, row.claim.sampling.temperature
+        numbers = [tuple(column.tolist()) for column in scores]
+        behavior = row.behavior_logprobs
+        return Rescored(trajectory.name, self.version, temperature, row.places, row.token_ids, behavior, *numbers)
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @torch.inference_mode()
+    def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor.to(self._weights_dtype))
+
+
+def _row(claim: Claim, version: int) -> _Row:
+    trajectory = claim.trajectory
+    columns = zip(
+        trajectory.token_ids,
+        trajectory.behavior_logprobs,
+        trajectory.policy_versions,
+        trajectory.is_policy,
+        strict=True,
+    )
+    own = [(place, i, p) for place, (i, p, v, is_policy) in enumerate(columns) if is_policy and v == version]
+    places, token_ids, behavior = (tuple(column) for column in zip(*own, strict=True)) if own else ((), (), ())
+    ids = (*trajectory.prompt_ids, *trajectory.token_ids[: places[-1]]) if places else ()
+    return _Row(claim, ids, places, token_ids, behavior)
+
+
+def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
+    trajectory = row.claim.trajectory
+    key = noise_key(row.claim.noise_seed, trajectory.group_id, trajectory.sample_index)
+    return uniforms(np.full(len(row.places), key, dtype=np.uint64), np.array(row.places, dtype=np.int64))
+
+
+def token_scores(
+    logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs [N], draw gaps [N] and tail masses [N] of the targets, see `Rescored`. Mirrors `sample`."""
+    logits_NV = logits_NV.float()
+    if params.temperature_W1 is not None:
+        logits_NV = logits_NV / params.temperature_W1
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    mass_NV = logprobs_NV.exp().double()
+    odds_N = torch.logit(uniform_N.double().clamp(min=2.0**-54))
+    gaps_N, tails_N = _distance(mass_NV, targets_N, odds_N)
+    if params.filtered_F is not None:
+        assert params.top_k_F1 is not None
+        assert params.top_p_F1 is not None
+        rows_F = params.filtered_F
+        gaps_N[rows_F], tails_N[rows_F] = _filtered_distance(
+            mass_NV[rows_F], targets_N[rows_F], odds_N[rows_F], params.top_k_F1, params.top_p_F1
+        )
+    if params.is_greedy_W is not None:
+        below_N = logits_NV.amax(-1) - logits_NV.gather(1, targets_N[:, None])[:, 0]
+        gaps_N = torch.where(params.is_greedy_W, below_N.double(), gaps_N)
+        tails_N = torch.where(params.is_greedy_W, 1.0, tails_N)
+    return logprobs_NV.gather(1, targets_N[:, None])[:, 0].double(), gaps_N.clamp(max=_MAX_GAP), tails_N
+
+
+def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far, in log-odds, each draw lies from its target's interval, and the target's tail mass.
+
+    Both sides of an interval are summed apart, so that a bound next to 1 is as exact as one next to 0.
+    """
+    ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
+    own_N1 = mass_NV.gather(1, targets_N[:, None])
+    own_N = own_N1[:, 0]
+    below_N = mass_NV.mul(ids_V < targets_N[:, None]).sum(-1)
+    above_N = mass_NV.mul(ids_V > targets_N[:, None]).sum(-1)
+    total_N = (below_N + own_N + above_N).clamp(min=1e-300)
+    tail_N = mass_NV.mul(mass_NV <= own_N1).sum(-1) / total_N
+    low_N = below_N.log() - (own_N + above_N).log()
+    high_N = (below_N + own_N).log() - above_N.log()
+    return torch.maximum(low_N - odds_N, odds_N - high_N).clamp(min=0.0).nan_to_num(nan=_MAX_GAP), tail_N
+
+
+def _filtered_distance(
+    mass_FV: Tensor, targets_F: Tensor, odds_F: Tensor, top_k_F1: Tensor, top_p_F1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `_distance` within top-k and top-p, the least over all sets that rounding may have made of them.
+
+    The set of the n likeliest may have been a token smaller or larger, have reached to the target, or have held the
+    target or the next token in its last one's stead: wherever those lie within `_BORDER` of where the border is.
+    """
+    sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
+    top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
+    total_F1 = top_FV.sum(-1, keepdim=True)
+    share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
+    """Of the likelier ones, before each."""
+    rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
+    size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
+    last = len(rank_V) - 1
+    smallest = sorted_FV.gather(1, size_F1 - 1)
+
+    def reaches(size_F1: Tensor) -> Tensor:
+        return (size_F1 <= top_k_F1) & (share_FV.gather(1, (size_F1 - 1).clamp(max=last)) < top_p_F1 * (1 + _BORDER))
+
+    def nearly_as_likely(rank_F1: Tensor) -> Tensor:
+        return sorted_FV.gather(1, rank_F1) >= smallest * (1 - _BORDER)
+
+    to_target_F1 = torch.maximum(size_F1, rank_F1 + 1)
+    other_F1 = torch.maximum(size_F1, rank_F1).clamp(max=last)
+    is_enough_F1 = (size_F1 > 1) & (share_FV.gather(1, size_F1 - 1) >= top_p_F1 * (1 - _BORDER))
+    likely_V = rank_V < size_F1
+    variants = [
+        (likely_V, torch.ones_like(is_enough_F1)),
+        (rank_V < size_F1 - 1, is_enough_F1),
+        (rank_V < size_F1 + 1, reaches(size_F1 + 1)),
+        (rank_V < to_target_F1, reaches(to_target_F1)),
+        (likely_V & (rank_V != size_F1 - 1) | (rank_V == other_F1), nearly_as_likely(other_F1)),
+    ]
+    gaps, tails = [], []
+    for kept_FV, is_possible_F1 in variants:
+        kept = torch.zeros_like(mass_FV).scatter(-1, order_FV, sorted_FV * kept_FV)
+        gap_F, tail_F = _distance(kept, targets_F, odds_F)
+        gaps.append(gap_F.masked_fill(~is_possible_F1[:, 0], _MAX_GAP))
+        tails.append(tail_F)
+    best = torch.stack(gaps).min(0)
+    return best.values, torch.stack(tails).gather(0, best.indices[None])[0]

@@ -1,0 +1,116 @@
+"""From settings to an engine, whatever its kind. Each kind's module, and its package, is imported when it is asked for.
+
+| what the machine has                                  | made by                |
+|-------------------------------------------------------|------------------------|
+| a model: configuration, tokenizer and weights         | `engine_of_model`      |
+| configuration and tokenizer, weights come over a wire | `engine_from_skeleton` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from baton.errors import UserError
+from baton.rollout.engine import Engine, EngineKind, EngineSettings
+from baton.types import PolicyVersion
+
+KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
+
+
+def engine_of_model(
+    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+) -> Engine:
+    """Build an engine that serves the model in a directory, as `version`.
+
+    Raises UserError for a model that it cannot drive, and for a package that is missing.
+    """
+    match settings.kind:
+        case "embedded":
+            from baton.rollout.engines.embedded.from_config import embedded_engine
+
+            return embedded_engine(path, settings, version, device=device, attention=attention)
+        case "vllm":
+            from baton.rollout.engines.vllm.start import vllm_of_model
+
+            return vllm_of_model(path, settings, version, device=device, attention=attention)
+        case "sglang":
+            from baton.rollout.engines.sglang.start import sglang_of_model
+
+            return sglang_of_model(path, settings, version, attention=attention)
+
+
+def engine_from_skeleton(
+    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
+) -> Engine:
+    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+
+    base: tensors of the model that adapters are published for. The directory may be gone after this.
+    Raises UserError for a model that it cannot drive, and for a package that is missing.
+    """
+    match settings.kind:
+        case "embedded":
+            from baton.rollout.engines.embedded.from_config import skeleton_engine
+
+            return skeleton_engine(directory, base, settings, device=device, attention=attention)
+        case "vllm":
+            from baton.rollout.engines.vllm.start import vllm_from_skeleton
+
+            return vllm_from_skeleton(directory, base, settings, device=device)
+        case "sglang":
+            from baton.rollout.engines.sglang.start import sglang_from_skeleton
+
+            return sglang_from_skeleton(directory, base, settings)
+
+
+def chosen(
+    settings: EngineSettings, *, kind: str | None = None, slots: int | None = None, options: Sequence[str] = ()
+) -> EngineSettings:
+    """Return a run's settings as this machine wants them. Raises UserError for what they do not know.
+
+    kind: in place of the recipe's. options: `key=value`, keys of the section of that kind, such as tensor_parallel=2.
+    """
+    kind = kind or settings.kind
+    if kind not in KINDS:
+        raise UserError(f"--engine: got {kind!r}, allowed are {', '.join(KINDS)}")
+    values = settings.model_dump()
+    values["kind"] = kind
+    if slots is not None:
+        values["slots"] = slots
+    if kind != "embedded":
+        values["processes"] = 0
+    own = values.get(kind)
+    for option in options:
+        key, equals, value = option.partition("=")
+        if own is None or key not in own or not equals:
+            known = (
+                f"key=value with one of the keys {', '.join(own)}" if own else f"none: {kind} has no keys of its own"
+            )
+            raise UserError(f"--engine-option: got {option!r}, allowed is {known}")
+        own[key] = value
+    try:
+        return EngineSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(("engine", *map(str, first["loc"])))
+        raise UserError(f"{where}: got {first['input']!r}: {first['msg']}") from error
+
+
+def check_server(settings: EngineSettings, *, is_own: bool) -> None:
+    """Raise UserError where a hub would have its worker talk to a server on some third machine.
+
+    is_own: whether the server was named on this machine, and not by the hub.
+    """
+    url = settings.sglang.url
+    if settings.kind != "sglang" or url is None or is_own:
+        return
+    host = urlsplit(url).hostname
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        raise UserError(
+            f"engine.sglang.url: the hub names {url}, which is another machine; allowed is a server of this machine, "
+            f"or --engine-option url={url} if that is what you want"
+        )

@@ -1,0 +1,137 @@
+"""A vLLM engine of a model in a directory, or of a configuration alone, which is given weights later."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from baton.errors import UserError
+from baton.policy.adapters import base_of_adapter
+from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
+from baton.policy.tensors import policy_tensors
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.vllm.client import VllmLine, set_up_environment
+from baton.rollout.engines.vllm.engine import VllmEngine
+from baton.rollout.engines.whole_weights import ReadBase, WholeWeights
+from baton.specs.model import read_model
+from baton.types import PolicyVersion
+
+_CPU = torch.device("cpu")
+_CPU_BLOCK = 128
+"""Tokens in a block of vLLM's KV cache on a CPU: every sequence takes whole ones."""
+
+
+def vllm_of_model(
+    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+) -> VllmEngine:
+    """Build an engine that serves the model in a directory, a checkpoint of an adapter included, as `version`."""
+    _check_vllm(device)
+    dtype = torch_dtype(settings.dtype)
+    base_path = base_of_adapter(Path(path)) or path
+
+    def read_base() -> Mapping[str, torch.Tensor]:
+        return policy_tensors(load_model(base_path, dtype=dtype, device=_CPU, attention=attention))
+
+    directory = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
+    with tempfile.TemporaryDirectory(prefix="baton-model-") as scratch:
+        if base_path != path:
+            directory = Path(scratch)
+            model = load_model(path, dtype=dtype, device=_CPU, attention=attention)
+            save_skeleton(model, load_tokenizer(path), directory)
+            model.save_pretrained(directory)
+        return _engine(directory, settings, version, read_base, load_format="auto")
+
+
+def vllm_from_skeleton(
+    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str
+) -> VllmEngine:
+    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+
+    base: tensors of the model that adapters are published for.
+    """
+    _check_vllm(device)
+    read_base = None if base is None else lambda: base
+    return _engine(directory, settings, PolicyVersion("", -1), read_base, load_format="dummy")
+
+
+def _engine(
+    directory: Path, settings: EngineSettings, version: PolicyVersion, read_base: ReadBase | None, *, load_format: str
+) -> VllmEngine:
+    dtype, own = torch_dtype(settings.dtype), settings.vllm
+    with torch.device("meta"):
+        model = load_skeleton(directory, dtype=dtype, device=torch.device("meta"), attention="sdpa")
+    tokenizer = load_tokenizer(str(directory))
+    arguments = {
+        **_arguments(settings),
+        "model": str(directory),
+        "load_format": load_format,
+        "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
+    }
+    line = VllmLine(arguments, start_timeout_s=own.start_timeout_s, answer_timeout_s=own.answer_timeout_s)
+    try:
+        ends = end_ids(model, tokenizer)
+        weights = WholeWeights(model, read_base)
+        return VllmEngine(line, weights, settings, version, ends, lambda ids: tokenizer.text(ids, keep_special=True))
+    except BaseException:
+        line.close()
+        raise
+
+
+def _arguments(settings: EngineSettings) -> dict[str, Any]:
+    """`AsyncEngineArgs` by name."""
+    own = settings.vllm
+    return {
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # what is sampled is said by leases alone
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_context_tokens,
+        "max_num_seqs": settings.slots,
+        "max_num_batched_tokens": own.max_batched_tokens,
+        "tensor_parallel_size": own.tensor_parallel,
+        "pipeline_parallel_size": own.pipeline_parallel,
+        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "enforce_eager": own.enforce_eager,
+        "enable_prefix_caching": own.prefix_caching,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "worker_extension_cls": "baton.rollout.engines.vllm.worker.TakesWeights",
+        "disable_log_stats": True,
+    }
+
+
+def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
+    """Room for all slots at their longest, and a quarter for prefixes that may be wanted again; None on a GPU."""
+    from vllm.platforms import current_platform
+
+    own = settings.vllm
+    if not current_platform.is_cpu():
+        return None
+    if own.kv_cache_gb is not None:
+        return int(own.kv_cache_gb * 2**30)
+    blocks = settings.slots * (settings.max_context_tokens // _CPU_BLOCK + 1)
+    bytes_per_value = torch_dtype(settings.dtype).itemsize
+    return int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
+
+
+def _check_vllm(device: str) -> None:
+    """Raise UserError where vLLM is missing, or made for other devices than are asked for."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "engine.kind: got 'vllm', which is not installed: `pip install 'baton-rl[vllm]'` where there is a GPU; "
+            "docs/engines.md says how on a CPU"
+        )
+    set_up_environment()
+    from vllm.platforms import current_platform
+
+    has = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda_alike() else "another device"
+    if device not in ("auto", has):
+        raise UserError(
+            f"model.device (--device): got {device!r}, but this vLLM is made for {has}: allowed are auto and {has}; "
+            "CUDA_VISIBLE_DEVICES says which GPUs it takes"
+        )

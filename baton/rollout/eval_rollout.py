@@ -1,0 +1,116 @@
+"""Responses to a list of prompts under one version, as an evaluation wants them: all leased at once, none carried.
+
+Each finished trajectory is handed on at once, so that judging overlaps with generation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from baton.errors import EngineFault
+from baton.rollout.stall import StallWatch
+from baton.rollout.trajectories import append_report, check_room
+from baton.rollout.transport import WorkerPort
+from baton.stop import StopRequest
+from baton.types import FromPort, Lease, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One group to be generated."""
+
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    group_size: int
+
+
+class Sweep:
+    """Grows trajectories on one worker that does nothing else meanwhile."""
+
+    def __init__(
+        self,
+        port: WorkerPort,
+        stall_timeout_s: float = 300.0,
+        *,
+        max_context_tokens: int | None = None,
+        lease_ids: Iterator[int] | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """`max_context_tokens` is the worker's: requests that cannot fit are refused before any is sent.
+
+        lease_ids: shared with all others that lease to this worker. stop: ends every wait.
+        """
+        self._port, self.stop = port, stop or StopRequest()
+        self._max_context_tokens = max_context_tokens
+        self._watch = StallWatch(port, stall_timeout_s)
+        self._lease_ids = lease_ids if lease_ids is not None else itertools.count()
+
+    def rollout(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        noise_seed: int,
+        version: int,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Iterator[Trajectory]:
+        """Yield every trajectory of the requests as it finishes, all under exactly `version`.
+
+        `on_tokens` hears of each report's token count. Raises EngineFault when the worker breaks the protocol or does
+        not hold the version, DeadlineExceeded when no token is made for `stall_timeout_s`, UserError for a prompt that
+        leaves no room for a response, and Stopped.
+        """
+        self._check_room(requests)
+        growing: dict[int, Trajectory] = {}
+
+        def begin(trajectory: Trajectory) -> None:
+            lease_id = next(self._lease_ids)
+            growing[lease_id] = trajectory
+            self._port.send(Lease(lease_id, trajectory, sampling, noise_seed, version))
+
+        for request in requests:
+            for sample_index in range(request.group_size):
+                begin(Trajectory(request.group_id, sample_index, request.prompt_ids))
+        self._watch.reset()
+        while growing:
+            self.stop.check()
+            messages = self._port.receive(timeout_s=1.0)
+            self._watch.check(messages, len(growing), (t.name for t in growing.values()))
+            for message in messages:
+                if isinstance(message, WorkRevoked) and message.noise_seed == noise_seed:
+                    key = (message.group_id, message.sample_index)
+                    for lease_id in [i for i, t in growing.items() if (t.group_id, t.sample_index) == key]:
+                        begin(Trajectory(*key, growing.pop(lease_id).prompt_ids))
+                finished = self._take(message, growing, on_tokens)
+                if finished is not None:
+                    yield finished
+
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        longest = max(requests, key=lambda r: len(r.prompt_ids), default=None)
+        if longest is not None:
+            check_room(longest.group_id, longest.prompt_ids, self._max_context_tokens)
+
+    def _take(
+        self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
+    ) -> Trajectory | None:
+        if isinstance(message, WorkLost | WorkRevoked):
+            return None  # of training, which is put down meanwhile
+        trajectory = growing.get(message.lease_id)
+        if trajectory is None:
+            return None  # a late message of a lease that has ended: idempotent
+        if isinstance(message, Retry):
+            raise EngineFault(
+                f"{self._port.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
+            )
+        grown = append_report(trajectory, message)
+        if on_tokens is not None:
+            on_tokens(grown.num_tokens - trajectory.num_tokens)
+        if grown.finish_reason is None:
+            if message.is_aborted:
+                raise EngineFault(f"{self._port.name} aborted trajectory {trajectory.name}, which nobody asked for")
+            growing[message.lease_id] = grown
+            return None
+        del growing[message.lease_id]
+        return grown

@@ -1,0 +1,1 @@
+"""Engine processes of this machine behind one worker transport."""

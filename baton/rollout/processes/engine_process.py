@@ -1,0 +1,111 @@
+"""The inside of an engine process: one engine, one torch thread, driven by messages.
+
+| thread | consumes          | produces         | waits for                    | unblocked by                       |
+|--------|-------------------|------------------|------------------------------|------------------------------------|
+| reader | the socket        | queued messages  | the parent                   | a message, or the parent's end     |
+| main   | queued messages   | reports          | a message, when it is idle   | the reader                         |
+
+The reader takes messages off the socket whatever the engine does: the parent's sends never wait for the engine's, and
+two full sockets cannot hold each other up. Started by `EnginePool` as `python -m baton engine FD`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+
+from baton.errors import BatonError, fault_of
+from baton.frames import FrameSocket, frame_socket_of
+from baton.rollout.engine import Engine
+from baton.rollout.processes.protocol import (
+    MAX_FRAME_BYTES,
+    LoadWeights,
+    Progress,
+    Serving,
+    Start,
+    ToEngine,
+    receive_to_engine,
+    send_to_parent,
+)
+from baton.types import Abort, Lease, ends_lease
+
+SIGN_OF_LIFE_S = 5.0
+"""A working engine is heard of at least this often, though no report be due."""
+
+
+def serve(descriptor: int) -> None:
+    """Serve one parent until it hangs up. An error is sent to the parent as a Fault, and ends the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
+        signal.signal(number, signal.SIG_IGN)
+    parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
+    scratch = ""
+    try:
+        start = receive_to_engine(parent)
+        assert isinstance(start, Start), f"the first message must be Start, not {type(start).__name__}"
+        scratch = start.scratch
+        engine = _build(start)
+        send_to_parent(parent, Serving(engine.version))
+        inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+        threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
+        _loop(parent, inbox, engine)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent is gone; nobody is left to tell
+    except (BatonError, RuntimeError, AssertionError, OSError) as error:
+        send_to_parent(parent, fault_of(error))
+        return  # the parent, and with it the other engines, still use the directory
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None]) -> None:
+    """Queue what the parent sends, and None when it is gone."""
+    try:
+        while True:
+            inbox.put(receive_to_engine(parent))
+    except (OSError, EOFError, msgspec.DecodeError):
+        inbox.put(None)
+
+
+def _loop(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None], engine: Engine) -> None:
+    running: set[int] = set()
+    last_sign_s = time.monotonic()
+    while True:
+        while not running or not inbox.empty():
+            match inbox.get():
+                case None:
+                    return
+                case Lease() as lease:
+                    engine.submit(lease)
+                    running.add(lease.lease_id)
+                case Abort() as abort:
+                    engine.abort(abort.lease_id)
+                case LoadWeights() as wanted:
+                    from safetensors.torch import load_file
+
+                    engine.load_weights(load_file(Path(wanted.path)), wanted.version)
+                    send_to_parent(parent, Serving(engine.version))
+                case other:
+                    raise RuntimeError(f"unexpected message {type(other).__name__}")
+        reports = engine.step()
+        now = time.monotonic()
+        if reports or now - last_sign_s > SIGN_OF_LIFE_S:
+            send_to_parent(parent, Progress(tuple(reports), engine.stats))
+            last_sign_s = now
+        running.difference_update(report.lease_id for report in reports if ends_lease(report))
+
+
+def _build(start: Start) -> Engine:
+    from baton.policy.threads import set_up_threads
+    from baton.rollout.engines.factory import engine_of_model
+
+    set_up_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return engine_of_model(
+        start.model_path, start.engine_settings(), start.version, device=start.device, attention=start.attention
+    )

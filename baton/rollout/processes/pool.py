@@ -1,0 +1,249 @@
+"""Several engine processes behind one worker port: leases go where a slot is free, weights go to all.
+
+      runner ──lease──▶ queue ──▶ engine process 0 (one torch thread)
+        ▲                  └────▶ engine process 1 …
+        └── reports ◀── whichever has something
+
+A lease is handed over only when a slot is free or about to be: a process that drew short answers takes more of them.
+Where a trajectory runs makes no difference to its tokens (law 5): all processes have the same slots and one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.errors import DeadlineExceeded, EngineFault, Fault, UserError
+from baton.frames import frame_sockets, ready
+from baton.records.trace import ASIDE, LeaseTrace, TraceWriter
+from baton.rollout.engine import EngineStats
+from baton.rollout.processes.protocol import (
+    MAX_FRAME_BYTES,
+    LoadWeights,
+    Progress,
+    Serving,
+    Start,
+    ToEngine,
+    receive_from_engine,
+    send_to_engine,
+)
+from baton.rollout.transport import WorkerPort
+from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
+
+CLOSE_GRACE_S = 2.0
+"""What all processes together have to end by themselves."""
+SaveTensors = Callable[[Mapping[str, Any], Path], None]
+"""Writes tensors to a safetensors file; handed in, because this module needs no torch."""
+
+
+class EngineProcess:
+    """One child process and what it has been given."""
+
+    def __init__(self, index: int) -> None:
+        self.socket, theirs = frame_sockets(MAX_FRAME_BYTES)
+        self.name = f"engine process {index}"
+        self.leases: set[int] = set()
+        self.stats = EngineStats()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "engine", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        self.pid = self._process.pid
+        theirs.close()
+
+    def tell(self, message: ToEngine) -> None:
+        """Send a message, or queue what the process does not read at once. Raises EngineFault when it has ended."""
+        try:
+            send_to_engine(self.socket, message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def hear(self) -> Progress | Serving | None:
+        """Return the next message, or None while it is not whole. Raises EngineFault when the process cannot go on."""
+        try:
+            message = receive_from_engine(self.socket)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        if isinstance(message, Fault):
+            if isinstance(reason := message.error(), UserError):
+                raise reason
+            raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
+        return message
+
+    def hang_up(self) -> None:
+        """Close the socket, upon which the process ends."""
+        self.socket.close()
+
+    def await_end(self, deadline_s: float) -> None:
+        """See the process end; kill it when it has not ended by then."""
+        try:
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ended(self) -> EngineFault:
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        return EngineFault(
+            f"{self.name} (pid {self.pid}) ended with exit code {code} while it held {len(self.leases)} "
+            "leases; nothing finished is lost: go on with --resume"
+        )
+
+
+class EnginePool(WorkerPort):
+    """A `WorkerPort` over engine processes."""
+
+    def __init__(
+        self,
+        count: int,
+        start: Start,
+        save_tensors: SaveTensors,
+        *,
+        timeout_s: float,
+        trace: LeaseTrace | None = None,
+    ) -> None:
+        """Start the processes and wait until all serve. Raises EngineFault or DeadlineExceeded naming the process."""
+        self._slots = start.engine_settings().slots
+        self._count = count
+        self._inbox: list[FromWorker] = []
+        """Reports that came while a version was being loaded."""
+        self._save_tensors = save_tensors
+        self.timeout_s = timeout_s
+        """Within which all processes must serve a version."""
+        self._trace = trace or LeaseTrace(TraceWriter())
+        shared = Path("/dev/shm")
+        self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        self._queue: deque[Lease] = deque()
+        self.processes: list[EngineProcess] = []
+        try:
+            self.processes = [EngineProcess(index) for index in range(count)]
+            for process in self.processes:
+                process.tell(msgspec.structs.replace(start, scratch=str(self.directory)))
+            self._await_serving(start.version)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return f"the {self._count} engine processes"
+
+    @property
+    def slots(self) -> int:
+        """Over all processes."""
+        return self._count * self._slots
+
+    def send(self, message: FromHub) -> None:
+        match message:
+            case Lease():
+                self._queue.append(message)
+            case Abort(lease_id=lease_id):
+                waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
+                if waiting is not None:  # let an engine report it, so that there is one path for aborts
+                    self._queue.remove(waiting)
+                    self._hand_over(self.processes[0], waiting)
+                for process in self.processes:
+                    if lease_id in process.leases:
+                        process.tell(message)
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        self._fill()
+        for process in self._ready(0.0 if self._inbox else timeout_s):
+            heard = process.hear()
+            assert not isinstance(heard, Serving), f"{process.name} said {type(heard).__name__} unasked"
+            if heard is not None:
+                self._take(process, heard)
+        self._fill()
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """The tensors go through one file in memory, read by all processes."""
+        path = self.directory / f"{version.lineage}-{version.number}.safetensors"
+        self._save_tensors(tensors, path)
+        try:
+            for process in self.processes:
+                process.tell(LoadWeights(str(path), version))
+            self._await_serving(version)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def stats(self) -> EngineStats:
+        """Sums over the processes, as of their last reports."""
+        fields = EngineStats.__struct_fields__
+        return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
+
+    def close(self, *, is_over: bool = False) -> None:
+        """End all processes. May be called twice."""
+        for process in self.processes:
+            process.hang_up()
+        deadline_s = time.monotonic() + CLOSE_GRACE_S
+        for process in self.processes:
+            process.await_end(deadline_s)
+        self.processes = []
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _fill(self) -> None:
+        """Hand waiting leases to the processes with the most free slots; siblings go together while there is room."""
+        while self._queue:
+            process = min(self.processes, key=lambda p: len(p.leases))
+            if len(process.leases) >= self._slots:
+                return
+            group_id = self._queue[0].trajectory.group_id
+            while self._queue and len(process.leases) < self._slots:
+                if self._queue[0].trajectory.group_id != group_id:
+                    break
+                self._hand_over(process, self._queue.popleft())
+
+    def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
+        process.tell(lease)
+        process.leases.add(lease.lease_id)
+        self._trace.given(lease, process.name, self._slots)
+
+    def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
+        by_socket = {process.socket: process for process in self.processes}
+        return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
+
+    def _await_serving(self, version: PolicyVersion) -> None:
+        """Wait until every process serves a version; reports that come meanwhile are kept."""
+        begin_s = time.monotonic()
+        deadline = begin_s + self.timeout_s
+        waiting = set(self.processes)
+        while waiting:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                names = ", ".join(sorted(p.name for p in waiting))
+                raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self.timeout_s:.0f} s")
+            for process in self._ready(left_s):
+                heard = process.hear()
+                if heard is None:
+                    continue
+                if heard == Serving(version):
+                    waiting.discard(process)
+                    now_s = time.monotonic()
+                    self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
+                else:  # it was generating when the version came
+                    assert isinstance(heard, Progress), f"{process.name} said {heard}, not that it serves {version}"
+                    self._take(process, heard)
+
+    def _take(self, process: EngineProcess, progress: Progress) -> None:
+        process.stats = progress.stats
+        self._inbox += progress.messages
+        for message in progress.messages:
+            self._trace.heard(message)
+        process.leases.difference_update(m.lease_id for m in progress.messages if ends_lease(m))

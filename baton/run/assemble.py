@@ -1,0 +1,347 @@
+"""From a recipe to running parts: the one place where every actor is made and introduced to the others."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import UserError
+from baton.files import writing
+from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+from baton.policy.threads import set_up_threads
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.recipe.load import load_tasks
+from baton.recipe.recipe import Recipe
+from baton.recipe.support import experimental_parts
+from baton.records.evaluation import Evaluation
+from baton.records.journal import Journal
+from baton.records.metrics import MetricsWriter
+from baton.records.run_directory import RunDirectory
+from baton.records.run_lock import RunLock
+from baton.records.trace import BEGIN, Clock, LeaseTrace, TraceWriter
+from baton.rewards.scorer import Judge, require_judged
+from baton.rollout.controller import Runner
+from baton.rollout.engine import Engine
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.factory import engine_of_model
+from baton.rollout.eval_rollout import Sweep
+from baton.rollout.parts import Judges, Parts
+from baton.rollout.processes.pool import EnginePool
+from baton.rollout.processes.protocol import Start
+from baton.rollout.traced import TracedJudges
+from baton.rollout.transport import LocalPort, WorkerPort
+from baton.run.device_sharing import Turns
+from baton.run.dry_run import check_room, choices_with
+from baton.run.evaluation import evaluate
+from baton.run.hosting import check_swarm, open_swarm
+from baton.run.loop import Loop, LoopState, Observer
+from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
+from baton.stop import StopRequest
+from baton.swarm.supervisor import Crew
+from baton.tasks.prompt_lengths import measure
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.checkpoint import newest_intact_checkpoint
+from baton.trainer.local import LocalTrainer
+from baton.trainer.make import make_trainer
+from baton.trainer.parallel.local_ranks import LocalRanks
+from baton.trainer.parallel.messages import Ranks, TrainerSetup
+from baton.trainer.parallel.ranked_trainer import RankedTrainer
+from baton.trainer.trainer import Trainer
+from baton.types import PolicyVersion, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+StartRanks = Callable[[int, int], Ranks]
+"""(how many, torch threads of each) → the ranks of a trainer."""
+
+
+def set_up_torch(threads: int, *, busy: int = 0) -> int:
+    """Fix the number of threads and switch deterministic algorithms on; return the number of threads.
+
+    threads: 0 takes all cores but those that are `busy` with something else.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = threads or max(1, allowed - busy)
+    set_up_threads(count)
+    return count
+
+
+def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
+    """Make the recipe's engine with its own copy of the model at `path`."""
+    return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
+
+
+def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerPort:
+    """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
+    if not recipe.engine.processes:
+        return LocalPort(build_engine(recipe, path, version), trace)
+    start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
+    timeout_s = recipe.rollout.stall_timeout_s
+    return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
+
+
+def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
+    with writing(path):
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def build_loop(
+    recipe: Recipe,
+    observer: Observer,
+    *,
+    resume: bool,
+    overwrite: bool,
+    stop: StopRequest | None = None,
+    crew: Crew | None = None,
+    start_ranks: StartRanks | None = None,
+) -> Loop:
+    """Make every part of a run, from its beginning or from its latest checkpoint.
+
+    stop: ends every wait of the loop. crew and start_ranks: workers and trainer ranks that somebody else starts, on
+    other machines. Raises UserError for all that can be seen to be wrong before the first step, and leaves what was
+    there as it was.
+    """
+    path = recipe.run.path
+    if not resume:
+        RunDirectory.check_free(path, overwrite=overwrite)
+    lock = RunLock.take(path, observer.said)
+    try:
+        if not resume or not (path / "run.json").exists():
+            RunDirectory.check_free(path, overwrite=overwrite)
+        return _build_loop(
+            recipe, observer, lock, resume=resume, stop=stop or StopRequest(), crew=crew, start_ranks=start_ranks
+        )
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _build_loop(
+    recipe: Recipe,
+    observer: Observer,
+    lock: RunLock,
+    *,
+    resume: bool,
+    stop: StopRequest,
+    crew: Crew | None,
+    start_ranks: StartRanks | None,
+) -> Loop:
+    for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
+        observer.said(note)
+    if recipe.swarm.is_on:
+        check_swarm(recipe, crew)
+    beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
+    threads = set_up_torch(recipe.run.threads, busy=beside)
+    tokenizer = load_tokenizer(recipe.model.path)
+    config, _ = check_room(recipe, is_here=crew is None and start_ranks is None)
+    if parts := experimental_parts(choices_with(recipe, config)):
+        observer.said(f"experimental: {'; '.join(parts)}")
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    held_out = _prompts(recipe, mixture, tokenizer, observer)
+    place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
+    trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
+    trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
+    trace.mark(BEGIN, step=place.state.step)
+    run, port, metrics, journal = _open(recipe, lock, trainer, tokenizer, place, threads, observer, trace, crew)
+    stream = PromptStream(mixture, recipe.run.seed, place.state.position)
+    sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal, stop)
+    return Loop(
+        run=run,
+        lock=lock,
+        stream=stream,
+        held_out=held_out,
+        judge=judge,
+        tokenizer=tokenizer,
+        port=port,
+        sweep=sweep,
+        runner=runner,
+        journal=journal,
+        trainer=trainer,
+        save_checkpoint=checkpoint_writer(recipe, run, trainer),
+        metrics=metrics,
+        observer=observer,
+        rollout=recipe.rollout,
+        eval=recipe.eval,
+        checkpoint=recipe.checkpoint,
+        num_steps=recipe.run.steps,
+        publish_every=recipe.swarm.publish_every,
+        state=place.state,
+        last_checkpoint=place.checkpoint,
+        stop=stop,
+        turns=_turns(recipe, port, trainer),
+        clock=Clock(trace),
+    )
+
+
+def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observer: Observer) -> list[Prompt]:
+    """Have prompts left out that are too long, and return the held-out ones; say what there is less of than asked."""
+    room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
+    with observer.phase("measure prompts", 0) as measured:
+        for lengths in measure(mixture, tokenizer.num_tokens, room, seed=seed, on_measured=measured):
+            if lengths.too_long:
+                observer.said(f"task {lengths}")
+    held_out = mixture.held_out(wanted, or_fewer=True)
+    if len(held_out) < wanted:
+        observer.said(f"evaluations use all {len(held_out)} held-out prompts there are (eval.num_prompts = {wanted})")
+    return held_out
+
+
+def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
+    """Let the trainer leave a device that it shares, before an engine is made on it: the engine's turn is first."""
+    if recipe.rollout.is_colocated:
+        assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
+        trainer.rest()
+    return trainer
+
+
+def _turns(recipe: Recipe, port: WorkerPort, trainer: Trainer) -> Turns | None:
+    """Make the turns of a device that engine and trainer share."""
+    if not recipe.rollout.is_colocated:
+        return None
+    engine = port.engine if isinstance(port, LocalPort) else None
+    assert isinstance(engine, EmbeddedEngine), "the recipe has let an engine through that cannot rest"
+    assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
+    return Turns(engine, trainer)
+
+
+def _open(
+    recipe: Recipe,
+    lock: RunLock,
+    trainer: Trainer,
+    tokenizer: Tokenizer,
+    place: ResumePoint,
+    threads: int,
+    observer: Observer,
+    trace: TraceWriter,
+    crew: Crew | None,
+) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
+    """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
+    with ExitStack() as undo:
+        undo.callback(trainer.close)
+        if not recipe.swarm.is_on:
+            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace))
+            undo.callback(port.close)
+        run = open_run(recipe, lock, trainer, tokenizer, place, threads)
+        if recipe.swarm.is_on:
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, crew)
+            undo.callback(port.close)
+        metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
+        keeps_partials = recipe.rollout.mode != "sync"
+        journal = Journal(run.journal, keeps_partials=keeps_partials, before_commit=lock.check)
+        undo.pop_all()
+    return run, port, metrics, journal
+
+
+def _rollout_side(
+    recipe: Recipe,
+    port: WorkerPort,
+    stream: PromptStream,
+    judges: Judges,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    stop: StopRequest,
+) -> tuple[Sweep, Runner]:
+    """Make the two who lease to the worker: for evaluations, and for training."""
+    lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
+    timeout_s, room = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
+    parts = Parts(
+        port,
+        stream,
+        judges,
+        prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
+        text=tokenizer.text,
+        sampling=lambda group_id, sample_index: sampling,
+        noise_seed=recipe.run.seed,
+        journal=journal,
+        max_context_tokens=room,
+        stall_timeout_s=timeout_s,
+        lease_ids=lease_ids,
+        stop=stop,
+    )
+    sweep = Sweep(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids, stop=stop)
+    return sweep, Runner(parts, recipe.rules())
+
+
+def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
+    """Make the recipe's trainer: in this process, or in ranks that `start_ranks` starts."""
+    setup = TrainerSetup(
+        model_path=recipe.model.path,
+        device=recipe.model.device,
+        attention=recipe.model.attention,
+        trainer=recipe.trainer.model_dump(),
+        algorithm=recipe.algorithm.model_dump(),
+        lora=None if recipe.lora is None else recipe.lora.model_dump(),
+        temperature=recipe.rollout.temperature,
+        total_steps=recipe.run.steps,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        max_staleness=recipe.rules().max_staleness,
+        publish_dtype=recipe.weights.published_in(recipe.engine.dtype),
+        version=PolicyVersion(secrets.token_hex(4), 0),
+        seed=recipe.run.seed,
+    )
+    count = recipe.trainer.ranks
+    if count == 1 and start_ranks is None:
+        return make_trainer(setup, tokenizer)
+    threads = recipe.run.threads or max(1, torch.get_num_threads() // count)
+    ranks = LocalRanks(count, threads=threads) if start_ranks is None else start_ranks(count, threads)
+    return RankedTrainer(ranks, setup, recipe.trainer.rank_timeout_s)
+
+
+def evaluate_model(
+    path: Path,
+    recipe_path: Path | None,
+    *,
+    num_prompts: int | None = None,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> list[Evaluation]:
+    """Evaluate a run's latest checkpoint, a checkpoint or any model directory on a recipe's held-out prompts."""
+    run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
+    if recipe_path is None and run is None:
+        raise UserError(f"{path} is not part of a run, so its tasks are unknown: name a recipe with --recipe")
+    model_path = path
+    if run == path:
+        checkpoint = newest_intact_checkpoint(RunDirectory(path).checkpoints, logger.warning)
+        if checkpoint is None:
+            raise UserError(f"{path} has no complete checkpoint to evaluate")
+        model_path = checkpoint
+    recipe = load_tasks(recipe_path or (run or path) / "recipe.toml")
+    set_up_torch(recipe.run.threads)
+    tokenizer = load_tokenizer(str(model_path))
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
+    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts, or_fewer=num_prompts is None)
+    device = torch_device("auto" if recipe.model is None else recipe.model.device)
+    model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
+    version = PolicyVersion("eval", 0)
+    engine = EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
+    longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
+    sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
+    with judge:
+        results, groups = evaluate(
+            Sweep(
+                LocalPort(engine),
+                recipe.rollout.stall_timeout_s,
+                max_context_tokens=recipe.engine.max_context_tokens,
+            ),
+            judge,
+            tokenizer,
+            prompts,
+            sampling,
+            samples=samples if temperature else 1,
+            version=version.number,
+        )
+    require_judged(groups, "the evaluation")
+    return results

@@ -1,0 +1,225 @@
+"""What a recipe will need, as far as it can be known before starting: `baton train --dry-run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from baton.errors import UserError
+from baton.policy.adapters import add_adapters, base_of_adapter
+from baton.policy.load import check_weight_files, torch_device, torch_dtype
+from baton.policy.memory import available_bytes
+from baton.policy.tokenizer import first_line, load_tokenizer
+from baton.recipe.recipe import Recipe
+from baton.recipe.support import check_support, experimental_parts
+from baton.rewards.scorer import Judge
+from baton.tasks.prompt_lengths import PromptLengths, measure
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.optimizer import check_schedule
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """What a recipe will need, as far as it can be known before starting."""
+
+    example_prompt: str
+    """The first training prompt as the engine will see it, special tokens included."""
+    example_prompt_tokens: int
+    parameters: int
+    trainer_bytes: int
+    """float32 master weights, gradients and two AdamW moments of what is trained; a frozen model's weights. Of
+    each rank, where there are several."""
+    gradient_bytes: int
+    """Of these, what a trainer at rest does not keep."""
+    engine_bytes: int
+    """The engine's weights and its whole KV cache."""
+    cache_bytes: int
+    """Of these, the KV cache."""
+    available_bytes: int | None
+    """Of the device that the trainer is on; None where that is on other machines."""
+    device: str
+    max_positions: int | None
+    """The longest context that the model was made for; None where its configuration does not say."""
+    prompts: tuple[PromptLengths, ...]
+    """By task."""
+    held_out_prompts: int
+    """What an evaluation uses of `eval.num_prompts`."""
+    trajectories_per_step: int
+    max_generated_tokens_per_step: int
+    updates_per_step: int
+    experimental: tuple[str, ...]
+    """What no test covers of this run (`support.toml`)."""
+
+
+def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
+    """Work out memory and work of a recipe; opens its tasks as a start would, and of its weights only the headers.
+
+    is_here: whether trainer and engine will be on this machine. Raises UserError for all that a start would refuse.
+    """
+    trainer = recipe.trainer
+    check_schedule(warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
+    tokenizer = load_tokenizer(recipe.model.path)
+    check_weight_files(recipe.model.path)
+    config, model = check_room(recipe, is_here=is_here)
+    mixture = TaskMixture(recipe.task, recipe.answer)
+    Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
+    held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
+    prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
+    parameters = sum(p.numel() for p in model.parameters())
+    weights_bytes, cache_bytes = _engine_bytes(recipe, config, model)
+    trainer_bytes, gradient_bytes = _trainer_bytes(recipe, model)
+    device = torch_device(recipe.model.device) if is_here else None
+    trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
+    return Footprint(
+        example_prompt=tokenizer.text(prompt_ids, keep_special=True),
+        example_prompt_tokens=len(prompt_ids),
+        parameters=parameters,
+        trainer_bytes=_rank_bytes(recipe, trainer_bytes, gradient_bytes),
+        gradient_bytes=gradient_bytes,
+        engine_bytes=weights_bytes + cache_bytes,
+        cache_bytes=cache_bytes,
+        available_bytes=None if device is None else available_bytes(device),
+        device=str(device or recipe.model.device),
+        max_positions=_max_positions(config),
+        prompts=tuple(prompts),
+        held_out_prompts=len(held_out),
+        trajectories_per_step=trajectories,
+        max_generated_tokens_per_step=trajectories * recipe.rollout.max_new_tokens,
+        updates_per_step=recipe.algorithm.num_updates,
+        experimental=experimental_parts(choices_with(recipe, config)),
+    )
+
+
+def _engine_bytes(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes of the weights and of the slots, in the engine's dtype."""
+    width = torch_dtype(recipe.engine.dtype).itemsize
+    parameters = sum(p.numel() for p in model.parameters())
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * width
+    return width * parameters, recipe.engine.slots * recipe.engine.max_context_tokens * int(kv_bytes_per_token)
+
+
+def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes of the trainer, and those of its gradients among them.
+
+    Weights, gradients and moments of the policy or its adapter, of a separate critic, and a reference model.
+    """
+    whole = sum(p.numel() for p in model.parameters())
+    trained, needed = whole, 16 * whole
+    if recipe.algorithm.advantage == "gae" and recipe.algorithm.critic == "separate":
+        critic = sum(p.numel() for p in model.base_model.parameters())
+        trained, needed = trained + critic, needed + 16 * critic
+    if recipe.algorithm.kl_coef and (recipe.lora is None or recipe.algorithm.reference is not None):
+        needed += torch_dtype(recipe.trainer.dtype).itemsize * whole
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, recipe.run.seed)
+        adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained += adapter - whole
+        needed += 4 * whole + 16 * adapter - 16 * whole
+    return needed, 4 * trained
+
+
+def _rank_bytes(recipe: Recipe, trainer_bytes: int, gradient_bytes: int) -> int:
+    """What one rank has of it: a shard of everything; until an update's end whole gradients, unless they are cut."""
+    ranks = recipe.trainer.ranks
+    whole = 0 if recipe.trainer.shard_gradients or ranks == 1 else gradient_bytes - gradient_bytes // ranks
+    return -(-trainer_bytes // ranks) + whole
+
+
+def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Return a model's configuration and shapes. Raises UserError where it or the machine is too small for a recipe.
+
+    is_here: whether trainer and engine will be on this machine. Activations come on top of what is counted here, so
+    that what is let through may still be too much.
+    """
+    path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: {path!r} holds no causal LM: {first_line(error)}") from error
+    check_support(choices_with(recipe, config))
+    positions = _max_positions(config)
+    if positions is not None and recipe.engine.max_context_tokens > positions:
+        raise UserError(
+            f"engine.max_context_tokens: got {recipe.engine.max_context_tokens}, but the model in {path!r} was made "
+            f"for at most {positions} positions; lower it"
+        )
+    if is_here and recipe.rollout.is_colocated:
+        _check_turns(recipe, config, model)
+    elif is_here:
+        _check_side_by_side(recipe, config, model)
+    return config, model
+
+
+def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
+    """Return what a run is on the axes of `support.toml`, its model and this machine included."""
+    device = torch_device(recipe.model.device).type
+    return {**recipe.choices(), "architecture": (str(config.model_type),), "platform": (device,)}
+
+
+def _max_positions(config: PretrainedConfig) -> int | None:
+    """The longest context of a model, as far as its configuration says, stretched as its rotary embedding is."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    scaling = getattr(text, "rope_scaling", None) or {}
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    original = scaling.get("original_max_position_embeddings") or positions if factor else positions
+    return max(positions, int(original * (factor or 1)))
+
+
+def _check_side_by_side(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> None:
+    device = torch_device(recipe.model.device)
+    weights, cache = _engine_bytes(recipe, config, model)
+    ranks = recipe.trainer.ranks if device.type == "cpu" else 1
+    needed = {"the trainer": ranks * _rank_bytes(recipe, *_trainer_bytes(recipe, model))}
+    advice = {"the trainer": "take a smaller model, or [lora]"}
+    if recipe.engine.kind == "embedded" and (recipe.swarm.workers or not recipe.swarm.is_on):
+        engines = max(1, recipe.engine.processes, recipe.swarm.workers)
+        each = "" if engines == 1 else f" of {engines} engines"
+        needed |= {f"the KV cache{each}": engines * cache, f"the weights{each}": engines * weights}
+        advice |= {f"the KV cache{each}": "lower engine.slots or engine.max_context_tokens"}
+        advice |= {f"the weights{each}": 'take a smaller model or fewer engines, or set engine.dtype = "bfloat16"'}
+    free = available_bytes(device)
+    if sum(needed.values()) > free:
+        first, *others = sorted(needed, key=lambda name: -needed[name])
+        beside = "".join(f", {name} {_gib(needed[name])}" for name in others)
+        raise UserError(
+            f"{first} needs {_gib(needed[first])}{beside}, but {_gib(free)} are free on {device}: {advice[first]}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def _check_turns(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """Raise UserError where one device cannot hold what trainer or engine has in its turn."""
+    engine = sum(_engine_bytes(recipe, config, model))
+    trainer, gradients = _trainer_bytes(recipe, model)
+    device, host = torch_device(recipe.model.device), torch.device("cpu")
+    resting = trainer - gradients
+    if device.type == "cpu":  # there is nowhere to go: at rest it stays where it is
+        engine += resting
+    else:
+        _check_fits(resting, host, "what the trainer keeps in host memory while it rests")
+    _check_fits(engine, device, "the engine's turn")
+    _check_fits(trainer, device, "the trainer's turn")
+
+
+def _check_fits(needed: int, device: torch.device, what: str) -> None:
+    available = available_bytes(device)
+    if needed > available:
+        raise UserError(
+            f'rollout.placement: got "colocated", but {what} needs {needed / 1e9:.2f} GB and {device} has '
+            f"{available / 1e9:.2f} GB free; allowed is a smaller model, [lora], or fewer engine.slots and "
+            "engine.max_context_tokens"
+        )

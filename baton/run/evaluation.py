@@ -1,0 +1,71 @@
+"""Evaluate a policy on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.policy.tokenizer import Tokenizer
+from baton.records.evaluation import Evaluation, share_interval
+from baton.rewards.scorer import Judge
+from baton.rollout.eval_rollout import Request, Sweep
+from baton.types import Group, Judged, Prompt, SamplingParams, Trajectory
+
+EVAL_NOISE = 0x5EED_E7A1
+"""Noise seed of evaluations: the same draws each time, so that two checkpoints differ by their weights alone."""
+
+
+def evaluate(
+    sweep: Sweep,
+    judge: Judge,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    samples: int,
+    version: int,
+    on_tokens: Callable[[int], None] | None = None,
+) -> tuple[list[Evaluation], list[Group]]:
+    """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`.
+
+    Raises Stopped where the sweep is to stop.
+    """
+    requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
+    members: list[list[Judged]] = [[] for _ in prompts]
+    finished: list[list[Trajectory]] = [[] for _ in prompts]
+    for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
+        ready = finished[trajectory.group_id]
+        ready.append(trajectory)
+        if len(ready) == samples or not judge.sees_groups:
+            ready.sort(key=lambda t: t.sample_index)
+            texts = [tokenizer.text(t.token_ids) for t in ready]
+            judge.submit(ready, prompts[trajectory.group_id], texts)
+            finished[trajectory.group_id] = []
+    for judged in judge.drain(sweep.stop.check):
+        members[judged.trajectory.group_id].append(judged)
+    groups = [
+        Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
+        for index, m in enumerate(members)
+    ]
+    names = list(dict.fromkeys(p.task for p in prompts))
+    results = [_summary(name, [g for g in groups if g.prompt.task == name], sampling.temperature) for name in names]
+    if len(names) > 1:
+        results.append(_summary("all", groups, sampling.temperature))
+    return results, groups
+
+
+def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:
+    judged = [[m.judgement for m in g.members if m.judgement.is_judged] for g in groups]
+    correct = [[j.is_correct for j in row] for row in judged if row]
+    lengths = [m.trajectory.num_tokens for g in groups for m in g.members]
+    cut = [m.trajectory.finish_reason == "length" for g in groups for m in g.members]
+    return Evaluation(
+        task,
+        len(groups),
+        len(groups[0].members),
+        temperature,
+        share_interval(correct) if correct else None,
+        share_interval([[any(c)] for c in correct]) if correct else None,
+        sum(lengths) / len(lengths),
+        sum(cut) / len(cut),
+        sum(len(g.members) for g in groups) - sum(len(row) for row in judged),
+    )

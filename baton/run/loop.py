@@ -1,0 +1,435 @@
+"""The live run: the control flow of train steps. The scheduler decides what is generated when."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, StorageFault, TrainingDiverged, UserError
+from baton.files import STORAGE_ERRORS
+from baton.policy.tokenizer import Tokenizer
+from baton.recipe.sections import CheckpointSettings, EvalSettings
+from baton.records.evaluation import Evaluation, evaluation_metrics
+from baton.records.journal import Journal, StreamPlace
+from baton.records.metrics import MetricsWriter
+from baton.records.run_directory import RunDirectory
+from baton.records.run_lock import RunLock
+from baton.records.trace import Clock
+from baton.rewards.scorer import Judge, failure_metrics, require_judged
+from baton.rollout.controller import Runner
+from baton.rollout.engine import EngineStats
+from baton.rollout.eval_rollout import Sweep
+from baton.rollout.settings import RolloutSettings
+from baton.rollout.transport import WorkerPort
+from baton.run.device_sharing import Turns
+from baton.run.evaluation import evaluate
+from baton.stop import Stopped, StopRequest
+from baton.tasks.stream import PromptStream
+from baton.trainer.trainer import Trainer
+from baton.types import Batch, Group, Prompt, SamplingParams
+
+PUT_DOWN_S = 5.0
+"""What the worker has at the end of the run to report what it has made."""
+
+
+class LoopState(msgspec.Struct, frozen=True):
+    """What a resume needs besides the trainer's own state."""
+
+    step: int = 0
+    """Train steps done."""
+    next_group_id: int = 0
+    position: dict[str, int] = msgspec.field(default_factory=dict)
+    """Draws made from each task's training stream."""
+    best_step: int = 0
+    """Train step of the best held-out accuracy so far; 0 is the model the run began with."""
+    best_accuracy: float = -1.0
+    """Of the sampled responses, over all tasks."""
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True):
+    """A checkpoint that was just written, and which of the others may be gone back to."""
+
+    path: Path
+    oldest_step: int
+    """Of the latest checkpoints that are kept."""
+
+
+class Observer(Protocol):
+    """Whoever watches a run: the terminal, or nobody."""
+
+    def phase(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Enter a phase of `total` units; the context is a function that counts units done."""
+        ...
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        """A train step is done."""
+        ...
+
+    def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
+        """A held-out evaluation is done."""
+        ...
+
+    def said(self, text: str) -> None:
+        """Something worth a line has happened."""
+        ...
+
+
+@dataclass(slots=True)
+class Loop:
+    """The parts of a run, and the state between its steps."""
+
+    run: RunDirectory
+    lock: RunLock
+    """Of the run's directory, until `close`."""
+    stream: PromptStream
+    held_out: Sequence[Prompt]
+    judge: Judge
+    tokenizer: Tokenizer
+    port: WorkerPort
+    sweep: Sweep
+    """For evaluations."""
+    runner: Runner
+    """For training."""
+    journal: Journal
+    trainer: Trainer
+    save_checkpoint: Callable[[LoopState], SavedCheckpoint]
+    """Writes a checkpoint of the trainer and this state, whole or not at all."""
+    metrics: MetricsWriter
+    observer: Observer
+    rollout: RolloutSettings
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    num_steps: int
+    state: LoopState
+    publish_every: int = 1
+    """Versions of which one is published; above 1 only with a swarm."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    last_checkpoint: Path | None = None
+    turns: Turns | None = None
+    """Of trainer and engine, where they share a device."""
+    clock: Clock = field(default_factory=Clock)
+    stats: EngineStats = field(default_factory=EngineStats)
+    """The engine's counters when the last step ended."""
+    has_begun: bool = False
+    """Whether the runner is at work; before, recorded batches are replayed."""
+    has_failed: bool = False
+    """Whether `train` has raised."""
+    newest_group_id: int = -1
+    """Among the batches that this process has seen."""
+    saved_step: int = field(init=False)
+    """That of the last checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.state.step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps and the last evaluation are done."""
+        return self.state.step >= self.num_steps and not self._lacks_evaluation()
+
+    def train(self) -> list[Evaluation]:
+        """Run from the current state to the last step, or until `stop` is requested; return the last evaluation.
+
+        Raises TrainingDiverged and StorageFault naming the last good checkpoint. Whenever the process dies, a resume
+        from that checkpoint makes the same steps again: what was written after it is cut or written over.
+        """
+        try:
+            return self._train()
+        except OSError as error:
+            self.has_failed = True
+            if error.errno not in STORAGE_ERRORS:
+                raise
+            raise self._storage_fault(error) from error
+        except StorageFault as error:
+            self.has_failed = True
+            raise StorageFault(f"{error}; {self._way_back()}") from error
+        except BaseException:
+            self.has_failed = True
+            raise
+        finally:
+            self.judge.close()
+
+    def _storage_fault(self, error: OSError) -> StorageFault:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return StorageFault(
+            f"{'the disk is full' if is_full else error.strerror}: {error.filename or self.run.path} could not be "
+            f"written after train step {self.state.step}; {'make room' if is_full else 'mend it'}, then go on with "
+            f"--resume; {self._way_back()}"
+        )
+
+    def _train(self) -> list[Evaluation]:
+        self._catch_up()
+        results: list[Evaluation] = []
+        try:
+            with self.stop.interrupting():
+                isolation = self.judge.start()
+            self._warn([isolation] if isolation else [])
+            self._publish()
+            if self._lacks_evaluation():
+                results = self._evaluated()
+            while self.state.step < self.num_steps:
+                self.stop.check()
+                self._step()
+                if self._is_evaluated(self.state.step):
+                    results = self._evaluated()
+                if self.state.step == self.num_steps or self.state.step % self.checkpoint.every == 0:
+                    self._save()
+        except Stopped:
+            self._save()
+        if self.has_begun:
+            try:
+                self.runner.put_down(PUT_DOWN_S)  # so that what the worker has not reported yet is in the journal
+            except (EngineFault, DeadlineExceeded) as error:
+                self.observer.said(f"what the worker has not reported yet will be generated again: {error}")
+            self.journal.settle()
+        return results
+
+    def _evaluated(self) -> list[Evaluation]:
+        """Evaluate, and keep the best version."""
+        best = self.state.best_step
+        results = self.evaluate()
+        if self.state.best_step != best:
+            self.saved_step = -1  # a checkpoint also says which is the best
+            self._save()
+        return results
+
+    def close(self) -> None:
+        """End the worker and the trainer, and close the files. What fails here hides no error of `train`."""
+        try:
+            with ExitStack() as parts:
+                parts.callback(self.lock.release)
+                parts.callback(self.journal.close)
+                parts.callback(self.metrics.close)
+                parts.callback(self.clock.trace.flush)
+                parts.callback(self.trainer.close)
+                parts.callback(self.port.close, is_over=self.is_complete)
+        except (OSError, BatonError) as error:
+            if self.has_failed:
+                self.observer.said(f"and when it was closed: {error}")
+            elif isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+                raise self._storage_fault(error) from error
+            else:
+                raise
+
+    def _way_back(self) -> str:
+        there = self.last_checkpoint
+        return f"the last good checkpoint is {there}" if there else "there is no checkpoint yet"
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        step = self.state.step + 1
+        groups, counted = self._recorded(step) or self._next_batch(step)
+        if self.turns is not None:
+            with self.clock.stage("turns", step):
+                self.turns.to_trainer()
+        with self.clock.stage("train", step), self.observer.phase("train", 0):
+            values = self._train_on(Batch(step, tuple(groups)))
+        if self.turns is not None:
+            with self.clock.stage("turns", step):
+                self.turns.to_engine()
+        self.port.consumed(step, groups)
+        with self.clock.stage("weight_sync", step, "publish"):
+            if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
+                self._publish()
+            else:
+                self.runner.made(step)
+        place = self.runner.place if self.has_begun else StreamPlace(self.state.next_group_id, self.state.position)
+        self.state = msgspec.structs.replace(
+            self.state, step=step, next_group_id=place.next_group_id, position=place.position
+        )
+        values |= counted | self._performance(groups, counted, time.perf_counter() - begin)
+        values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
+        self.metrics.write(step, values)
+        self.clock.trace.flush()
+        self.observer.stepped(step, values)
+        self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the evaluation of the current step is still to be made: the run was stopped before or in it."""
+        step = self.state.step
+        if step == 0:
+            return self.eval.at_start
+        return self._is_evaluated(step) and all(e.step != step for e in self.run.evaluations())
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
+
+    def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
+        """The batch of a step that a process made before it died, judgements included; None where there is none."""
+        if self.has_begun or not self.run.has_groups(step):
+            return None
+        groups = self.run.groups(step)
+        counted = self.journal.metrics(step)
+        self._consumed(step, groups)
+        self.observer.said(f"step {step}: the recorded batch is used again")
+        return groups, counted
+
+    def _next_batch(self, step: int) -> tuple[list[Group], dict[str, float]]:
+        """Have the next batch generated and judged, and keep it."""
+        if not self.has_begun:
+            self._begin()
+        total = self.rollout.batch_groups * self.rollout.group_size
+        with self.clock.stage("wait_for_batch", step), self.observer.phase("generate", total) as done:
+            groups = self.runner.next_batch(done)
+        counts = self.runner.scheduler.take_step_counts()
+        counted = counts.metrics()
+        is_sync = self.rollout.mode == "sync"
+        in_batch = sum(m.trajectory.num_tokens for g in groups for m in g.members)
+        counted |= self.stream.take_counts()
+        counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
+        if self.runner.rules.is_adaptive:
+            counted["rollout/overprovision"] = self.runner.scheduler.overprovision
+        self.journal.counted(step, counted)  # before the batch can be found, so that it is never without
+        self.run.write_groups(step, groups)
+        self._consumed(step, groups)
+        return groups, counted
+
+    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
+        group_ids = [group.group_id for group in groups]
+        self.newest_group_id = max(self.newest_group_id, *group_ids)
+        self.journal.consumed(step, group_ids)
+
+    def _catch_up(self) -> None:
+        """Where the journal has lost its end, tell it which groups the checkpoint has been trained on."""
+        known, trained = self.journal.last_step(), self.state.step
+        if known >= trained:
+            return
+        self.observer.said(
+            f"warning: the journal of {self.run.path} ends at train step {known}, before the checkpoint of step "
+            f"{trained}: rollouts that were in no batch yet are generated again where it does not have them"
+        )
+        if self.journal.open_groups(trained):
+            for step in range(known + 1, trained + 1):
+                if self.run.has_groups(step):
+                    self._consumed(step, self.run.groups(step))
+
+    def _begin(self) -> None:
+        """Let the rollout side begin where prompts, group ids and open groups are."""
+        place = self.journal.place()
+        if place is None or place.next_group_id < self.state.next_group_id:
+            place = StreamPlace(self.state.next_group_id, self.state.position)
+        self.stream.position.update(place.position)
+        carried = self.journal.open_groups(self.state.step)
+        newest = self.newest_group_id
+        if newest >= place.next_group_id:  # a journal that has lost its end knows less than the recorded batches
+            self.stream.take(newest + 1 - place.next_group_id)
+            place = StreamPlace(newest + 1, dict(self.stream.position))
+        if carried:
+            finished = sum(t.finish_reason is not None for g in carried for t in g.members)
+            self.observer.said(f"{len(carried)} open groups go on, {finished} of their trajectories finished")
+        self.runner.begin(self.state.step, place, carried, num_batches=self.num_steps)
+        self.has_begun = True
+        self._publish()
+
+    def _train_on(self, batch: Batch) -> dict[str, float]:
+        try:
+            require_judged(batch.groups, f"train step {batch.step}")
+            return self._trained(batch)
+        except (TrainingDiverged, UserError) as error:
+            raise type(error)(
+                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to leave the batch "
+                f"out and have another made: --resume --skip-batch {batch.step}"
+            ) from error
+
+    def _trained(self, batch: Batch) -> dict[str, float]:
+        if self.rollout.mode != "async" or not self.has_begun:
+            return self.trainer.step(batch)
+        with ThreadPoolExecutor(1, "trainer") as pool:
+            future = pool.submit(self.trainer.step, batch)
+            self.runner.run_until(lambda timeout_s: bool(wait([future], timeout_s).done))
+            return future.result()
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless there is one of this step already, or no step yet.
+
+        What it contains is known on the disk to be consumed before the checkpoint is there.
+        """
+        if self.saved_step == self.state.step or not self.state.step:
+            return
+        begin_s = time.monotonic()
+        self.journal.settle()
+        self.metrics.flush()
+        saved = self.save_checkpoint(self.state)
+        self.last_checkpoint, self.saved_step = saved.path, self.state.step
+        self.journal.checkpointed(self.state.step, saved.oldest_step)
+        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
+
+    def _publish(self) -> None:
+        """Have the worker serve the trainer's version. A request to stop ends the wait; the next wait then raises."""
+        weights = self.trainer.publish()
+        with suppress(Stopped):
+            if self.has_begun:
+                self.runner.publish(weights.tensors, weights.version)
+            else:
+                with self.stop.interrupting():
+                    self.port.load_weights(weights.tensors, weights.version)
+
+    def _performance(self, groups: Sequence[Group], counted: dict[str, float], step_time_s: float) -> dict[str, float]:
+        waited = self.runner.take_seconds()
+        hidden_s = waited.pop("hidden")
+        times = {f"time/{name}": seconds for name, seconds in {**waited, **self.clock.take()}.items()}
+        before, self.stats = self.stats, self.port.stats()
+        rows = self.stats.decode_rows - before.decode_rows
+        generated = counted.get("tokens/generated", 0.0)
+        values = {
+            **times,
+            "perf/step_time": step_time_s,
+            "perf/throughput": generated / step_time_s,
+            "perf/trajectories_per_s": sum(len(g.members) for g in groups) / step_time_s,
+            **failure_metrics(groups),
+        }
+        if rows:  # else the batch was a recorded one, or had been generated before
+            values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
+            values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
+        if self.rollout.mode == "async":
+            values["time/generate_hidden"] = hidden_s
+            values["perf/overlap"] = hidden_s / max(1e-9, hidden_s + waited["generate"])
+        return values
+
+    def evaluate(self) -> list[Evaluation]:
+        """Evaluate the current version on the held-out prompts, sampled and greedy, and log the results."""
+        longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        ways = [SamplingParams(longest, self.eval.temperature, stop=self.rollout.stop)]
+        if self.eval.greedy:
+            ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
+        results: list[Evaluation] = []
+        with self.clock.stage("eval", self.state.step), self.runner.paused() if self.has_begun else nullcontext():
+            for sampling in ways:
+                samples = self.eval.samples if sampling.temperature else 1
+                with self.observer.phase("evaluate", 0):
+                    found, _ = evaluate(
+                        self.sweep,
+                        self.judge,
+                        self.tokenizer,
+                        self.held_out,
+                        sampling,
+                        samples=samples,
+                        version=self.trainer.version.number,
+                    )
+                results += found
+        values: dict[str, float] = {"time/eval": self.clock.take().get("eval", 0.0)}
+        for result in results:
+            values |= evaluation_metrics(result)
+        self.metrics.write(self.state.step, values)
+        self.run.write_evaluation(self.state.step, results)
+        self.clock.trace.flush()
+        self.stats = self.port.stats()
+        sampled = [r.accuracy for r in results if r.temperature]
+        overall = None if None in sampled else sampled[-1]  # without a task it does not compare with the others
+        if overall is not None and overall.value > self.state.best_accuracy:
+            self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
+        self.observer.evaluated(self.state.step, results)
+        self._warn(self.judge.warnings.take(f"evaluation after step {self.state.step}"))
+        return results
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            self.observer.said(warning)

@@ -1,0 +1,171 @@
+"""`baton sft`: a supervised warm start from its recipe to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from baton.console import Console
+from baton.errors import UserError
+from baton.files import atomic_directory, writing
+from baton.policy.load import end_ids, load_model, torch_device
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.recipe.recipe import WarmStart
+from baton.records.evaluation import Evaluation
+from baton.records.metrics import MetricsWriter
+from baton.records.run_directory import RunDirectory
+from baton.records.run_lock import RunLock
+from baton.run.assemble import evaluate_model, set_up_torch
+from baton.tasks.dataset import read_demonstrations
+from baton.tasks.demonstrations import demonstrations
+from baton.tasks.stream import PromptStream, TaskMixture
+from baton.trainer.sft import Demonstration, fine_tune
+from baton.types import Message
+
+LOSS_WINDOW = 50
+"""Latest updates averaged into the loss that is shown, recorded and reported."""
+
+LINES = 20
+"""Lines of progress where the console is no terminal."""
+
+
+class WarmStartReport(msgspec.Struct, frozen=True):
+    """What a warm start made."""
+
+    output: str
+    parameters: int
+    loss: float
+    """Nats per response token over the last updates."""
+    seconds: float
+    evaluations: tuple[Evaluation, ...]
+    """Held-out accuracy of the result, sampled and greedy; empty where the recipe names no task."""
+
+
+def warm_start(recipe: WarmStart, console: Console, *, overwrite: bool = False) -> WarmStartReport:
+    """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all.
+
+    Raises UserError where the run or the output is there already, and is not to be overwritten.
+    """
+    _check_output(Path(recipe.output), overwrite=overwrite)
+    RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+    lock = RunLock.take(recipe.run.path, lambda text: console.print(text))
+    try:
+        RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+        return _warm_start(recipe, console, lock)
+    finally:
+        lock.release()
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    """Raise UserError where something is there already that is not to be overwritten, or is no model."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / "config.json").is_file():
+        raise UserError(f"output: {output} is there already and is not a model: choose another output, or remove it")
+    if not overwrite:
+        raise UserError(
+            f"output: {output} holds a model already: replace it with --overwrite, or choose another output"
+        )
+
+
+def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStartReport:
+    if recipe.task:  # refused now, and not by the evaluation after the training
+        TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
+    run = RunDirectory.create(recipe.run.path, lock)
+    threads = set_up_torch(recipe.run.threads)
+    run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
+    model, tokenizer, examples = _parts(recipe)
+    metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)
+    begin = time.perf_counter()
+    losses: list[float] = []
+    tokens = 0
+    with Progress(
+        TextColumn("warm start"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=recipe.sft.steps)
+
+        def on_step(step: int, loss: float, num_tokens: int) -> None:
+            nonlocal tokens
+            losses.append(loss)
+            tokens += num_tokens
+            recent = fmean(losses[-LOSS_WINDOW:])
+            speed = tokens / (time.perf_counter() - begin)
+            bar.update(task, completed=step, description=f"loss {recent:.3f}")
+            metrics.write(step, {"sft/loss": recent, "perf/throughput": speed})
+            last = recipe.sft.steps
+            if not console.is_terminal and (step % max(1, last // LINES) == 0 or step in (1, last)):
+                console.print(f"step {step}/{last}  loss {recent:.4f}  {speed:.0f} tok/s")
+
+        fine_tune(model, examples, recipe.sft, on_step=on_step)
+    metrics.close()
+    output = Path(recipe.output)
+    with atomic_directory(output, before_rename=lock.check) as directory, writing(output):
+        model.save_pretrained(directory)
+        tokenizer.hf.save_pretrained(directory)
+    results: list[Evaluation] = []
+    if recipe.task:
+        for temperature in (1.0, 0.0):
+            results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
+    report = WarmStartReport(
+        str(output),
+        sum(p.numel() for p in model.parameters()),
+        fmean(losses[-LOSS_WINDOW:]),
+        time.perf_counter() - begin,
+        tuple(results),
+    )
+    run.write_report(msgspec.to_builtins(report))
+    return report
+
+
+def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
+    """Make or load the model of a warm start, and the endless stream of its tokenised demonstrations."""
+    if recipe.model is not None:
+        tokenizer = load_tokenizer(recipe.model.path)
+        device = torch_device(recipe.model.device)
+        model = load_model(recipe.model.path, dtype=torch.float32, device=device, attention=recipe.model.attention)
+    else:
+        assert recipe.scratch is not None
+        tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
+        model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
+    end = end_ids(model, tokenizer)[0]
+    examples = (
+        Demonstration(tokenizer.prompt_ids(messages), (*tokenizer.ids(response), end))
+        for messages, response in _conversations(recipe)
+    )
+    return model, tokenizer, examples
+
+
+def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str]]:
+    """Prompt messages and response of every demonstration, endlessly."""
+    if recipe.data is not None:
+        yield from read_demonstrations(recipe.data, recipe.run.seed)
+    else:
+        assert recipe.demonstrations is not None
+        stream = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed)
+        for prompt, response in demonstrations(stream, recipe.demonstrations, recipe.run.seed):
+            yield prompt.messages, response
+
+
+def _corpus(recipe: WarmStart) -> list[str]:
+    """Text that a tokenizer made from scratch learns its merges from: demonstrations, and the tasks in full wording."""
+    shown = [
+        "\n".join((*(m.content for m in messages), response))
+        for messages, response in islice(_conversations(recipe), 2000)
+    ]
+    originals = (s.model_copy(update={"form": "original"}).build() for s in recipe.task if s.path is None)
+    return [*shown, *(task.draw(recipe.run.seed, i).question for task in originals for i in range(300))]

@@ -1,0 +1,323 @@
+"""The laws of the architecture, checked at every event by somebody who counts for himself.
+
+| law | what is checked here |
+|---|---|
+| conservation | every trajectory is in one state, the same here and there; generated = trained + masked + filtered +
+dropped + lost + carried, to the token; groups in a batch are whole, of the right number, and never trained twice | |
+append only | a trajectory only grows, by whole segments whose versions ascend, and ends at its own length | | staleness
+| what is trained is within the bound, what is beyond it is masked; the gate lets no more groups be open | | version |
+tokens are of the version asked for, which is published, and of this lineage; nothing runs while weights are exchanged |
+| leases | a trajectory has at most two; what a lease reported is committed, wasted or open, to the token; whoever has room is given what waits; nobody is believed for longer than the rules say |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.rollout import events as ro
+from baton.rollout.tracked import State
+from baton.simulator.swarm import Swarm
+from baton.simulator.world import World
+from baton.swarm import lease_events as ev
+from baton.swarm.leases import LeaseTable
+
+Key = tuple[int, int]
+
+
+class Broken(AssertionError):
+    """A law does not hold."""
+
+    def __init__(self, law: str, what: str, at_s: float) -> None:
+        super().__init__(f"{law}, at {at_s:.3f} s: {what}")
+        self.law, self.what, self.at_s = law, what, at_s
+
+
+@dataclass(slots=True)
+class _Own:
+    """One trajectory, as counted here."""
+
+    state: State = State.PENDING
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    ask: tuple[int, bool] = (0, False)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.versions)
+
+
+class Laws:
+    """A witness of one run."""
+
+    def __init__(self, world: World, swarm: Swarm | None) -> None:
+        self._world, self._swarm = world, swarm
+        self._rules = world.rules
+        self._own: dict[Key, _Own] = {}
+        self._groups: dict[int, None] = {}
+        self._last_id = -1
+        self._trained: set[int] = set()
+        self._lineage = world.lineage
+        self._served: int | None = None
+        self._wanted = False
+        self._places = 0
+        self._counts: Counter[str] = Counter()
+        """Tokens by account, of this lineage."""
+        self._table = _TableLaws(self)
+        self.num_checked = 0
+
+    def must(self, holds: bool, law: str, what: Any = "") -> None:
+        """Raise Broken unless something holds. `what` may be a function, asked only then."""
+        if not holds:
+            raise Broken(law, what() if callable(what) else str(what), self._world.clock.now_s)
+
+    # ---- what is heard -----------------------------------------------------------------------------------------------
+
+    def heard(self, event: ro.Event) -> None:
+        if self._lineage != self._world.lineage:
+            self._restarted()
+        match event:
+            case ro.Grew():
+                self._grew(event)
+            case ro.Finished(group_id=g, sample_index=s):
+                own = self._own[g, s]
+                self.must(own.state is State.LEASED, "conservation", f"{g}/{s} finished while {own.state.name}")
+                own.state = State.JUDGING
+                length = self._world.script.length(g, s)
+                self.must(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
+            case ro.PutDown(group_id=g, sample_index=s):
+                own = self._own[g, s]
+                self.must(own.state is State.LEASED, "conservation", f"{g}/{s} put down while {own.state.name}")
+                own.state = State.PENDING
+            case ro.Rewarded(group_id=g, sample_index=s):
+                own = self._own[g, s]
+                self.must(own.state is State.JUDGING, "conservation", f"{g}/{s} judged while {own.state.name}")
+                own.state = State.JUDGED
+            case ro.Lost(num_tokens=count):
+                self._counts["generated"] += count
+                self._counts["lost"] += count
+            case ro.Serving(version=version):
+                self._served = version
+            case ro.BatchWanted():
+                self._wanted = True
+            case ro.Capacity(slots=slots, queue=queue):
+                self._places = slots + queue
+
+    def _grew(self, event: ro.Grew) -> None:
+        key, version = (event.group_id, event.sample_index), event.version
+        own = self._own[key]
+        self.must(own.state is State.LEASED, "conservation", f"{key} grew while {own.state.name}")
+        last = own.versions[-1][0] if own.versions else -1
+        self.must(version >= last, "append only", f"{key}: tokens of version {version} after version {last}")
+        asked, is_exact = own.ask
+        right = version == asked if is_exact else version >= asked
+        self.must(right, "version", f"{key} asked for {'exactly ' * is_exact}{asked}, and was served {version}")
+        known = self._swarm.hub.versions if self._swarm is not None else range(self._world.version + 1)
+        self.must(version in known, "version", f"{key}: version {version} is not published")
+        own.versions.append((version, event.num_tokens))
+        longest = self._world.script.length(*key)
+        self.must(own.num_tokens <= longest, "append only", f"{key} has {own.num_tokens} of {longest} tokens")
+        self._counts["generated"] += event.num_tokens
+
+    def _restarted(self) -> None:
+        """The controller is another: what it kept is carried, what it settled is past."""
+        self._lineage = self._world.lineage
+        self._counts.clear()
+        self._wanted, self._served = False, None
+        for own in self._own.values():
+            if own.state is State.LEASED:
+                own.state = State.PENDING
+            if own.state is State.PENDING and self._rules.mode == "sync":
+                own.versions = []
+            self._counts["generated"] += own.num_tokens
+        self._table = _TableLaws(self)
+
+    # ---- what is said ------------------------------------------------------------------------------------------------
+
+    def said(self, command: ro.Command) -> None:
+        if self._lineage != self._world.lineage:
+            self._restarted()
+        match command:
+            case ro.Open(group_id=g):
+                self.must(g > self._last_id, "conservation", f"group id {g} is used again")
+                self._last_id = g
+                self._groups[g] = None
+                self._own |= {(g, s): _Own() for s in range(self._rules.group_size)}
+            case ro.Assign():
+                self._assigned(command)
+            case ro.Deliver():
+                self._delivered(command)
+            case ro.Discard(group_id=g, cause=cause):
+                self._counts[cause] += sum(own.num_tokens for own in self._taken(g, "discarded"))
+            case ro.Load(version=version):
+                self.must(version <= self._world.version, "version", f"{version} is loaded before it is made")
+                is_free = self._rules.is_in_flight or not self._leased
+                self.must(is_free, "version", "weights are exchanged under running trajectories")
+            case ro.Restart(group_id=g, sample_index=s):
+                self._counts["lost"] += self._own[g, s].num_tokens
+                self._own[g, s] = _Own()
+
+    @property
+    def _leased(self) -> int:
+        return sum(own.state is State.LEASED for own in self._own.values())
+
+    def _assigned(self, assign: ro.Assign) -> None:
+        key, rules = (assign.group_id, assign.sample_index), self._rules
+        own = self._own[key]
+        self.must(own.state is State.PENDING, "conservation", f"{key} leased while {own.state.name}")
+        self.must(self._leased < self._places, "conservation", "more leases than places")
+        self.must(rules.mode == "async" or self._wanted, "conservation", "generated without a wish for a batch")
+        served = self._served
+        self.must(served is not None, "version", "leased while nothing is served")
+        is_exact = not rules.is_in_flight
+        self.must(assign.is_exact == is_exact, "version", f"{key}: exactness {assign.is_exact}")
+        self.must(assign.version == served if is_exact else assign.version <= (served or 0), "version", "wrong ask")
+        own.state, own.ask = State.LEASED, (assign.version, assign.is_exact)
+
+    def _taken(self, group_id: int, why: str) -> list[_Own]:
+        """The members of a group that leaves."""
+        del self._groups[group_id]
+        members = [self._own.pop((group_id, s)) for s in range(self._rules.group_size)]
+        whole = all(own.state is State.JUDGED for own in members)
+        self.must(whole, "conservation", f"group {group_id} is {why} before it is judged")
+        return members
+
+    def _delivered(self, deliver: ro.Deliver) -> None:
+        rules, ids, now = self._rules, deliver.group_ids, self._world.version
+        self.must(self._wanted, "conservation", "a batch that nobody wants")
+        self._wanted = False
+        self.must(len(ids) == len(set(ids)) == rules.batch_groups, "conservation", f"a batch of {len(ids)} groups")
+        self.must(not self._trained & set(ids), "conservation", f"trained twice: {self._trained & set(ids)}")
+        self.must(deliver.step == now + 1, "conservation", f"batch {deliver.step} after version {now}")
+        self._trained |= set(ids)
+        floor = now - rules.max_staleness
+        masks = rules.mode != "sync" and rules.stale == "mask"
+        for group_id in ids:
+            for own in self._taken(group_id, "in a batch"):
+                for version, count in own.versions:
+                    is_old = version < floor
+                    allowed = not is_old or masks
+                    self.must(allowed, "staleness", f"group {group_id} has tokens of {version} at {now}")
+                    self._counts["masked" if is_old else "trained"] += count
+
+    # ---- at every event ----------------------------------------------------------------------------------------------
+
+    def settled(self) -> None:
+        if self._lineage != self._world.lineage:
+            return
+        self.num_checked += 1
+        scheduler, counts, rules = self._world.scheduler, self._counts, self._rules
+        ledger = scheduler.ledger
+        theirs = Counter(
+            generated=ledger.generated,
+            trained=ledger.trained,
+            masked=ledger.masked,
+            filtered=ledger.filtered,
+            dropped=ledger.dropped,
+            lost=ledger.lost.total(),
+        )
+        self.must(+theirs == +counts, "conservation", lambda: f"the ledger has {dict(theirs)}, here {dict(counts)}")
+        carried = sum(own.num_tokens for own in self._own.values())
+        self.must(ledger.generated == ledger.settled + carried, "conservation", f"{carried} carried")
+        self.must({g.group_id for g in scheduler.groups()} == set(self._groups), "conservation", "open groups")
+        for group in scheduler.groups():
+            for member in group.members:
+                own = self._own[member.group_id, member.sample_index]
+                same = member.state is own.state and member.num_tokens == own.num_tokens
+                self.must(same, "conservation", lambda m=member, o=own: f"{m} is here {o}")
+        self.must(scheduler.num_leased == self._leased, "conservation", "leased trajectories")
+        is_open = len(self._groups)
+        if rules.mode == "partial":
+            most = rules.max_outstanding(scheduler.overprovision)
+            self.must(is_open <= most, "staleness", f"{is_open} groups are open, allowed {most}")
+        elif not self._world.lineage:
+            made = len(self._trained) + is_open - 1
+            bound = self._world.version + rules.max_staleness
+            self.must(made // rules.batch_groups <= bound, "staleness", f"{is_open} groups open at {bound}")
+
+    # ---- leases ------------------------------------------------------------------------------------------------------
+
+    def heard_lease(self, event: ev.Event) -> None:
+        self._table.heard(event)
+
+    def said_lease(self, command: ev.Command) -> None:
+        self._table.said(command)
+
+    def settled_lease(self, event: ev.Event) -> None:
+        if self._swarm is not None:
+            self._table.settled(event, self._swarm)
+
+
+class _TableLaws:
+    """What one incarnation of the lease table is held to."""
+
+    def __init__(self, laws: Laws) -> None:
+        self._must = laws.must
+        self._reported = self._committed = 0
+        self._wasted: Counter[str] = Counter()
+        self._leases: set[int] = set()
+        self._lengths: dict[int, int] = {}
+        """Task → tokens that are committed."""
+        self._aborted: set[int] = set()
+        self._heard_s: dict[int, float] = {}
+
+    def heard(self, event: ev.Event) -> None:
+        match event:
+            case ev.TaskWanted(task=task, num_tokens=count):
+                self._lengths[task] = count
+            case ev.TaskAborted(task=task):
+                self._aborted.add(task)
+            case ev.LeaseGrew(num_tokens=count):
+                self._reported += count
+            case ev.WorkerJoined(worker=worker, at_s=at_s) | ev.WorkerHeard(worker=worker, at_s=at_s):
+                self._heard_s[worker] = at_s
+
+    def said(self, command: ev.Command) -> None:
+        match command:
+            case ev.Grant(lease=lease, task=task):
+                self._must(lease not in self._leases, "leases", f"lease {lease} is used again")
+                self._leases.add(lease)
+                self._must(task not in self._aborted, "leases", f"task {task} is aborted, and leased")
+            case ev.Commit(task=task, length=length):
+                before = self._lengths[task]
+                self._must(length > before, "append only", f"task {task} shrinks from {before} to {length}")
+                self._committed += length - before
+                self._lengths[task] = length
+            case ev.Finish(task=task) | ev.PutDown(task=task):
+                del self._lengths[task]
+                self._aborted.discard(task)
+            case ev.Waste(cause=cause, num_tokens=count):
+                self._wasted[cause] += count
+
+    def settled(self, event: ev.Event, swarm: Swarm) -> None:
+        must, hub = self._must, swarm.hub
+        table = hub.table
+        must(set(hub.tasks) == set(self._lengths), "leases", "tasks that one has and the other has not")
+        must(table.num_tasks == len(self._lengths), "leases", "tasks in the table")
+        must(table.wasted == self._wasted, "conservation", "wasted tokens")
+        restarts, open_ = table.rules.restarts, 0
+        for task in table.tasks():
+            must(len(task.leases) <= 2, "leases", f"task {task.number} is leased {len(task.leases)} times")
+            if not restarts:
+                open_ += sum(lease.length - task.committed for lease in (*task.leases, *task.rested))
+        same = self._reported == self._committed + self._wasted.total() + open_
+        must(
+            same,
+            "conservation",
+            lambda: f"reported {self._reported}, committed {self._committed}, wasted {self._wasted}, open {open_}",
+        )
+        self._check_places(hub.table)
+        if isinstance(event, ev.Tick):
+            for number in table.workers:
+                silent_s = event.at_s - self._heard_s[number]
+                must(silent_s <= table.rules.silence_s, "leases", f"worker {number} is silent for {silent_s:.1f} s")
+
+    def _check_places(self, table: LeaseTable) -> None:
+        if not table.num_waiting:
+            return
+        prefetch = table.rules.prefetch
+        room = [w for w in table.workers.values() if len(w.leases) < w.slots + int(prefetch * w.slots)]
+        waiting = [task for task in table.tasks() if task.is_waiting]
+        for task in waiting if room else ():
+            idle = [w.number for w in room if w.serves(*task.ask)]
+            self._must(not idle, "leases", f"workers {idle} have room, and task {task.number} waits")

@@ -1,0 +1,1 @@
+"""What the planner speaks of: clusters, models, workloads and plans, in numbers."""

@@ -1,0 +1,300 @@
+"""Hardware as data: GPUs, nodes, links and prices, from a catalogue and a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from itertools import combinations
+from typing import Any
+
+import msgspec
+from pydantic import Field, model_validator
+
+from baton.errors import UserError
+from baton.settings import Settings
+
+GB = 1e9
+TERA = 1e12
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU type."""
+
+    name: str
+    flops: float
+    """Dense bf16 FLOP/s at peak."""
+    hbm_bytes_per_s: float
+    hbm_bytes: float
+    link_bytes_per_s: float
+    """To the other GPUs of its node, one direction."""
+    price_per_h: float
+    """Of one GPU, in `currency`."""
+    currency: str = "USD"
+    source: str = ""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A machine with GPUs of one type."""
+
+    name: str
+    gpu: Gpu
+    num_gpus: int
+    link_bytes_per_s: float
+    """Between two GPUs of the node, one direction."""
+    price_per_gpu_h: float
+
+    @property
+    def gpu_ids(self) -> tuple[str, ...]:
+        """`node:index` of each GPU."""
+        return tuple(f"{self.name}:{index}" for index in range(self.num_gpus))
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """Nodes and the links between them."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    bytes_per_s: tuple[tuple[float, ...], ...]
+    """[nodes, nodes] bandwidth between two nodes, one direction; the diagonal is without meaning."""
+    latency_s: float = 2e-5
+    """Of one message between two nodes."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(node.num_gpus for node in self.nodes)
+
+    @property
+    def price_per_h(self) -> float:
+        """Of all GPUs, per hour, in `currency`."""
+        return sum(node.num_gpus * node.price_per_gpu_h for node in self.nodes)
+
+    @property
+    def currency(self) -> str:
+        """The one currency of all prices."""
+        return self.nodes[0].gpu.currency
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """Names of the GPU types, in order of appearance."""
+        return tuple(dict.fromkeys(node.gpu.name for node in self.nodes))
+
+    def count(self) -> dict[str, int]:
+        """GPUs by type."""
+        return {name: sum(n.num_gpus for n in self.nodes if n.gpu.name == name) for name in self.gpu_types}
+
+
+# ---- as TOML ---------------------------------------------------------------------------------------------------------
+
+
+class GpuSettings(Settings):
+    """[gpu.NAME] a GPU type of one's own, or changes to one of the catalogue."""
+
+    bf16_tflops: float | None = Field(default=None, gt=0)
+    """Dense bf16, 10^12 FLOP/s."""
+    hbm_gb_per_s: float | None = Field(default=None, gt=0)
+    """Memory bandwidth, 10^9 bytes/s."""
+    hbm_gb: float | None = Field(default=None, gt=0)
+    """Memory, 10^9 bytes."""
+    link_gb_per_s: float | None = Field(default=None, gt=0)
+    """To the other GPUs of its node, one direction, 10^9 bytes/s."""
+    price_per_hour: float | None = Field(default=None, gt=0)
+    """Of one GPU."""
+    currency: str | None = None
+    """Unit of the price."""
+    source: str | None = None
+    """Where the figures are from."""
+    price_source: str | None = None
+    """Where the price is from."""
+
+
+class NodeSettings(Settings):
+    """[[nodes]] equal machines."""
+
+    gpu: str
+    """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
+    gpus: int = Field(default=8, ge=1)
+    """GPUs in each machine."""
+    count: int = Field(default=1, ge=1)
+    """How many equal machines."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the machines, with -0, -1 … behind it where there are several; the default is the GPU's in lower case."""
+    link_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between two GPUs of a machine, one direction; the default is the GPU type's."""
+    price_per_gpu_hour: float | None = Field(default=None, gt=0)
+    """The default is the GPU type's."""
+
+
+class BetweenSettings(Settings):
+    """[[links.between]] bandwidth between two GPU types, or between two named machines."""
+
+    ends: tuple[str, str]
+    """Two GPU types or two names of machines; twice the same type means between machines of that type."""
+    gb_per_s: float = Field(gt=0)
+    """One direction, 10^9 bytes/s."""
+
+
+class LinkSettings(Settings):
+    """[links] what connects machines."""
+
+    inter_node_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between two machines of one GPU type, one direction, 10^9 bytes/s."""
+    cross_type_gb_per_s: float | None = Field(default=None, gt=0)
+    """Between machines of different GPU types; the default is inter_node_gb_per_s."""
+    latency_us: float = Field(default=20.0, ge=0)
+    """Of one message between two machines, microseconds."""
+    between: tuple[BetweenSettings, ...] = ()
+    """Exceptions."""
+
+
+class ClusterSettings(Settings):
+    """A cluster file."""
+
+    name: str
+    """What plans call it."""
+    links: LinkSettings = LinkSettings()
+    """What connects machines."""
+    nodes: tuple[NodeSettings, ...] = Field(min_length=1)
+    """The machines."""
+    gpu: dict[str, GpuSettings] = Field(default_factory=dict)
+    """GPU types of one's own, or changes to the catalogue's, by name."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ClusterSettings:
+        self.build()
+        return self
+
+    def build(self) -> Cluster:
+        """Return the cluster. Raises UserError for an unknown GPU, a missing link and what contradicts itself."""
+        gpus = gpu_types(self.gpu)
+        nodes = tuple(_nodes(self.nodes, gpus))
+        names = [node.name for node in nodes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(f"nodes: two machines are named {twice[0]!r}; names must differ, give each group a name")
+        currencies = sorted({node.gpu.currency for node in nodes})
+        if len(currencies) > 1:
+            raise UserError(
+                f"nodes: prices are in {' and in '.join(currencies)}, which cannot be added; give price_per_hour and "
+                "currency in a [gpu.NAME] section for each GPU type"
+            )
+        return Cluster(self.name, nodes, _bandwidths(self.links, nodes), self.links.latency_us * 1e-6)
+
+
+@cache
+def catalogue() -> Mapping[str, GpuSettings]:
+    """Return the GPU types that come with Baton, by name."""
+    text = (files("baton.specs") / "catalogue" / "gpus.toml").read_text(encoding="utf-8")
+    return {name: GpuSettings.model_validate(table) for name, table in tomllib.loads(text).items()}
+
+
+def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
+    """Return all GPU types by name: the catalogue's, changed and joined by a user's own."""
+    found = {}
+    for name in dict.fromkeys([*catalogue(), *(own or {})]):
+        base = catalogue().get(name, GpuSettings())
+        changes = own[name].model_dump(exclude_none=True) if own and name in own else {}
+        merged = base.model_copy(update=changes)
+        needed = ("bf16_tflops", "hbm_gb_per_s", "hbm_gb", "link_gb_per_s", "price_per_hour")
+        missing = [key for key in needed if getattr(merged, key) is None]
+        if missing:
+            raise UserError(f"gpu.{name}: {', '.join(missing)} is missing, and the catalogue has no GPU of this name")
+        found[name] = _gpu(name, merged)
+    return found
+
+
+def _gpu(name: str, settings: GpuSettings) -> Gpu:
+    def number(value: float | None) -> float:
+        assert value is not None, f"{name} is incomplete"
+        return value
+
+    return Gpu(
+        name=name,
+        flops=number(settings.bf16_tflops) * TERA,
+        hbm_bytes_per_s=number(settings.hbm_gb_per_s) * GB,
+        hbm_bytes=number(settings.hbm_gb) * GB,
+        link_bytes_per_s=number(settings.link_gb_per_s) * GB,
+        price_per_h=number(settings.price_per_hour),
+        currency=settings.currency or "USD",
+        source=settings.source or "",
+    )
+
+
+def find_gpu(name: str, gpus: Mapping[str, Gpu], where: str) -> Gpu:
+    """Return a GPU type by name. Raises UserError naming where the name stands and what is known."""
+    if name not in gpus:
+        lower = {known.lower(): known for known in gpus}
+        near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+        hint = f"did you mean {lower[near[0]]!r}? " if near else ""
+        raise UserError(
+            f"{where}: unknown GPU {name!r}; {hint}known are {', '.join(gpus)}; or add a [gpu.{name}] section"
+        )
+    return gpus[name]
+
+
+def _nodes(groups: Sequence[NodeSettings], gpus: Mapping[str, Gpu]) -> Sequence[Node]:
+    found = []
+    for place, group in enumerate(groups):
+        gpu = find_gpu(group.gpu, gpus, f"nodes.{place}.gpu")
+        name = group.name or gpu.name.lower()
+        names = [name] if group.count == 1 else [f"{name}-{index}" for index in range(group.count)]
+        link = group.link_gb_per_s * GB if group.link_gb_per_s else gpu.link_bytes_per_s
+        price = group.price_per_gpu_hour or gpu.price_per_h
+        found += [Node(each, gpu, group.gpus, link, price) for each in names]
+    return found
+
+
+def _bandwidths(links: LinkSettings, nodes: Sequence[Node]) -> tuple[tuple[float, ...], ...]:
+    by_node: dict[frozenset[int], float] = {}
+    by_type: dict[tuple[str, ...], float] = {}
+    index = {node.name: place for place, node in enumerate(nodes)}
+    types = {node.gpu.name for node in nodes}
+    for place, between in enumerate(links.between):
+        where = f"links.between.{place}"
+        first, second = between.ends
+        rate = between.gb_per_s * GB
+        if first in index and second in index:
+            if first == second:
+                raise UserError(f"{where}.ends: {first!r} twice; a machine's own link is nodes.link_gb_per_s")
+            _set_once(by_node, frozenset((index[first], index[second])), rate, where)
+        elif first in types and second in types:
+            _set_once(by_type, tuple(sorted((first, second))), rate, where)
+        else:
+            raise UserError(
+                f"{where}.ends: got {first!r} and {second!r}; allowed are two GPU types ({', '.join(sorted(types))}) "
+                f"or two machines ({', '.join(list(index)[:6])}{', …' if len(index) > 6 else ''})"
+            )
+    rows = [[0.0] * len(nodes) for _ in nodes]
+    for a, b in combinations(range(len(nodes)), 2):
+        rows[a][b] = rows[b][a] = _rate(links, by_node, by_type, nodes, a, b)
+    return tuple(map(tuple, rows))
+
+
+def _set_once(rates: dict[Any, float], key: Any, rate: float, where: str) -> None:
+    if rates.setdefault(key, rate) != rate:
+        raise UserError(
+            f"{where}: got {rate / GB:g} GB/s, but an earlier entry says {rates[key] / GB:g} for the same ends"
+        )
+
+
+def _rate(
+    links: LinkSettings,
+    by_node: Mapping[frozenset[int], float],
+    by_type: Mapping[tuple[str, ...], float],
+    nodes: Sequence[Node],
+    a: int,
+    b: int,
+) -> float:
+    types = tuple(sorted((nodes[a].gpu.name, nodes[b].gpu.name)))
+    found = by_node.get(frozenset((a, b)), by_type.get(types))
+    if found is not None:
+        return found
+    is_cross = types[0] != types[1]
+    given = links.cross_type_gb_per_s if is_cross and links.cross_type_gb_per_s else links.inter_node_gb_per_s
+    if given is None:
+        key = "links.cross_type_gb_per_s" if is_cross else "links.inter_node_gb_per_s"
+        raise UserError(f"{key} is missing: what connects {nodes[a].name} and {nodes[b].name}?")
+    return given * GB

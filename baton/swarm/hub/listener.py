@@ -1,0 +1,212 @@
+"""The listening socket of a hub or a relay: every connection is counted from its accept to its close.
+
+| task     | consumes           | produces                  | waits for       | unblocked by              |
+|----------|--------------------|---------------------------|-----------------|---------------------------|
+| acceptor | the backlog        | connections               | a caller        | the network               |
+| greeter  | one new connection | a served one, after TLS   | the handshake   | its deadline, an eviction |
+| sweeper  | the clock          | closed connections        | the next second | the clock                 |
+
+Who stays is decided by `admission.py`. Counting in the HTTP server would be too late: it sees a connection after TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from aiohttp import web
+
+from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, Places
+from baton.swarm.listen import Listen
+
+KEEP_ALIVE_S = 30.0
+"""A connection of a known caller is closed when no other request comes for so long; a stranger's after each answer."""
+ACCEPTED_AT_ONCE = 4
+"""Connections accepted before those that are there have their turn: few, so that they are through before they have to
+give way to others."""
+FAILED_ACCEPT_PAUSE_S = 0.1
+TLS_GOODBYE_S = 2.0
+SWEEP_S = 1.0
+MAX_FILES = 65_536
+"""The limit on open files is raised to this, where the machine lets us."""
+_NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Door:
+    """One listening address. Lives in the thread of its event loop."""
+
+    def __init__(self) -> None:
+        self.turned_away = 0
+        """Connections closed because they were too many or showed no valid token in time."""
+        self._admission = Admission(Places.of(raised_file_limit()))
+        self._connections: dict[int, _Connection] = {}
+        """By file descriptor, as everywhere here."""
+        self._transports: dict[int, asyncio.Transport] = {}
+        """Of those that are through with TLS."""
+        self._runner: web.AppRunner | None = None
+        self._listening: list[socket.socket] = []
+        self._acceptors: list[asyncio.Task[None]] = []
+        self._greeters: set[asyncio.Task[None]] = set()
+
+    async def open(self, app: web.Application, listen: Listen) -> int:
+        """Listen, and return the port. Raises OSError where the address cannot be had."""
+        app.middlewares.append(self._close_strangers)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        loop, tls, port = asyncio.get_running_loop(), listen.ssl_context(), listen.port
+        found = await loop.getaddrinfo(listen.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in {(family, address): None for family, _, _, _, address in found}:
+            one = socket.create_server((address[0], port, *address[2:]), family=family, backlog=256)
+            one.setblocking(False)
+            port = int(one.getsockname()[1])
+            self._listening.append(one)
+            self._acceptors.append(loop.create_task(self._accept_all(one, tls)))
+        self._acceptors.append(loop.create_task(self._sweep()))
+        return port
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        for task in self._acceptors:
+            task.cancel()
+        await asyncio.gather(*self._acceptors, return_exceptions=True)
+        for one in self._listening:
+            one.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for fd in list(self._connections):
+            self._hang_up(fd)
+        if self._greeters:
+            await asyncio.wait(self._greeters, timeout=1.0)
+
+    def identify(self, request: web.Request, key: str, *, is_owner: bool = False) -> None:
+        """Count a request's connection to a token. Raises HTTPServiceUnavailable where that has its share already."""
+        fd = _fd_of(request)
+        refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
+        if refusal is not None:
+            self.turned_away += 1
+            raise web.HTTPServiceUnavailable(text=refusal)
+
+    async def _accept_all(self, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            for _ in range(ACCEPTED_AT_ONCE):
+                try:
+                    accepted, address = await loop.sock_accept(listening)
+                except OSError as error:  # the caller is gone, or no file is left: others have taken the reserve
+                    if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
+                        self._turn_away(oldest)
+                    await asyncio.sleep(FAILED_ACCEPT_PAUSE_S)
+                    break
+                connection = _Connection(accepted, self._closed)
+                fd = connection.fileno()
+                self._connections[fd] = connection
+                evicted = self._admission.arrive(fd, str(address[0]), time.monotonic())
+                if evicted is not None:
+                    self._turn_away(evicted)
+                greeter = loop.create_task(self._greet(connection, tls))
+                self._greeters.add(greeter)
+                greeter.add_done_callback(self._greeters.discard)
+            await asyncio.sleep(0)
+
+    async def _greet(self, connection: _Connection, tls: ssl.SSLContext | None) -> None:
+        assert self._runner is not None, "the door is closed"
+        assert self._runner.server is not None, "the door is closed"
+        with suppress(OSError):  # no handshake, or not in time; asyncio has closed the connection
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                self._runner.server,
+                connection,
+                ssl=tls,
+                ssl_handshake_timeout=AUTHENTICATE_S if tls else None,
+                ssl_shutdown_timeout=TLS_GOODBYE_S if tls else None,
+            )
+            if connection.fileno() >= 0:
+                self._transports[connection.fileno()] = transport
+
+    def _turn_away(self, fd: int) -> None:
+        self.turned_away += 1
+        self._hang_up(fd)
+
+    def _hang_up(self, fd: int) -> None:
+        if fd in self._transports:
+            reset(self._transports[fd])
+        elif fd in self._connections:
+            with suppress(OSError):  # the peer has hung up
+                self._connections[fd].shutdown(socket.SHUT_RDWR)  # its handshake fails, which closes it
+
+    def _closed(self, fd: int) -> None:
+        self._admission.leave(fd)
+        self._transports.pop(fd, None)
+        self._connections.pop(fd, None)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for fd in self._admission.overdue(time.monotonic()):
+                self._turn_away(fd)
+
+    @web.middleware
+    async def _close_strangers(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Keep no connection alive without a valid token."""
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            if error.status in (401, 403) or self._is_stranger(request):
+                error.force_close()
+            raise
+        if self._is_stranger(request):
+            response.force_close()
+        return response
+
+    def _is_stranger(self, request: web.Request) -> bool:
+        fd = _fd_of(request)
+        return fd is None or not self._admission.is_known(fd)
+
+
+class _Connection(socket.socket):
+    """An accepted socket that says when its file descriptor is about to be free."""
+
+    def __init__(self, accepted: socket.socket, on_close: Callable[[int], None]) -> None:
+        super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
+        self.setblocking(False)
+        self._on_close = on_close
+
+    def close(self) -> None:
+        if self.fileno() >= 0:
+            self._on_close(self.fileno())
+        super().close()
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Close a connection at once, with all that the kernel still keeps for a peer that may never read it."""
+    connection = transport.get_extra_info("socket")
+    if connection is not None and connection.fileno() >= 0:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
+def raised_file_limit() -> int:
+    """Raise the number of files that this process may open as far as the machine allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def _fd_of(request: web.Request) -> int | None:
+    """Of a request's connection; None where it is gone."""
+    found = None if request.transport is None else request.transport.get_extra_info("socket")
+    return None if found is None or found.fileno() < 0 else int(found.fileno())

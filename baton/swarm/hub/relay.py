@@ -1,0 +1,219 @@
+"""A relay: hands on weights that it has from the hub, so that the trainer's uplink carries each version once per site.
+
+    hub ──chunk, once──▶ relay ──chunk──▶ worker, worker, worker …
+
+It mirrors nothing in advance: what a worker asks for is fetched from the hub, verified, kept up to a bound, and given
+on. A worker verifies every chunk against its digest whoever it came from, so a relay can withhold but not forge. It is
+told where relays are by the hub, with a secret that opens them: a relay never sees a worker's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from blake3 import blake3
+from yarl import URL
+
+from baton.clock import in_thread
+from baton.console import say
+from baton.errors import BatonError, UserError, WeightsFault
+from baton.swarm.hub.admission import network_of
+from baton.swarm.hub.listener import Door
+from baton.swarm.hub.sending import Downloads
+from baton.swarm.listen import Listen
+from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE, chunk_url, get_bounded, manifest_url
+from baton.types import PolicyVersion
+from baton.weights.manifest import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, decode_manifest
+from baton.weights.sources import ChunkCache
+from baton.weights.storage import Body
+
+ANNOUNCE_EVERY_S = 20.0
+RETRY_S = 2.0
+FORGET_AFTER_S = 90.0
+"""A relay that has not announced itself for so long is no longer named to workers."""
+MAX_RELAYS = 256
+MAX_URL = 256
+MAX_MANIFESTS = 64
+MAX_FETCHES = 16
+"""Chunks in memory at once, each whole until it is verified."""
+T = TypeVar("T")
+
+
+class RelayTicket(msgspec.Struct, frozen=True):
+    """What the hub answers a relay that announces itself."""
+
+    secret: str
+    """What workers show to a relay; another with each start of the hub."""
+
+
+class RelayList:
+    """The hub's memory of relays."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+
+    def announce(self, url: str) -> bool:
+        """Note that a relay is there; say whether it is new."""
+        is_new = url not in self.urls()
+        if is_new and len(self._seen) >= MAX_RELAYS:
+            return False
+        self._seen[url] = self._clock()
+        return is_new
+
+    def urls(self) -> tuple[str, ...]:
+        """Those that are there."""
+        now_s = self._clock()
+        self._seen = {url: at_s for url, at_s in self._seen.items() if now_s - at_s <= FORGET_AFTER_S}
+        return tuple(self._seen)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOptions:
+    """How a relay reaches its hub, and workers reach it."""
+
+    hub: str
+    headers: dict[str, str]
+    listen: Listen
+    public_url: str | None
+    """Where workers find it; None is the address that it listens at."""
+    cache: Path
+    cache_bytes: int
+    ssl: Any = None
+    say: Callable[[str], None] = say
+
+
+class Relay:
+    """One relay process."""
+
+    def __init__(self, options: RelayOptions) -> None:
+        self._options = options
+        self._cache = ChunkCache(options.cache, options.cache_bytes)
+        self._manifests: dict[PolicyVersion, bytes] = {}
+        self._verified: set[str] = set()
+        """Digests of chunks that were right when they were put on the disk; workers compare them again."""
+        self._flights: dict[str, asyncio.Task[Any]] = {}
+        """Fetches under way: whoever else wants the same waits for them."""
+        self._fetches = asyncio.Semaphore(MAX_FETCHES)
+        self._door, self._downloads = Door(), Downloads()
+        self._secret = ""
+        self.bytes_out = 0
+        self.url = ""
+
+    async def run(self, until: asyncio.Event) -> None:
+        """Serve until an event. Raises UserError for an address that cannot be had, or a token that is refused."""
+        app = web.Application()
+        app.router.add_get(MANIFEST_ROUTE, self._manifest)
+        app.router.add_get(CHUNK_ROUTE, self._chunk)
+        listen = self._options.listen
+        connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
+        async with aiohttp.ClientSession(connector=connector) as self._http:
+            try:
+                port = await self._door.open(app, listen)
+                self.url = self._options.public_url or listen.url(port)
+                await self._announce_all_along(until)
+            except OSError as error:
+                raise UserError(
+                    f"--listen {listen.host}:{listen.port}: the relay cannot listen there: {error}"
+                ) from error
+            finally:
+                await self._door.close()
+
+    async def _announce_all_along(self, until: asyncio.Event) -> None:
+        is_connected = True  # so that an outage is told once
+        while not until.is_set():
+            wait_s = ANNOUNCE_EVERY_S
+            try:
+                url = (URL(self._options.hub) / "relay").with_query(url=self.url)
+                body = await get_bounded(self._http, url, self._options.headers, 4096)
+                if not self._secret:
+                    self._options.say(f"relaying {self._options.hub} at {self.url}")
+                self._secret = msgspec.json.decode(body, type=RelayTicket).secret
+                is_connected = True
+            except (BatonError, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                if not self._secret and any(f"answered {code}" in str(error) for code in (400, 401, 403)):
+                    raise UserError(f"the hub at {self._options.hub} refuses this relay: {error}") from error
+                if is_connected:
+                    self._options.say(f"no connection to {self._options.hub} ({error or type(error).__name__})")
+                is_connected, wait_s = False, RETRY_S
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await until.wait()
+
+    def _admit(self, request: web.Request) -> str:
+        """Return whose share of the places a request counts to: all workers show one secret, so it is their address."""
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
+            raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
+        key = network_of(request.remote or "")
+        self._door.identify(request, key)
+        return key
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        key = self._admit(request)
+        version = PolicyVersion(request.match_info["lineage"], int(request.match_info["number"]))
+        async with self._downloads.place(key):
+            if version not in self._manifests:
+                body = await self._once(
+                    str(version), self._fetch(manifest_url(self._options.hub, version), MAX_MANIFEST_BYTES)
+                )
+                decode_manifest(body)  # what is no manifest is not handed on
+                self._manifests[version] = body
+                while len(self._manifests) > MAX_MANIFESTS:
+                    del self._manifests[next(iter(self._manifests))]
+            return await self._answer(request, Body.of(self._manifests[version]))
+
+    async def _chunk(self, request: web.Request) -> web.StreamResponse:
+        key, digest = self._admit(request), request.match_info["digest"]
+        async with self._downloads.place(key):
+            return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
+
+    async def _find_chunk(self, digest: str) -> Body:
+        """Return a chunk that was verified, from the disk if it fits there."""
+        if digest in self._verified:
+            with suppress(OSError):  # it had to make room for others
+                return await in_thread(self._cache.body, digest)
+        async with self._fetches:
+            body = await in_thread(self._cache.get, digest)
+            if body is None or blake3(body).hexdigest() != digest:
+                body = await self._fetch(chunk_url(self._options.hub, digest), MAX_CHUNK_BYTES)
+                if blake3(body).hexdigest() != digest:
+                    raise WeightsFault(f"{self._options.hub} gave another chunk than {digest[:8]}")
+                await in_thread(self._cache.put, digest, body)
+            self._verified.add(digest)
+            try:
+                return await in_thread(self._cache.body, digest)
+            except OSError:
+                return Body.of(body)
+
+    async def _fetch(self, url: URL, limit: int) -> bytes:
+        return await get_bounded(self._http, url, self._options.headers, limit)
+
+    async def _once(self, key: str, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a fetch brings; the same one is under way only once."""
+        task = self._flights.get(key)
+        if task is None:
+            task = self._flights[key] = asyncio.create_task(work)
+            task.add_done_callback(lambda _: self._flights.pop(key, None))
+        else:
+            work.close()
+        try:
+            found: T = await asyncio.shield(task)
+        except (BatonError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise web.HTTPBadGateway(text=str(error)[:500]) from error
+        return found
+
+    async def _answer(self, request: web.Request, body: Body) -> web.StreamResponse:
+        response, sent_bytes = await self._downloads.send(request, body)
+        self.bytes_out += sent_bytes
+        return response

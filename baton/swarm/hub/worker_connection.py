@@ -1,0 +1,122 @@
+"""The hub's end of one worker's connection: frames in, frames out, and an end that waits for nobody for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import ClientConnectionError, WSMsgType, web
+
+from baton.console import visible
+from baton.errors import Fault
+from baton.swarm.hub.peers import Outgoing
+from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Heartbeat, Hello, Malformed, decode_from_worker
+
+SEND_DEADLINE_S = 60.0
+PREPARE_DEADLINE_S = 1800.0
+"""A worker may take so long to fetch a base model and build its engine …"""
+PREPARE_SILENCE_S = 120.0
+"""… but its heart may not stand still for so long."""
+CLOSE_S = 2.0
+"""What is queued may take so long to go out when the connection ends."""
+
+
+class Silent(Exception):
+    """Nothing arrived for too long. That says nothing about the worker: its network, or its machine, may be down."""
+
+
+class Line:
+    """One WebSocket."""
+
+    def __init__(
+        self,
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None,
+        outgoing: Outgoing,
+        on_sent: Callable[[int], None],
+        delay_s: Callable[[], float],
+    ) -> None:
+        """on_sent: hears of each frame's bytes. delay_s: how long the frame that has come waits for its turn."""
+        self._socket, self._transport = socket, transport
+        self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
+
+    async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
+        """Send what is queued until the conversation ends, or the queue; then hang up."""
+        sender, reader = asyncio.create_task(self._send_all()), asyncio.create_task(conversation)
+        try:
+            await asyncio.wait({sender, reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            self._outgoing.close()
+            await asyncio.wait({sender, reader}, timeout=CLOSE_S)
+            sender.cancel()
+            await asyncio.gather(sender, reader, return_exceptions=True)
+            await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        try:
+            with suppress(Exception):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._socket.close()
+        finally:
+            if self._transport is not None and _unsent_bytes(self._transport):
+                self._transport.abort()  # nobody reads at the other end
+
+    async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
+        """Return the worker's next message, or None when it is gone. Raises Malformed and Silent.
+
+        The wait is cut into slices, each of which counts as its own length only. If this process stands still, the
+        pause counts as one slice, and what arrived meanwhile is read in the next.
+        """
+        for _ in range(SILENT_HEARTBEATS):
+            with suppress(TimeoutError):
+                return await self._read(silence_s / SILENT_HEARTBEATS)
+        raise Silent(f"silent for {silence_s:.3g} s")
+
+    async def _read(self, deadline_s: float) -> FromWorker | None:
+        async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
+            frame = await self._socket.receive()
+        await asyncio.sleep(self._delay_s())  # meanwhile nothing more is taken off the connection
+        if frame.type is WSMsgType.TEXT:
+            raise Malformed("a text where a message was expected")
+        if frame.type is WSMsgType.ERROR and not isinstance(frame.data, OSError | ClientConnectionError):
+            raise Malformed(f"no message: {frame.data}")  # too long, say
+        return decode_from_worker(frame.data) if frame.type is WSMsgType.BINARY else None
+
+    async def read_hello(self, say: Callable[[str], None]) -> Hello | None:
+        """Wait until the worker is ready; its heart beats meanwhile. None when it is gone, or could not be built.
+
+        Raises Malformed and Silent.
+        """
+        deadline_s = time.monotonic() + PREPARE_DEADLINE_S
+        while time.monotonic() < deadline_s:
+            match await self.read_unless_silent(PREPARE_SILENCE_S):
+                case Hello() as hello:
+                    return hello
+                case Heartbeat():
+                    continue
+                case Fault(kind=kind, text=text):
+                    say(f"a worker could not be built: {visible(f'{kind}: {text[:500]}', keep='')}")
+                    return None
+                case None:
+                    return None
+                case other:
+                    raise Malformed(f"{type(other).__name__} before Hello")
+        raise Silent(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+
+    async def _send_all(self) -> None:
+        while (frame := await self._outgoing.take()) is not None:
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await self._socket.send_bytes(frame)
+            self._on_sent(len(frame))
+
+
+def _unsent_bytes(transport: asyncio.Transport) -> int:
+    """What waits to be sent; a TLS transport that has ended has lost its buffer, and says so by an AttributeError."""
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:
+        return 0

@@ -1,0 +1,111 @@
+"""This machine's own workers: `--workers N` starts them, and starts again those that end.
+
+Each is tied to this process by its standard input: when this one is killed, the pipe ends, and so does the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.clock import retry_wait_s
+from baton.errors import EngineFault
+from baton.swarm.listen import Listen
+
+MAX_RESTARTS = 5
+"""In a row, of a worker that ends within `LONG_LIFE_S`."""
+LONG_LIFE_S = 60.0
+GRACE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    since_s: float
+    failures: int = 0
+    restart_s: float | None = None
+
+
+class LocalWorkers:
+    """Worker processes of this machine, each with one torch thread and its words in a file."""
+
+    def __init__(
+        self,
+        count: int,
+        listen: Listen,
+        port: int,
+        token_file: Path,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        device: str,
+    ) -> None:
+        """listen, port: the hub's. directory: receives worker-N.log."""
+        fingerprint = listen.fingerprint()
+        self._command = [
+            sys.executable,
+            "-m",
+            "baton",
+            "worker",
+            listen.own_url(port),
+            *(["--insecure"] if fingerprint is None else ["--fingerprint", fingerprint]),
+            "--token-file",
+            str(token_file),
+            "--threads",
+            "1",
+            "--device",
+            device,
+            "--tied",
+        ]
+        self._directory, self._say = directory, say
+        directory.mkdir(parents=True, exist_ok=True)
+        self._children = [_Child(self._start(index), time.monotonic()) for index in range(count)]
+
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return [child.process.pid for child in self._children if child.process.poll() is None]
+
+    def look_after(self) -> None:
+        """Start again what has ended. Raises EngineFault naming the log when a worker cannot be kept alive."""
+        now_s = time.monotonic()
+        for index, child in enumerate(self._children):
+            if child.process.poll() is None:
+                continue
+            if child.restart_s is None:
+                is_young = now_s - child.since_s < LONG_LIFE_S
+                child.failures = child.failures + 1 if is_young else 1
+                log = self._log(index)
+                if child.failures > MAX_RESTARTS:
+                    raise EngineFault(f"local worker {index} ended {child.failures} times in a row: see {log}")
+                code = child.process.returncode
+                self._say(f"local worker {index} ended with exit code {code} ({log}); starting it again")
+                child.restart_s = now_s + retry_wait_s(child.failures, first_s=0.4, longest_s=10.0)
+            elif now_s >= child.restart_s:
+                child.process, child.since_s, child.restart_s = self._start(index), now_s, None
+
+    def close(self) -> None:
+        """End them all. May be called twice."""
+        for child in self._children:
+            child.process.terminate()
+        deadline_s = time.monotonic() + GRACE_S
+        for child in self._children:
+            try:
+                child.process.wait(max(0.1, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    def _log(self, index: int) -> Path:
+        return self._directory / f"worker-{index}.log"
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        with self._log(index).open("ab") as log:
+            return subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+            )

@@ -1,0 +1,133 @@
+"""Who is in quarantine, in a file of JSON lines in the run's directory: a restart forgets none.
+
+    hub ──Conviction──▶ quarantine.jsonl ◀──Lifted── baton token unquarantine
+          └────────── follow, at every tick ──────┘
+
+The file only grows. A line `Lifted` ends the convictions of its workers that stand before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from baton.errors import UserError
+from baton.swarm.auth import Grant
+from baton.swarm.verification.policy import Conviction
+
+logger = logging.getLogger(__name__)
+
+MAX_QUARANTINED = 3
+"""Workers of one token in quarantine, at which the token is: a worker that drops its key comes again as a new one."""
+
+
+class Lifted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A person has ended the quarantine of workers."""
+
+    lifted: tuple[str, ...]
+    """As `Conviction.worker` names them."""
+    at: float
+    """Unix seconds, UTC."""
+
+
+class Quarantine:
+    """The convictions that are in force."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, if there is one. Raises UserError where it is damaged."""
+        self._path = path
+        self._size = 0
+        self.convictions: list[Conviction] = []
+        self.follow()
+
+    def follow(self) -> tuple[str, ...]:
+        """Take in what another process has written; return the workers that are in quarantine no more."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size == self._size:
+            return ()
+        before, self._size = {one.worker for one in self.convictions}, size
+        self.convictions = _read(self._path)
+        return tuple(sorted(before - {one.worker for one in self.convictions}))
+
+    def add(self, conviction: Conviction) -> None:
+        """Keep one."""
+        self.convictions.append(conviction)
+        self._size += self._append(
+            conviction
+        )  # short of the file's where another process wrote: `follow` then reads it
+
+    def lift(self, name: str, at: float) -> tuple[str, ...]:
+        """End the quarantine of a worker, by its id or label, or of all of a token's, by its name; return their ids.
+
+        at: Unix seconds. Raises UserError where nobody of this name is in quarantine.
+        """
+        self.follow()
+        found = tuple(dict.fromkeys(one.worker for one in self.convictions if name in _names(one)))
+        if not found:
+            known = ", ".join(dict.fromkeys(one.shown for one in self.convictions)) or "nobody"
+            raise UserError(f"{name!r} is not in quarantine in {self._path}; in quarantine: {known}")
+        self._append(Lifted(found, at))
+        self.follow()
+        return found
+
+    def reason(self, grant: Grant, worker: str = "") -> str | None:
+        """Return why a worker, or everybody with its token, is in quarantine; None where that is not so."""
+        for one in self.convictions:
+            is_old = not one.token and not grant.is_own  # of a file that named tokens: they were never the run's own
+            if one.worker == worker or (is_old and one.worker == grant.name):
+                return f"in quarantine: {one.verdict.reason}"
+        of_token = {one.worker: one for one in self.convictions if one.token and one.token == grant.digest}
+        if len(of_token) < MAX_QUARANTINED:
+            return None
+        last = [*of_token.values()][-1].verdict.reason
+        return f"in quarantine: {len(of_token)} workers of this token are; the last: {last}"
+
+    def _append(self, line: Conviction | Lifted) -> int:
+        data = msgspec.json.encode(line) + b"\n"
+        handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":  # a line that a power cut has torn
+                data = b"\n" + data
+            os.write(handle, data)
+            os.fsync(handle)
+            return len(data)
+        finally:
+            os.close(handle)
+
+
+def _names(one: Conviction) -> tuple[str, ...]:
+    return one.worker, one.label, one.label.rpartition("#")[0]
+
+
+def _read(path: Path) -> list[Conviction]:
+    found: list[Conviction] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = _decoded(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if _is_whole(line):
+                raise UserError(f"{path}, line {number}, is no record of a quarantine: {error}; remove it") from error
+            logger.warning("%s, line %d, was cut off while it was written, and is passed over", path, number)
+            continue
+        if isinstance(record, Lifted):
+            found = [one for one in found if one.worker not in record.lifted]
+        else:
+            found.append(record)
+    return found
+
+
+def _decoded(line: bytes) -> Conviction | Lifted:
+    try:
+        return msgspec.json.decode(line, type=Lifted)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(line, type=Conviction)
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.strip().endswith(b"}")

@@ -1,0 +1,1 @@
+"""A worker: its connection to the hub, its engine's driver, its weights."""

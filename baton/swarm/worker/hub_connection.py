@@ -1,0 +1,70 @@
+"""The worker's end of its connection to the hub: messages in, messages out, and no wait without a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import aiohttp
+
+from baton.errors import DeadlineExceeded, Fault, WeightsFault
+from baton.swarm.messages import SILENT_HEARTBEATS, FromHub, FromWorker, Malformed, decode_from_hub, encode
+
+SEND_DEADLINE_S = 30.0
+
+
+class ConnectionLost(Exception):
+    """The hub is gone for now."""
+
+
+LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
+"""What another attempt may mend."""
+
+
+class WorkerLine:
+    """One connection, while it lasts."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.is_open = False
+        """Whether Hello has been said: before, reports wait in the outbox."""
+        self._socket = socket
+        self._outgoing: asyncio.Queue[FromWorker] = asyncio.Queue()
+
+    def say(self, message: FromWorker) -> None:
+        """Queue a message."""
+        self._outgoing.put_nowait(message)
+
+    async def receive(self, deadline_s: float) -> FromHub:
+        """Return the hub's next message. Raises ConnectionLost."""
+        message = None
+        # in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one
+        for _ in range(SILENT_HEARTBEATS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
+                    message = await self._socket.receive()
+                    break
+        if message is None:
+            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s")
+        if message.type is not aiohttp.WSMsgType.BINARY:
+            raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
+        try:
+            return decode_from_hub(message.data)
+        except Malformed as error:
+            raise ConnectionLost(f"the hub said what is no message: {error}") from error
+
+    async def send_all(self) -> None:
+        """Send what is queued, for ever. Raises ConnectionLost once a Fault is sent: the worker's last words."""
+        while True:
+            message = await self._outgoing.get()
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await self._socket.send_bytes(encode(message))
+            if isinstance(message, Fault):
+                raise ConnectionLost(message.text)
+
+    async def drain(self) -> None:
+        """Wait until everything is sent, or nobody takes it any more."""
+        begin_s = time.monotonic()
+        while not (self._outgoing.empty() or self._socket.closed) and time.monotonic() - begin_s < SEND_DEADLINE_S:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)

@@ -1,0 +1,101 @@
+"""A worker's versions: what is wanted is fetched and verified while the old one serves, then handed to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.clock import in_thread
+from baton.swarm import version_sync as hw
+from baton.swarm.messages import Want
+from baton.types import PolicyVersion
+from baton.weights.fetch import Fetcher
+from baton.weights.shared import SharedMemory
+from baton.weights.sources import Source
+
+FETCH_DEADLINE_S = 3600.0
+
+
+class Refresher:
+    """Carries out what `HaveWant` decides. All in the event loop; fetches run in a thread."""
+
+    def __init__(
+        self,
+        source: Callable[[str | None], Source],
+        near: Sequence[Source],
+        activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """source: of a relay's URL, or the hub; near: asked before these.
+
+        activate: have the engine switch to a version, and call `activated` when it has.
+        """
+        self._source, self._near = source, tuple(near)
+        self._fetcher = Fetcher([*near, source(None)])
+        self._activate, self._say = activate, say
+        self._have_want = hw.HaveWant()
+        self._shared = ""
+        self._relays: tuple[str, ...] = ()
+        self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
+        self._fetches: set[asyncio.Task[None]] = set()
+        self.fetched_bytes = 0
+
+    @property
+    def have(self) -> PolicyVersion | None:
+        """What the engine serves."""
+        return self._have_want.have
+
+    @property
+    def fetching(self) -> int | None:
+        """Number of the version that is on its way."""
+        return None if self._have_want.fetching is None else self._have_want.fetching.number
+
+    @property
+    def fault(self) -> str:
+        """Why the last attempt to fetch came to nothing; empty where it did not."""
+        return self._have_want.last_cause
+
+    async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
+        """Return the tensors of a model that adapters are published for."""
+        return await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
+
+    def want(self, want: Want) -> None:
+        """The hub wants a version served."""
+        self._shared, self._relays = want.shared, want.relays
+        self._consider(hw.Wanted(time.monotonic(), want.version))
+
+    def activated(self, version: PolicyVersion) -> None:
+        """The engine serves a version."""
+        self._consider(hw.Activated(time.monotonic(), version))
+
+    def _consider(self, event: hw.Event) -> None:
+        for command in self._have_want.handle(event):
+            match command:
+                case hw.Fetch(version=version):
+                    task = asyncio.create_task(self._fetch(version))
+                    self._fetches.add(task)
+                    task.add_done_callback(self._fetches.discard)
+                case hw.Activate(version=version):
+                    self._activate(version, self._fetched.pop(version))
+                case hw.WakeAt(at_s=at_s):
+                    delay_s = max(0.0, at_s - time.monotonic())
+                    wake = asyncio.get_running_loop().call_later
+                    wake(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
+
+    async def _fetch(self, version: PolicyVersion) -> None:
+        self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]
+        self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
+        try:
+            tensors = await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
+        except Exception as error:  # noqa: BLE001  # no failure is for ever: whatever it is, it is tried again
+            self._say(f"version {version.number} could not be fetched: {error}")
+            self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
+            return
+        finally:
+            if self._fetcher.last is not None:
+                self.fetched_bytes += self._fetcher.last.num_bytes
+        self._fetched = {version: tensors}
+        self._consider(hw.Fetched(time.monotonic(), version))

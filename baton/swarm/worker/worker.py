@@ -1,0 +1,395 @@
+"""A worker: one engine, and one connection that it opens itself, from wherever it is.
+
+| task / thread | consumes             | produces               | waits for            | unblocked by              |
+|---------------|----------------------|------------------------|----------------------|---------------------------|
+| reader        | the WebSocket        | actions for the engine | the hub              | a message, or its silence |
+| sender        | the queue to the hub | frames                 | the socket           | its deadline              |
+| heart         | the clock            | Heartbeat              | the next beat        | the clock                 |
+| fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline              |
+| engine thread | leases, versions     | reports                | an action, when idle | whoever asks              |
+
+A cut ends the first three; the engine goes on, and what it says is kept until the hub has confirmed it. The worker
+connects again by itself, each time after a longer wait. A hub that has been restarted has another incarnation: what was
+begun for the old one is put down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any
+
+import aiohttp
+
+from baton.clock import in_thread, retry_wait_s
+from baton.console import say
+from baton.errors import DeadlineExceeded, EngineFault, UserError, fault_of
+from baton.rollout.engine import Engine, EngineStats
+from baton.swarm.messages import (
+    MAX_FRAME_BYTES,
+    SILENT_HEARTBEATS,
+    Ack,
+    Admitted,
+    Dropped,
+    FromHub,
+    FromWorker,
+    Heard,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Rejected,
+    RunOver,
+    Want,
+    Welcome,
+    check_protocol,
+)
+from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
+from baton.swarm.verification.verify import WorkerClass
+from baton.swarm.worker.engine_driver import EngineThread, Grower
+from baton.swarm.worker.hub_connection import LOST, ConnectionLost, WorkerLine
+from baton.swarm.worker.outbox import Outbox
+from baton.swarm.worker.weights_updater import Refresher
+from baton.types import Abort, Lease, PolicyVersion, Report
+from baton.types import FromWorker as FromEngine
+from baton.weights.sources import StoreSource
+from baton.weights.store import Store
+
+CONNECT_DEADLINE_S = 30.0
+LONGEST_WAIT_S = 30.0
+"""Between two attempts to connect."""
+GOODBYE_S = 10.0
+"""What a worker that leaves has to report what it has made; and then its engine to end."""
+
+MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
+"""(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a worker reaches its hub."""
+
+    url: str
+    token: str
+    ssl: SSLContext | aiohttp.Fingerprint | None = None
+    """How the hub's certificate is checked: by an authority, or as this one certificate."""
+    slots: int | None = None
+    """In place of the recipe's engine.slots."""
+    store: str | None = None
+    """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
+    device: str = "cpu"
+    """For people, and for the class whose logprobs are compared."""
+    engine: str | None = None
+    """The kind of engine; None is the recipe's. Part of the class too."""
+    patience_s: float | None = None
+    """Seconds without a hub after which the worker ends with DeadlineExceeded; None is never."""
+    say: Callable[[str], None] = say
+
+
+class SwarmWorker:
+    """One worker process."""
+
+    def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
+        self._options, self._make_engine = options, make_engine
+        self.key = ""
+        """From the hub, for as long as this process lives."""
+        self._outbox = Outbox()
+        self._stats = EngineStats()
+        self._welcome: Welcome | None = None
+        self._line: WorkerLine | None = None
+        self._fault: Exception | None = None
+        self._was_served = False
+        """Whether the last connection got as far as Hello."""
+        self._is_leaving = asyncio.Event()
+        self._running: asyncio.Task[Any] | None = None
+        self._engine: EngineThread | None = None
+
+    async def run(self) -> None:
+        """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError).
+
+        Raises EngineFault when the engine cannot go on, and DeadlineExceeded when the hub stays away for too long.
+        """
+        self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
+        tls = self._options.ssl or True
+        # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
+        kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
+        once = aiohttp.TCPConnector(ssl=tls, force_close=True)
+        failures, heard_s = 0, self._loop.time()
+        async with (
+            aiohttp.ClientSession(connector=kept) as self._http,
+            aiohttp.ClientSession(connector=once) as self._lines,
+        ):
+            near = [StoreSource(Store(self._options.store))] if self._options.store else []
+            self._refresher = Refresher(self._source, near, self._activate, self._options.say)
+            try:
+                while not self._is_leaving.is_set():
+                    self._was_served = False
+                    try:
+                        await self._serve()
+                    except LOST as error:
+                        self._check_engine()
+                        if self._is_leaving.is_set():
+                            return
+                        if self._was_served:
+                            failures, heard_s = 0, self._loop.time()
+                        self._check_patience(self._loop.time() - heard_s)
+                        failures += 1
+                        waiting_s = retry_wait_s(failures, first_s=0.5, longest_s=LONGEST_WAIT_S)
+                        waiting_s *= random.uniform(0.5, 1.0)
+                        cause = str(error) or type(error).__name__
+                        self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(waiting_s):
+                                await self._is_leaving.wait()
+            except asyncio.CancelledError:
+                if not self._is_leaving.is_set():
+                    raise
+            finally:
+                if self._engine is not None:
+                    await in_thread(self._engine.close, GOODBYE_S)
+
+    def _check_patience(self, silent_s: float) -> None:
+        patience_s = self._options.patience_s
+        if patience_s is not None and silent_s >= patience_s:
+            raise DeadlineExceeded(f"there has been no hub at {self._options.url} for {silent_s:.0f} s: giving up")
+
+    def leave(self) -> None:
+        """Put down what runs, report it, and end, whatever is waited for. Called from the event loop."""
+        if self._running is not None and not self._is_leaving.is_set():
+            self._loop.call_later(GOODBYE_S if self._line is not None else 0.0, self._running.cancel)
+        self._is_leaving.set()
+
+    # ---- one connection ----------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        self._check_engine()
+        headers = {"Authorization": f"Bearer {self._options.token}"}
+        url = self._options.url + "/worker"
+        try:
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                socket = await self._lines.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status in (401, 403) and self._welcome is None:
+                raise UserError(
+                    f"the hub at {self._options.url} refuses this token ({error.status}): ask its owner for a new one "
+                    "(baton token create --role worker)"
+                ) from error
+            raise
+        async with socket:
+            line = WorkerLine(socket)
+            welcome = await line.receive(CONNECT_DEADLINE_S)
+            if isinstance(welcome, Rejected):
+                self._rejected(welcome)
+            if not isinstance(welcome, Welcome):
+                raise ConnectionLost("the hub did not welcome this worker")
+            check_protocol(welcome)
+            tasks: list[asyncio.Task[Any]] = [
+                asyncio.create_task(line.send_all()),
+                asyncio.create_task(self._beat(line, welcome.heartbeat_s)),
+            ]
+            self._line = line
+            tasks.append(asyncio.create_task(self._listen(line, welcome)))
+            leaving: asyncio.Task[Any] = asyncio.create_task(self._is_leaving.wait())
+            try:
+                await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
+                if self._is_leaving.is_set():
+                    await self._say_goodbye(line)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            finally:
+                self._line = None
+                for task in (*tasks, leaving):
+                    task.cancel()
+                await asyncio.gather(*tasks, leaving, return_exceptions=True)
+
+    def _check_engine(self) -> None:
+        """Raise what has ended the engine, if anything has: to connect again would be of no use."""
+        if self._fault is not None:
+            raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
+
+    async def _listen(self, line: WorkerLine, welcome: Welcome) -> None:
+        await self._prepare(welcome)
+        slots = self._options.slots or welcome.engine_settings().slots
+        line.say(self._hello(welcome, slots))
+        line.is_open = self._was_served = True
+        for report in self._outbox.again():
+            line.say(report)
+        while True:
+            self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
+
+    def _hello(self, welcome: Welcome, slots: int) -> Hello:
+        settings = welcome.engine_settings()
+        kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
+        have, leases = self._refresher.have, self._outbox.leases
+        return Hello(self.key, kind, welcome.model_digest, slots, have, leases)
+
+    async def _beat(self, line: WorkerLine, every_s: float) -> None:
+        while True:
+            line.say(self._heartbeat())
+            await asyncio.sleep(every_s)
+
+    def _heartbeat(self) -> Heartbeat:
+        now = self._refresher
+        return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
+
+    async def _say_goodbye(self, line: WorkerLine) -> None:
+        """What runs is put down, what it has is reported, and everything is sent."""
+        engine = self._engine
+        if engine is not None and engine.grower is not None:
+            grower = engine.grower
+
+            def put_down() -> None:
+                engine.say(grower.flush())
+                grower.drop_all()
+
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GOODBYE_S):
+                    await self._done_by(engine, put_down)
+        line.say(Leaving())
+        await line.drain()
+
+    # ---- what the hub says -------------------------------------------------------------------------------------------
+
+    def _source(self, relay: str | None) -> HttpSource:
+        """The relay at a URL, or the hub itself."""
+        if relay is None:
+            return HttpSource(self._http, self._loop, self._options.url, self._options.token)
+        secret = "" if self._welcome is None else self._welcome.relay_secret
+        return HttpSource(self._http, self._loop, relay, secret, distance=0)
+
+    def _obey_hub(self, message: FromHub) -> None:
+        match message:
+            case Lease():
+                self._outbox.open(message.lease_id)
+                self._ask_engine(lambda grower: grower.lease(message))
+            case Abort(lease_id=lease_id):
+                self._ask_engine(lambda grower: grower.abort(lease_id))
+            case Dropped(lease_id=lease_id):
+                self._outbox.close(lease_id)
+                self._ask_engine(lambda grower: grower.drop(lease_id))
+            case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
+                self._outbox.confirm(lease_id, length, has_ended=has_ended)
+            case Want():
+                self._refresher.want(message)
+            case Admitted(key=key):
+                self.key = key
+            case Heard():
+                pass
+            case Rejected():
+                self._rejected(message)
+            case RunOver():
+                self._options.say("the run is complete")
+                self.leave()
+            case Welcome():
+                raise ConnectionLost("the hub welcomed this worker twice")
+
+    def _rejected(self, message: Rejected) -> None:
+        if message.is_final:
+            raise UserError(f"the hub does not want this worker: {message.reason}")
+        raise ConnectionLost(message.reason)
+
+    async def _prepare(self, welcome: Welcome) -> None:
+        """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
+        known, self._welcome = self._welcome, welcome
+        if known is not None and known.incarnation != welcome.incarnation:
+            await self._forget_all()
+        if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
+            raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
+        if self._engine is not None:
+            return
+        packed = await fetch_model(self._http, self._options.url, self._options.token, welcome.model_digest)
+        base = None
+        if welcome.base is not None:
+            self._options.say("fetching the base model")
+            base = await self._refresher.fetch_base(welcome.base)
+        engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
+
+        def build() -> None:
+            with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
+                unpack_model(packed, Path(directory))
+                engine.grower = Grower(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
+
+        self._engine = engine
+        await self._done_by(engine, build)
+        self._check_engine()
+        self._options.say(f"ready: {welcome.run}")
+
+    async def _forget_all(self) -> None:
+        """Put down what is grown. After this nothing more comes of it: another hub's leases may have the same ids."""
+        engine = self._engine
+        if engine is not None:
+            await self._done_by(engine, lambda: None if engine.grower is None else engine.grower.drop_all())
+        self._outbox.clear()
+
+    async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
+        """Have something done in the engine's thread, and wait until it is, or the engine has ended."""
+        done = asyncio.Event()
+
+        def act() -> None:
+            action()
+            self._loop.call_soon_threadsafe(done.set)
+
+        engine.do(act)
+        while not done.is_set() and self._fault is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await done.wait()
+
+    # ---- the engine --------------------------------------------------------------------------------------------------
+
+    def _ask_engine(self, action: Callable[[Grower], None]) -> None:
+        engine = self._engine
+        if engine is not None:
+
+            def act() -> None:
+                assert engine.grower is not None, "an engine is asked before it is built"
+                action(engine.grower)
+
+            engine.do(act)
+
+    def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._take_reports, reports, stats)
+
+    def _on_fault(self, error: Exception) -> None:
+        """In the engine's thread, which ends."""
+        self._loop.call_soon_threadsafe(self._take_fault, error)
+
+    def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
+        self._stats = stats
+        for report in reports:
+            if isinstance(report, Report):
+                self._outbox.add(report)
+            else:
+                self._outbox.close(report.lease_id)
+            self._say(report)
+
+    def _take_fault(self, error: Exception) -> None:
+        self._fault = error
+        if self._line is not None:
+            self._line.say(fault_of(error))
+
+    def _say(self, message: FromWorker) -> None:
+        if self._line is not None and self._line.is_open:
+            self._line.say(message)
+
+    def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
+        engine = self._engine
+        assert engine is not None, "a version is fetched before there is an engine"
+
+        def act() -> None:
+            assert engine.grower is not None, "a version is activated before the engine is built"
+            engine.say(engine.grower.switch(tensors, version))
+            self._loop.call_soon_threadsafe(self._activated, version)
+
+        engine.do(act)
+
+    def _activated(self, version: PolicyVersion) -> None:
+        self._refresher.activated(version)
+        self._say(self._heartbeat())

@@ -1,1 +1,0 @@
-"""Calls of judges that may hang, crash or lie: in killable worker processes, or over HTTP, always with a deadline."""

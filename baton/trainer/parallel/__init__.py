@@ -1,0 +1,1 @@
+"""The trainer on several ranks: shards, balance, rank processes and their messages."""

@@ -1,0 +1,168 @@
+"""What a trainer asks of the ranks beside it: with whom it sums, and in what shards its models lie.
+
+A train step is the same code on one rank and on many. Every rank is given the whole batch and computes rows,
+advantages and divisors alike; then each takes its share of the rows (`balance.py`). Between the ranks go only
+
+    gathered parameters and summed gradients    within forward and backward passes (`policy/sharding.py`)
+    sums                                        per-token values that advantages need, metrics
+    agreement                                   whether any rank has seen a number that is not finite
+
+All ranks make the same passes in the same order: who has fewer microbatches gets idle ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from baton.policy.sharding import Sharded, gathered, local
+from baton.policy.tensor_parallel import split_products
+from baton.trainer.advantages import FloatArray
+from baton.trainer.parallel.balance import ALONE, Share
+
+Result = TypeVar("Result")
+
+MAX_TEXT_BYTES = 4096
+"""Of what one rank tells the others; the rest is cut off."""
+
+
+class Alone:
+    """One process that has everything."""
+
+    is_alone: bool = True
+    """Whether there is no process group at all."""
+    num_ranks: int = 1
+    share: Share = ALONE
+    is_first: bool = True
+    """Whether this rank writes and warns for all."""
+
+    def shard(self, *modules: torch.nn.Module | None) -> None:
+        """Share the parameters of modules among the ranks, in place, and move them to the ranks' devices."""
+
+    def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
+        """Do work that calls a module given to `shard`; what it returns is a value or a dataclass of tensors."""
+        return work(module)
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Say whether a backward pass is the last before the optimiser's step."""
+
+    def after_backward(self) -> None:
+        """Add up what gradients the backward passes of an update have left apart."""
+
+    def sums(self, values: FloatArray) -> FloatArray:
+        """[N] sums over the ranks that have different rows."""
+        return values
+
+    def largest(self, value: float) -> float:
+        """Return the largest of the ranks' values."""
+        return value
+
+    def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the ranks' vectors, each of its own length, in the order of the ranks."""
+        return [values]
+
+    def agreed(self, trouble: str | None) -> str | None:
+        """Return the trouble of the first rank that has any, on every rank."""
+        return trouble
+
+    def of_first(self, text: str) -> str:
+        """Return the first rank's text on every rank."""
+        return text
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gather tensors on the first rank; the others get none."""
+        return dict(tensors)
+
+
+class Together(Alone):
+    """The ranks of the process group, each with a shard of everything."""
+
+    def __init__(self, device: torch.device, *, tensor_parallel: int, reduces_each: bool) -> None:
+        """Join the ranks of torch's process group. `reduces_each`: add gradients up after each microbatch.
+
+        Neighbours, `tensor_parallel` of them, share the products of the same rows; shards go across.
+        """
+        self.is_alone, self.num_ranks = False, dist.get_world_size()
+        self.is_first = dist.get_rank() == 0
+        self._device = device
+        num_data = self.num_ranks // tensor_parallel
+        mesh = init_device_mesh(device.type, (num_data, tensor_parallel), mesh_dim_names=("data", "products"))
+        self._data, self._products = mesh["data"], mesh["products"] if tensor_parallel > 1 else None
+        self.share = Share(self._data.get_local_rank(), num_data)
+        self._reduces_each = reduces_each
+        self._sharded: dict[int, Sharded] = {}
+        self._left_apart: list[torch.nn.Parameter] = []
+
+    def shard(self, *modules: torch.nn.Module | None) -> None:
+        """Raises UserError for a model that tensor parallelism does not fit."""
+        for module in modules:
+            if module is None or id(module) in self._sharded:
+                continue
+            names: list[str] = []
+            model = module if isinstance(module, PreTrainedModel) else getattr(module, "trunk", None)
+            if self._products is not None and model is not None:
+                apart = {id(parameter) for parameter in split_products(model, self._products)}
+                names = [name for name, parameter in module.named_parameters() if id(parameter) in apart]
+            self._sharded[id(module)] = Sharded(module, self._data)
+            self._left_apart += [module.get_parameter(name) for name in names]
+
+    def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
+        return self._sharded[id(module)].run(work)
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Before the last one gradients stay where they are, unless memory is scarcer than time."""
+        for sharded in self._sharded.values():
+            sharded.sync_gradients(is_last or self._reduces_each)
+
+    def after_backward(self) -> None:
+        """Of layers that each rank applied to its own heads."""
+        for parameter in self._left_apart:
+            if parameter.grad is not None:
+                assert self._products is not None
+                dist.all_reduce(local(parameter.grad), group=self._products.get_group())
+
+    def sums(self, values: FloatArray) -> FloatArray:
+        """In float64, so that what one rank has and the others lack comes back as it was."""
+        found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
+        dist.all_reduce(found, group=self._data.get_group())
+        return found.cpu().numpy()
+
+    def largest(self, value: float) -> float:
+        found = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        own = np.zeros(self.share.size)
+        own[self.share.rank] = len(values)
+        lengths = [int(length) for length in self.sums(own)]
+        padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)
+        padded[: len(values)] = values
+        found = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(found, padded, group=self._data.get_group())
+        return [each[:length] for each, length in zip(found, lengths, strict=True)]
+
+    def agreed(self, trouble: str | None) -> str | None:
+        nobody = self.num_ranks
+        first = -int(self.largest(-float(nobody if trouble is None else dist.get_rank())))
+        return None if first == nobody else self._told(trouble or "", first)
+
+    def of_first(self, text: str) -> str:
+        return self._told(text, 0)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """On the host."""
+        return gathered(tensors, is_kept=self.is_first)
+
+    def _told(self, text: str, rank: int) -> str:
+        """Return one rank's text on every rank."""
+        data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
+        found = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        dist.broadcast(found, rank)
+        return bytes(found.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,156 @@
+"""The ranks of a trainer as processes of this machine, told what to do over socket pairs.
+
+A rank that dies is noticed at once, one that hangs when its time is up, whether it does not answer or does not even
+read the message; either way none is left behind, and none outlives this process: a rank whose socket closes ends where
+it is, within a collective or not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.errors import BatonError, Fault, RankLost
+from baton.frames import FrameSocket, frame_sockets, ready
+from baton.trainer.parallel.messages import (
+    FAULT_GRACE_S,
+    HOW_TO_GO_ON,
+    FromRank,
+    Place,
+    ToRank,
+    decode_from_rank,
+    encode,
+    error_of,
+)
+
+MAX_FRAME_BYTES = 4 * 1024**3
+"""A longer frame is a fault, not a reason to allocate. A batch of thousands of long trajectories is hundreds of MB."""
+
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""Name of the interface that nobody else can reach."""
+
+
+class LocalRanks:
+    """Processes of this machine as `Ranks`."""
+
+    def __init__(self, size: int, *, threads: int = 1) -> None:
+        """Start the processes, each with so many torch threads."""
+        self.pids: list[int] = []
+        self._size = size
+        self._sockets: list[FrameSocket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        shared = Path("/dev/shm")
+        self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        try:
+            for rank in range(size):
+                scratch = str(self._scratch)
+                self._start(Place(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
+        deadline_s = time.monotonic() + timeout_s
+        answers: dict[int, FromRank] = {}
+        data = encode(message)
+        try:
+            for rank in range(self._size):
+                self._send(rank, data)
+            while len(answers) < self._size:
+                waiting = {socket: rank for rank, socket in enumerate(self._sockets) if rank not in answers}
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    raise self._silent(waiting, f"{type(message).__name__} in {timeout_s:.0f} s")
+                for socket in ready(waiting, left_s):
+                    answer = self._receive(waiting[socket])
+                    if answer is not None:
+                        answers[waiting[socket]] = answer
+                    if isinstance(answer, Fault):
+                        deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
+        except RankLost as lost:
+            self.close()
+            raise _cause(lost, answers) from lost
+        return [answers[rank] for rank in range(self._size)]
+
+    def bring(self, path: str) -> Path:
+        """This machine's files are here already."""
+        return Path(path)
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """End all ranks: those that do not end when they are hung up on are killed. May be called twice."""
+        for socket in self._sockets:
+            socket.close()
+        deadline_s = time.monotonic() + grace_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._sockets, self._processes = [], []
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _start(self, place: Place) -> None:
+        ours, theirs = frame_sockets(MAX_FRAME_BYTES)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
+        if place.threads == 1:  # with more, threads that sleep at once make a step half as long again
+            environment["OMP_WAIT_POLICY"] = "passive"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "rank", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self._sockets.append(ours)
+        self._processes.append(process)
+        self.pids.append(process.pid)
+        self._send(place.rank, encode(place))
+
+    def _send(self, rank: int, data: bytes) -> None:
+        try:
+            self._sockets[rank].send(data)
+        except OSError as error:
+            raise self._ended(rank) from error
+
+    def _receive(self, rank: int) -> FromRank | None:
+        """Return a rank's answer, or None while it is not whole."""
+        try:
+            frame = self._sockets[rank].receive()
+        except (EOFError, OSError) as error:
+            raise self._ended(rank) from error
+        return None if frame is None else decode_from_rank(frame)
+
+    def _silent(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
+        names = ", ".join(map(str, waiting.values()))
+        unread = ", ".join(
+            f"rank {rank} has not read the last {socket.num_unsent_bytes} bytes of it"
+            for socket, rank in waiting.items()
+            if socket.num_unsent_bytes
+        )
+        return RankLost(f"trainer rank {names} did not answer {what}{unread and f' ({unread})'}; {HOW_TO_GO_ON}")
+
+    def _ended(self, rank: int) -> RankLost:
+        try:
+            code: int | None = self._processes[rank].wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
+        return RankLost(f"trainer rank {rank} (pid {self.pids[rank]}) ended {how}; {HOW_TO_GO_ON}")
+
+
+def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError | OSError:
+    """Return the named error that another rank had answered with, else the loss itself."""
+    error = error_of(answers)
+    return lost if error is None or isinstance(error, RankLost) else error

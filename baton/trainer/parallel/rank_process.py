@@ -1,0 +1,54 @@
+"""The inside of a rank process: one `RankServer`, driven by messages.
+
+| thread | consumes          | produces         | waits for   | unblocked by                   |
+|--------|-------------------|------------------|-------------|--------------------------------|
+| reader | the socket        | queued messages  | the parent  | a message, or the parent's end |
+| main   | queued messages   | answers          | a message   | the reader                     |
+
+The reader ends the process when the parent hangs up, whatever the main thread is in: a collective whose other ranks are
+gone would keep it for as long as its timeout. Started by `LocalRanks` as `python -m baton rank FD`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from queue import SimpleQueue
+
+import msgspec
+
+from baton.frames import FrameSocket, frame_socket_of
+from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES
+from baton.trainer.parallel.messages import Place, ToRank, decode_to_rank, encode
+
+
+def serve(descriptor: int) -> None:
+    """Serve one parent until it hangs up."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
+        signal.signal(number, signal.SIG_IGN)
+    parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
+    try:
+        place = decode_to_rank(parent.receive_next())
+    except (EOFError, OSError):
+        return
+    assert isinstance(place, Place), f"the first message must be Place, not {type(place).__name__}"
+    inbox: SimpleQueue[ToRank] = SimpleQueue()
+    threading.Thread(target=_read, args=(parent, inbox, place.scratch), daemon=True).start()
+    from baton.trainer.parallel.rank_server import RankServer
+
+    server = RankServer(place)
+    while True:
+        parent.send_all(encode(server.handle(inbox.get())))
+
+
+def _read(parent: FrameSocket, inbox: SimpleQueue[ToRank], scratch: str) -> None:
+    """Queue what the parent sends, and end the process when it is gone."""
+    try:
+        while True:
+            inbox.put(decode_to_rank(parent.receive_next()))
+    except (OSError, EOFError, msgspec.DecodeError):
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(0)

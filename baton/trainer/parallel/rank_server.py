@@ -1,0 +1,162 @@
+"""The inside of a trainer rank: it answers messages, whatever transport brings them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch._C._distributed_c10d import TCPStore
+
+from baton.errors import BatonError, fault_of
+from baton.files import writing
+from baton.policy.load import torch_device
+from baton.policy.threads import set_up_threads
+from baton.policy.tokenizer import load_tokenizer
+from baton.trainer.local import LocalTrainer
+from baton.trainer.make import make_trainer
+from baton.trainer.parallel.group import Together
+from baton.trainer.parallel.messages import (
+    FromRank,
+    Listen,
+    Listening,
+    Place,
+    Publish,
+    Published,
+    Ready,
+    Restore,
+    Save,
+    Setup,
+    Step,
+    Stepped,
+    ToRank,
+)
+from baton.trainer.settings import TrainerSettings
+
+
+class RankServer:
+    """One rank of a trainer. Not to be used from two threads at once."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._trainer: LocalTrainer | None = None
+        self._store: TCPStore | None = None
+        self._scratch: Path | None = None
+        if place.interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
+        set_up_threads(place.threads)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
+        # That shards over two dimensions are gathered in two steps.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def handle(self, message: ToRank) -> FromRank:
+        """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on.
+
+        An error that nobody thought of is raised: the rank ends, its traceback is seen, and the transport notices.
+        """
+        try:
+            return self._answer(message)
+        except (BatonError, OSError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:
+            return fault_of(error)
+
+    def close(self) -> None:
+        """Leave the group, and remove the scratch directory where it was made here. May be called twice."""
+        self._trainer = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+        if self._scratch is not None and not self._place.scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch = None
+
+    def _answer(self, message: ToRank) -> FromRank:
+        match message:
+            case Listen():
+                return self._listen()
+            case Setup():
+                device, setup = self._meet(message), message.trainer
+                settings = TrainerSettings.model_validate(setup.trainer)
+                parallel = Together(
+                    device, tensor_parallel=settings.tensor_parallel, reduces_each=settings.shard_gradients
+                )
+                self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
+                return Ready(self._trainer.version)
+            case Step(batch=batch):
+                metrics = self._trained.step(batch)
+                return Stepped(self._trained.version, metrics)
+            case Publish():
+                return self._publish()
+            case Save(directory=directory):
+                self._trained.save(Path(directory))
+                return Ready(self._trained.version)
+            case Restore(directory=directory):
+                self._trained.restore(Path(directory))
+                return Ready(self._trained.version)
+            case other:
+                raise AssertionError(f"a rank was told {type(other).__name__}, which is not for it")
+
+    @property
+    def _trained(self) -> LocalTrainer:
+        assert self._trainer is not None, "a rank was asked for something before its Setup"
+        return self._trainer
+
+    def _listen(self) -> Listening:
+        """Open the store on this host's address alone, at a free port."""
+        place = self._place
+        if place.rank:
+            return Listening(place.host, 0)
+        listener = socket.create_server((place.host, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            place.host,
+            port,
+            place.size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return Listening(place.host, port)
+
+    def _meet(self, message: Setup) -> torch.device:
+        """Join the other ranks; return the device of this one."""
+        place, timeout = self._place, timedelta(seconds=message.timeout_s)
+        device = torch_device(message.trainer.device)
+        if device.type == "cuda":
+            index = place.rank % torch.cuda.device_count() if place.device_index is None else place.device_index
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
+        if self._store is None:
+            self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
+        # Who waits in vain for a rank that hangs says so before the controller's patience ends, so that it is named;
+        # but NCCL would end the process of who waits.
+        timeout *= 2.0 if device.type == "cuda" else 0.9
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=self._store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+        )
+        return device
+
+    def _publish(self) -> Published:
+        weights = self._trained.publish()
+        if self._place.rank:
+            return Published(weights.version, "")
+        if self._scratch is None:
+            shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+            self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=shared))
+        path = self._scratch / f"{weights.version.lineage}-{weights.version.number}.safetensors"
+        with writing(path):
+            save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
+        return Published(weights.version, str(path))

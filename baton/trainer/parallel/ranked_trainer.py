@@ -1,0 +1,93 @@
+"""The controller's side of a trainer whose ranks are other processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors.torch import load_file
+
+from baton.errors import Fault, TrainingDiverged
+from baton.files import atomic_directory
+from baton.trainer.parallel.messages import (
+    Listen,
+    Listening,
+    Publish,
+    Published,
+    Ranks,
+    Ready,
+    Restore,
+    Save,
+    Setup,
+    Step,
+    Stepped,
+    ToRank,
+    TrainerSetup,
+    error_of,
+)
+from baton.trainer.trainer import Weights
+from baton.types import Batch, PolicyVersion
+
+Answer = TypeVar("Answer")
+
+
+class RankedTrainer:
+    """Updates a model that lies in shards across ranks. See `Trainer` for the contract.
+
+    Every wait ends within `timeout_s`: with RankLost, after which no rank is left.
+    """
+
+    def __init__(self, ranks: Ranks, setup: TrainerSetup, timeout_s: float) -> None:
+        """Have the ranks meet and build the trainer. Raises UserError for what they find wrong; RankLost."""
+        self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
+        try:
+            store = self._ask(Listen(), Listening)[0]
+            self._ask(Setup(setup, store.host, store.port, timeout_s), Ready)
+        except BaseException:
+            ranks.close()
+            raise
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights as they are now; the digest is empty until they are published or saved."""
+        return self._version
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Run one train step on all ranks, return its metrics by name. See `LocalTrainer.step` for what is raised."""
+        answer = self._ask(Step(batch), Stepped)[0]
+        self._version = answer.version
+        return answer.metrics
+
+    def publish(self) -> Weights:
+        """Return the current weights, or the adapter alone, on the host, by name."""
+        answer = self._ask(Publish(), Published)[0]
+        self._version = answer.version
+        path = self._ranks.bring(answer.path)
+        try:
+            return Weights(self._version, load_file(path))  # mapped: the bytes stay when the name goes
+        finally:
+            path.unlink(missing_ok=True)
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint (see `trainer/checkpoint.py`), whole or not at all, each rank its part."""
+        with atomic_directory(directory) as unfinished:
+            self._version = self._ask(Save(str(unfinished)), Ready)[0].version
+
+    def restore(self, directory: Path) -> None:
+        """Continue from what any trainer's `save` wrote. Raises UserError when it does not fit this one."""
+        self._version = self._ask(Restore(str(directory.absolute())), Ready)[0].version
+
+    def close(self) -> None:
+        """End the ranks. May be called twice."""
+        self._ranks.close()
+
+    def _ask(self, message: ToRank, kind: type[Answer]) -> list[Answer]:
+        answers = self._ranks.ask(message, self._timeout_s)
+        error = error_of(dict(enumerate(answers)))
+        if error is not None:
+            if not (isinstance(error, TrainingDiverged) and all(isinstance(answer, Fault) for answer in answers)):
+                self.close()  # a rank that failed by itself is not where the others are
+            raise error
+        found: list[Answer] = [answer for answer in answers if isinstance(answer, kind)]
+        assert len(found) == len(answers), f"ranks answered {message.__class__.__name__} with {answers}"
+        return found

@@ -1,0 +1,1 @@
+"""Self-contained HTML pages: the report of a run, a plan, a simulation."""

@@ -1,0 +1,271 @@
+"""Which charts a page has: each one a title, a drawing, and a note on how to read it. Empty ones are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from baton.records.evaluation import Evaluation
+from baton.records.run_directory import RecordedEvaluation
+from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, SKY, YELLOW, draw
+from baton.views.pages.history import Curve, History
+
+MARKED = 40
+"""A curve of at most so many points marks each of them."""
+STAGES = {"generate": BLUE, "judge": YELLOW, "train": ORANGE, "weight_sync": GREEN}
+"""Stages of a train step; what they leave of it is `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One drawing with its words."""
+
+    title: str
+    svg: str
+    note: str = ""
+    """How to read it; plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric in a chart."""
+
+    metric: str
+    label: str
+    colour: str = BLUE
+    is_smoothed: bool = False
+    """Whether the raw values stand behind a moving mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """A chart of metrics by step."""
+
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    note: str = ""
+    scale: float = 1.0
+    """Factor from the metric's unit to the one shown: 100 for shares in per cent."""
+    is_log: bool = False
+    is_left_out_if_zero: bool = False
+    repeats: str = ""
+    """A metric; where the chart would show the same curve again, it is left out."""
+
+
+LEARNING = (
+    LineChart("Training reward", "reward", (Line("reward/mean", "mean of the batch", is_smoothed=True),)),
+    LineChart(
+        "Training accuracy",
+        "correct, %",
+        (Line("accuracy/mean", "batch", GREEN, is_smoothed=True),),
+        scale=100,
+        repeats="reward/mean",
+    ),
+    LineChart(
+        "Groups that teach nothing",
+        "groups, %",
+        (Line("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
+        "Where all rewards of a group are equal, no trajectory is better than another.",
+        scale=100,
+    ),
+)
+RESPONSES = (
+    LineChart(
+        "Response length",
+        "tokens",
+        (Line("response_length/max", "longest", GREY), Line("response_length/mean", "mean", BLUE, is_smoothed=True)),
+    ),
+    LineChart(
+        "Responses cut at the longest length",
+        "responses, %",
+        (Line("response_length/clip_ratio", "cut", ORANGE),),
+        scale=100,
+    ),
+)
+OPTIMISATION = (
+    LineChart("Entropy of the policy", "nats per token", (Line("policy/entropy", "entropy", BLUE, is_smoothed=True),)),
+    LineChart("Gradient norm", "norm before clipping", (Line("policy/grad_norm", "norm", PURPLE, is_smoothed=True),)),
+    LineChart(
+        "Engine against trainer",
+        "nats",
+        (
+            Line("policy/logprob_diff_max", "largest difference", ORANGE),
+            Line("policy/logprob_diff_mean", "mean difference", BLUE),
+        ),
+        "Absolute difference of the log-probabilities that engine and trainer give the same tokens; "
+        "in float32 on a CPU below 1e-4.",
+        is_log=True,
+    ),
+    LineChart(
+        "Staleness of trained tokens",
+        "policy versions",
+        (Line("staleness/max", "largest", GREY), Line("staleness/mean", "mean", BLUE)),
+        is_left_out_if_zero=True,
+    ),
+    LineChart("Loss of the warm start", "nats per token", (Line("sft/loss", "mean of 50 updates", BLUE),)),
+)
+SPEED = (
+    LineChart(
+        "Tokens per second",
+        "tokens/s",
+        (
+            Line("perf/generate_tokens_per_s", "while generating", SKY, is_smoothed=True),
+            Line("perf/throughput", "over whole steps", BLUE, is_smoothed=True),
+        ),
+    ),
+)
+
+
+def learning_charts(history: History) -> Iterator[Chart]:
+    """Draw what the run is about: accuracy on held-out problems, and the reward."""
+    yield from accuracy_charts(history)
+    yield from line_charts(history, LEARNING)
+    parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
+    if len(parts) > 1:
+        lines = tuple(
+            Line(name, name.split("/")[1], SERIES[i % len(SERIES)], is_smoothed=True) for i, name in enumerate(parts)
+        )
+        yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
+
+
+def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart]:
+    """Draw those of the charts that have at least one value."""
+    for chart in charts:
+        curves = [(line, history.curve(line.metric)) for line in chart.lines]
+        curves = [(line, curve) for line, curve in curves if len(curve.steps)]
+        is_zero = all(not curve.values.any() for _, curve in curves)
+        if not curves or (chart.is_left_out_if_zero and is_zero):
+            continue
+        if chart.repeats and _is_same(curves[0][1], history.curve(chart.repeats)):
+            continue
+        svg = draw(partial(_paint_lines, chart=chart, curves=curves), y=chart.unit, last_step=history.last_step)
+        yield Chart(chart.title, svg, chart.note)
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Rows of the moving mean: a twentieth of the run, odd, at least 5."""
+    return max(5, num_steps // 20 | 1)
+
+
+def _is_same(one: Curve, other: Curve) -> bool:
+    return np.array_equal(one.steps, other.steps) and np.array_equal(one.values, other.values)
+
+
+def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[Line, Curve]]) -> None:
+    if chart.is_log and any((curve.values > 0).any() for _, curve in curves):
+        axes.set_yscale("log")
+    for line, curve in curves:
+        values = chart.scale * curve.values
+        marker = "o" if len(values) <= MARKED else None
+        window = smoothing_window(len(values))
+        if line.is_smoothed and len(values) > window:
+            axes.plot(
+                curve.steps,
+                values,
+                marker=marker,
+                color=line.colour,
+                alpha=0.5 if len(values) <= 200 else 0.3,
+                lw=0.9,
+                ms=2.5,
+            )
+            smooth = chart.scale * curve.smoothed(window)
+            axes.plot(curve.steps, smooth, color=line.colour, lw=2.2, label=line.label)
+        else:
+            axes.plot(curve.steps, values, marker=marker, color=line.colour, ms=3, label=line.label)
+    if axes.get_yscale() == "linear" and all(curve.values.min() >= 0 for _, curve in curves):
+        axes.set_ylim(bottom=0, top=1.05 * max(curve.values.max() * chart.scale for _, curve in curves) or 1.0)
+
+
+# ---- held-out accuracy ---------------------------------------------------------------------------------------------
+
+
+def accuracy_charts(history: History) -> Iterator[Chart]:
+    """Draw held-out accuracy, over all tasks and for each one, with 95 % intervals."""
+    if not history.evaluations:
+        return
+    tasks = list(dict.fromkeys(e.result.task for e in history.evaluations))
+    overall = tasks[-1]  # `all` where there are several
+    yield _accuracy_chart(
+        "Held-out accuracy",
+        history,
+        [e for e in history.evaluations if e.result.task == overall],
+        lambda result: "greedy" if result.temperature == 0 else f"sampled at {result.way}",
+        "Bars are 95 % intervals. The problems are never trained on and are the same each time.",
+    )
+    if len(tasks) > 1:
+        yield _accuracy_chart(
+            "Held-out accuracy by task",
+            history,
+            [e for e in history.evaluations if e.result.task != overall and e.result.temperature],
+            lambda result: result.task,
+            "Sampled responses; bars are 95 % intervals.",
+        )
+
+
+def _accuracy_chart(
+    title: str,
+    history: History,
+    evaluations: Sequence[RecordedEvaluation],
+    label: Callable[[Evaluation], str],
+    note: str,
+) -> Chart:
+    labels = list(dict.fromkeys(label(e.result) for e in evaluations))
+
+    def paint(axes: Axes) -> None:
+        dodge = 0.006 * max(1, history.last_step)  # intervals beside each other, not over each other
+        for i, name in enumerate(labels):
+            mine = [(e.step, e.result.accuracy) for e in evaluations if label(e.result) == name]
+            shares = [share for _, share in mine if share is not None]
+            values = np.array([100 * s.value for s in shares])
+            below = values - np.array([100 * s.low for s in shares])
+            above = np.array([100 * s.high for s in shares]) - values
+            x = np.array([step for step, share in mine if share is not None]) + dodge * (i - (len(labels) - 1) / 2)
+            # an interval holds its value; rounding may say otherwise by a last bit
+            errors = np.maximum(0, [below, above])
+            colour = SERIES[i % len(SERIES)]
+            axes.errorbar(x, values, errors, marker="o", color=colour, elinewidth=1, capsize=2.5, label=name)
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(0, low), min(102, high))
+
+    return Chart(title, draw(paint, y="correct, %", last_step=history.last_step), note)
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------
+
+
+def speed_charts(history: History) -> Iterator[Chart]:
+    """Draw tokens per second, and where the time of a step goes."""
+    yield from line_charts(history, SPEED)
+    whole = history.curve("perf/step_time")
+    if not len(whole.steps):
+        return
+    by_stage = {stage: _on(history.curve(f"time/{stage}"), whole.steps) for stage in STAGES}
+    by_stage["other"] = np.maximum(0, whole.values - sum(by_stage.values()))
+    colours = [*STAGES.values(), GREY]
+    window = smoothing_window(len(whole.steps)) if len(whole.steps) > MARKED else 1
+    stacked = [Curve(whole.steps, seconds).smoothed(window) for seconds in by_stage.values()]
+
+    def paint(axes: Axes) -> None:
+        names = [name.replace("_", " ") for name in by_stage]
+        if len(whole.steps) <= MARKED:
+            bottom = np.zeros(len(whole.steps))
+            for name, colour, seconds in zip(names, colours, stacked, strict=True):
+                axes.bar(whole.steps, seconds, 0.8, bottom, color=colour, label=name)
+                bottom = bottom + seconds
+        else:
+            axes.stackplot(whole.steps, stacked, colors=colours, labels=names, linewidth=0)
+        axes.set_ylim(bottom=0)
+
+    note = f"Mean of {window} steps." if window > 1 else ""
+    yield Chart("Where the time of a step goes", draw(paint, y="seconds", last_step=history.last_step), note)
+
+
+def _on(curve: Curve, steps: np.ndarray) -> np.ndarray:
+    """[steps] values of a curve, 0 at steps that it lacks."""
+    known = dict(zip(curve.steps, curve.values, strict=True))
+    return np.array([known.get(step, 0.0) for step in steps])

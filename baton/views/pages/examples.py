@@ -1,0 +1,64 @@
+"""Trajectories worth reading: the best, the worst and the longest of an early and of the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from baton.console import visible
+from baton.policy.tokenizer import load_tokenizer
+from baton.records.run_directory import RunDirectory
+from baton.views.terminal.trajectories import ORDERS, Piece, ShownTrajectory, ordered, reading
+
+PER_ORDER = 2
+"""Examples of each kind from each of the two steps."""
+MAX_CHARACTERS = 12_000
+"""Longest text shown whole; the middle of a longer one is left out, and the page says so."""
+
+
+class Example(msgspec.Struct, frozen=True):
+    """One trajectory and why it was chosen."""
+
+    kind: str
+    """One of `ORDERS`."""
+    shown: ShownTrajectory
+    prompt: list[Piece]
+    """Control characters spelt out."""
+    response: list[Piece]
+
+
+def choose_examples(run: RunDirectory) -> Iterator[Example]:
+    """Return examples of the first and the last recorded step, none twice, equal rewards from different prompts."""
+    steps = run.recorded_steps()
+    tokenizer = load_tokenizer(str(run.tokenizer)) if steps else None
+    for step in dict.fromkeys((steps[0], steps[-1]) if steps else ()):
+        assert tokenizer is not None
+        members = [(group, member) for group in run.groups(step) for member in group.members]
+        taken: set[str] = set()
+        for order in ORDERS:
+            num_taken = 0
+            groups: set[int] = set()
+            for group, member in ordered(members, order):
+                if num_taken == PER_ORDER:
+                    break
+                if member.trajectory.name in taken or group.group_id in groups:
+                    continue
+                taken.add(member.trajectory.name)
+                groups.add(group.group_id)
+                num_taken += 1
+                found = reading(tokenizer, step, group, member)
+                yield Example(order, found.shown, list(_readable(found.prompt)), list(_readable(found.response)))
+
+
+def _readable(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Spell out control characters, and leave out the middle of what is too long."""
+    for piece in pieces:
+        text = visible(piece.text)
+        if len(text) > MAX_CHARACTERS:
+            half = MAX_CHARACTERS // 2
+            yield Piece(text[:half], piece.is_special)
+            yield Piece(f" … {len(text) - 2 * half:,} characters left out … ", True)
+            yield Piece(text[-half:], piece.is_special)
+        else:
+            yield Piece(text, piece.is_special)

@@ -1,0 +1,193 @@
+"""Pictures of a plan: who does what in the cluster, one step in time, price against throughput, one more GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import combinations
+
+import msgspec
+from matplotlib.axes import Axes
+
+from baton.planner.more import Marginal, Spot
+from baton.specs.cluster import GB, Cluster
+from baton.specs.plan import Plan
+from baton.views.pages.canvas import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, draw
+
+CELL, GAP, PAD, WIDTH = 13, 3, 8, 1160
+TRAIN_COLOURS = ("--s1", "--s5", "--s4")
+ROLLOUT_COLOURS = ("--s3", "--s2", "--s6")
+IDLE_COLOUR = "--rule"
+MOST_MACHINES = 160
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What a colour means."""
+
+    colour: str
+    """CSS variable."""
+    meaning: str
+
+
+def colours(plan: Plan) -> tuple[dict[str, str], list[Key]]:
+    """Return the colour of each GPU, and what the colours mean. Turns on the same GPUs show the engines' shapes."""
+    by_gpu: dict[str, str] = {}
+    keys = []
+    for index, stage in enumerate(plan.training.stages):
+        colour = TRAIN_COLOURS[index % len(TRAIN_COLOURS)]
+        by_gpu |= dict.fromkeys(stage.gpu_ids, colour)
+        layers = f"layers {stage.layers[0]} to {stage.layers[1] - 1}"
+        keys.append(Key(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, dp {stage.dp} · tp {stage.tp}, {layers}"))
+    shapes = list(dict.fromkeys((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas))
+    for index, shape in enumerate(shapes):
+        colour = ROLLOUT_COLOURS[index % len(ROLLOUT_COLOURS)]
+        same = [r for r in plan.replicas if (r.gpu, r.tp, r.pp, r.batch) == shape]
+        for replica in same:
+            by_gpu |= dict.fromkeys(replica.gpu_ids, colour)
+        gpu, tp, pp, batch = shape
+        keys.append(Key(colour, f"rollout: {len(same)} × {gpu}, tp {tp} · pp {pp}, {batch} trajectories at once"))
+    if plan.idle:
+        by_gpu |= {gpu: IDLE_COLOUR for idle in plan.idle for gpu in idle.gpu_ids}
+        keys.append(Key(IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))
+    return by_gpu, keys
+
+
+def cluster_drawing(plan: Plan, cluster: Cluster) -> str:
+    """Return an SVG of the machines, each GPU in the colour of its job; a band for each GPU type, links beside it."""
+    by_gpu, _ = colours(plan)
+    parts: list[str] = []
+    y = 0.0
+    for name in cluster.gpu_types:
+        own = [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name]
+        shown = own[:MOST_MACHINES]
+        more = f", {len(own) - len(shown)} more machines not drawn" if len(own) > len(shown) else ""
+        total = sum(cluster.nodes[place].num_gpus for place in own)
+        machines = "1 machine" if len(own) == 1 else f"{len(own)} machines"
+        title = f"{name} · {total} GPUs in {machines}{_within(cluster, own)}{more}"
+        parts.append(f'<text x="0" y="{y + 13:.0f}" fill="var(--ink)" font-size="13">{escape(title)}</text>')
+        y += 22
+        x = 0.0
+        for place in shown:
+            node = cluster.nodes[place]
+            columns = min(4, node.num_gpus)
+            rows = -(-node.num_gpus // columns)
+            width = columns * (CELL + GAP) - GAP + 2 * PAD
+            height = rows * (CELL + GAP) - GAP + 2 * PAD
+            if x + width > WIDTH:
+                x, y = 0.0, y + height + 8
+            parts.append(_machine(node.name, node.gpu_ids, by_gpu, x, y, columns, width, height))
+            x += width + 8
+        y += height + 16
+    crossing = _crossing(cluster)
+    if crossing:
+        parts.append(f'<text x="0" y="{y + 4:.0f}" fill="var(--ink-2)" font-size="12.5">{escape(crossing)}</text>')
+        y += 14
+    return f'<svg role="img" viewBox="0 0 {WIDTH} {y + 4:.0f}">{"".join(parts)}</svg>'
+
+
+def _machine(
+    name: str, gpu_ids: Sequence[str], by_gpu: dict[str, str], x: float, y: float, columns: int, width: int, height: int
+) -> str:
+    cells = []
+    for index, gpu in enumerate(gpu_ids):
+        left = x + PAD + index % columns * (CELL + GAP)
+        top = y + PAD + index // columns * (CELL + GAP)
+        colour = by_gpu.get(gpu, IDLE_COLOUR)
+        cells.append(
+            f'<rect x="{left:.0f}" y="{top:.0f}" width="{CELL}" height="{CELL}" rx="2" fill="var({colour})">'
+            f"<title>{escape(gpu)}</title></rect>"
+        )
+    frame = (
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width}" height="{height}" rx="5" fill="none" stroke="var(--rule)">'
+        f"<title>{escape(name)}</title></rect>"
+    )
+    return frame + "".join(cells)
+
+
+def _within(cluster: Cluster, own: Sequence[int]) -> str:
+    link = cluster.nodes[own[0]].link_bytes_per_s / GB
+    between = sorted({cluster.bytes_per_s[a][b] / GB for a, b in combinations(own, 2)})
+    found = f" · {link:g} GB/s within a machine"
+    if between:
+        span = f"{between[0]:g}" if len(between) == 1 else f"{between[0]:g} to {between[-1]:g}"
+        found += f", {span} GB/s between machines"
+    return found
+
+
+def _crossing(cluster: Cluster) -> str:
+    found = []
+    for first, second in combinations(cluster.gpu_types, 2):
+        rates = {
+            cluster.bytes_per_s[a][b] / GB
+            for a, one in enumerate(cluster.nodes)
+            for b, other in enumerate(cluster.nodes)
+            if (one.gpu.name, other.gpu.name) == (first, second)
+        }
+        low, high = min(rates), max(rates)
+        found.append(f"{first} – {second} {low:g}" + (f" to {high:g}" if high > low else ""))
+    return f"Between types, GB/s: {' · '.join(found)}" if found else ""
+
+
+def timeline(plan: Plan) -> str:
+    """Return a drawing of one step: what the trainer and the rollout do, second by second."""
+    b, t = plan.breakdown, plan.training
+    late_s = 0.0 if b.overlaps else b.rollout_s + b.reward_s
+    pause = max((replica.pause_s for replica in plan.replicas), default=0.0)
+    lanes = {
+        1: [
+            ("pause of replicas", min(pause, b.rollout_s), ORANGE),
+            ("generate", b.rollout_s - min(pause, b.rollout_s), GREEN),
+            ("judge", b.reward_s, PURPLE),
+        ],
+        0: [
+            ("train", t.compute_s, BLUE),
+            ("pipeline waits", t.bubble_s, GREY),
+            ("gradients, optimiser", t.comm_s + t.optimizer_s, SKY),
+        ],
+    }
+
+    def paint(axes: Axes) -> None:
+        for lane, parts in lanes.items():
+            start = late_s if lane == 0 else 0.0
+            for name, length, colour in parts:
+                if length > 0.002 * b.step_s:
+                    axes.barh(lane, length, left=start, height=0.42, color=colour, label=name)
+                start += length
+        end = b.step_s - b.sync_s
+        for lane in (0, 1):
+            axes.barh(lane, b.sync_s, left=end, height=0.42, color=INK, label="publish weights" if lane else None)
+        axes.text(0, 1.27, "rollout", va="bottom")
+        axes.text(0, 0.27, "trainer", va="bottom")
+        axes.set_ylim(-0.4, 1.75)
+        axes.set_xlim(0, b.step_s * 1.02)
+        axes.yaxis.set_visible(False)
+
+    return draw(paint, x="seconds of a step", y="")
+
+
+def curve_drawing(spots: Sequence[Spot], plan: Plan) -> str:
+    """Return the curve of throughput against price."""
+
+    def paint(axes: Axes) -> None:
+        others = [s for s in spots if not s.is_efficient]
+        best = [s for s in spots if s.is_efficient]
+        axes.plot([s.price_per_h for s in others], [s.tokens_per_s for s in others], "o", color=GREY, label="dominated")
+        axes.plot([s.price_per_h for s in best], [s.tokens_per_s for s in best], "o-", color=BLUE, label="efficient")
+        axes.plot([plan.price_per_h], [plan.tokens_per_s], "D", color=ORANGE, markersize=7, label="this plan")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+
+    return draw(paint, x=f"price per hour, {plan.currency}", y="trained tokens/s")
+
+
+def marginal_drawing(marginals: Sequence[Marginal]) -> str:
+    """Return what one more GPU of each type brings."""
+
+    def paint(axes: Axes) -> None:
+        axes.bar([m.gpu for m in marginals], [100 * m.gain for m in marginals], width=0.5, color=GREEN)
+        for index, marginal in enumerate(marginals):
+            axes.text(index, 100 * marginal.gain, f"+{100 * marginal.gain:.2g} %", ha="center", va="bottom")
+        axes.margins(y=0.2)
+        axes.set_ylim(bottom=0)
+
+    return draw(paint, x="one more GPU of", y="throughput gained, %")

@@ -1,0 +1,275 @@
+"""One self-contained HTML page about a run: no script, no network, and whatever a model wrote is text.
+
+Every value goes through the template's escaping; only our own drawings are markup. The page forbids scripts and outside
+content to the browser as well (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from baton.console import visible
+from baton.errors import Damaged, UserError
+from baton.files import write_whole
+from baton.records.evaluation import Evaluation
+from baton.records.run_directory import RunDirectory
+from baton.records.trace import read_trace
+from baton.views.pages.examples import Example, choose_examples
+from baton.views.pages.history import MAX_SAMPLED_STEPS, History, read_lengths
+from baton.views.summary import RunReport, summarise
+
+if TYPE_CHECKING:
+    from baton.views.pages.charts import Chart
+    from baton.views.pages.slots import Picture
+
+SLOTS_NOTE = (
+    "Each row is a slot, each bar a lease: from when a worker began on a response to when it "
+    "finished it or put it down. A dashed line is where a step begins to train, a solid one where its version is out."
+)
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One line about the run."""
+
+    name: str
+    value: str
+
+
+class Section(msgspec.Struct, frozen=True):
+    """Charts under one heading."""
+
+    heading: str
+    charts: Sequence[Chart | Picture]
+    note: str = ""
+    is_wide: bool = False
+    """Whether each chart takes the width of the page."""
+
+
+class MetricRange(msgspec.Struct, frozen=True):
+    """One metric in four numbers."""
+
+    name: str
+    first: float
+    last: float
+    low: float
+    high: float
+
+
+def write_page(run: RunDirectory, path: Path) -> None:
+    """Write the page of a run, finished or not.
+
+    Raises UserError where matplotlib is not installed or `path` is no place for a file.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"{path} is no place for a page: allowed is a file in a directory that exists")
+    write_whole(path, render(run).encode("utf-8"))
+
+
+def render(run: RunDirectory) -> str:
+    """Return the page of a run as HTML."""
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"the page needs {' and '.join(missing)}, which is not installed: run `pip install 'baton-rl[report]'`"
+        )
+    from jinja2 import Environment, StrictUndefined
+
+    place = files("baton.views.pages")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"short": short, "percent": percent, "duration": duration}
+    template = environment.from_string((place / "page.html").read_text(encoding="utf-8"))
+    history = History.read(run)
+    recipe = run.recipe()
+    summary = None if "sft" in recipe else summarise(run)
+    examples = list(choose_examples(run))
+    return template.render(
+        css=(place / "page.css").read_text(encoding="utf-8"),
+        name=run.path.absolute().name,
+        summary=summary,
+        status=_status(summary, history, recipe),
+        facts=list(_facts(run, recipe, summary, history)),
+        tiles=list(_tiles(summary, history)),
+        sections=[section for section in _sections(run, history) if section.charts],
+        examples=_by_step(examples),
+        visible=visible,
+        metrics=[_range(history, name) for name in sorted(history.names)],
+        recipe=(run.path / "recipe.toml").read_text(encoding="utf-8"),
+        circumstances=list(_circumstances(run.facts())),
+    )
+
+
+def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
+    from baton.views.pages import charts
+    from baton.views.pages.length_charts import length_charts
+    from baton.views.pages.slots import slot_pictures
+
+    last = history.last_step
+    window = charts.smoothing_window(history.last_step)
+    smoothing = f"Thin lines are single steps, thick lines the mean of {window} around each." if last > window else ""
+    yield Section("Learning", list(charts.learning_charts(history)), smoothing)
+    samples = read_lengths(run)
+    recorded = len(run.recorded_steps())
+    note = ""
+    if recorded > len(samples):
+        note = f"Distributions are from {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spread."
+    yield Section("Responses", [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)], note)
+    yield Section("Optimisation", list(charts.line_charts(history, charts.OPTIMISATION)))
+    yield Section("Speed", list(charts.speed_charts(history)))
+    yield Section("Slots over time", slot_pictures(read_trace(run.path)), SLOTS_NOTE, is_wide=True)
+
+
+def _status(summary: RunReport | None, history: History, recipe: dict[str, Any]) -> str:
+    if summary is None:
+        return f"warm start, {history.last_step:,} of {recipe['sft']['steps']:,} updates"
+    if summary.steps >= summary.num_steps:
+        return f"complete, {summary.steps:,} train steps"
+    return f"{summary.steps:,} of {summary.num_steps:,} train steps"
+
+
+def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None, history: History) -> Iterator[Fact]:
+    recorded = run.facts()
+    model = recipe.get("model", {}).get("path", "made from nothing")
+    size = _parameters(run.checkpoints)
+    yield Fact("Model", f"{model}, {short(size)} parameters" if size else model)
+    yield Fact("Tasks", _mixture(recipe.get("task", ())))
+    if summary is not None:
+        rollout = recipe["rollout"]
+        yield Fact(
+            "Batch",
+            f"{rollout['batch_groups']} groups of {rollout['group_size']} trajectories, "
+            f"at most {rollout['max_new_tokens']:,} tokens each",
+        )
+        yield Fact("Algorithm", str(recipe["algorithm"]["name"]))
+        evals = f", evaluations {duration(summary.eval_time_s)}" if summary.eval_time_s else ""
+        yield Fact("Duration", f"train steps {duration(summary.train_time_s)}{evals}")
+        yield Fact("Generated", f"{short(summary.generated_tokens)} tokens")
+    yield Fact("Seed", str(recorded["seed"]))
+    yield Fact("Commit", _commit(recorded.get("commit")))
+    device = recipe.get("model", {}).get("device", "auto")
+    yield Fact(
+        "Hardware",
+        f"{recorded.get('processor') or 'unknown processor'}, {recorded.get('cores')} cores, "
+        f"torch threads: {recorded.get('threads')}, device: {device}",
+    )
+    yield Fact("Started", datetime.fromisoformat(recorded["started"]).strftime("%Y-%m-%d %H:%M UTC"))
+    if recorded.get("resumed"):
+        yield Fact("Resumed", f"{len(recorded['resumed'])} times")
+
+
+def _mixture(tasks: Sequence[dict[str, Any]]) -> str:
+    """Names of the tasks, with their weights where these differ."""
+    weights = [task.get("weight", 1.0) for task in tasks]
+    if len(set(weights)) <= 1:
+        return ", ".join(task["name"] for task in tasks) or "none"
+    return ", ".join(f"{task['name']} (weight {weight:g})" for task, weight in zip(tasks, weights, strict=True))
+
+
+def _commit(commit: str | None) -> str:
+    if commit is None:
+        return "unknown"
+    digest, plus, _ = commit.partition("+")
+    return digest[:12] + (" with changes" if plus else "")
+
+
+def _parameters(checkpoints: Path) -> int:
+    """Parameters of the latest checkpoint, read from the headers of its files; 0 where there is none."""
+    latest = max((p for p in checkpoints.glob("step_*") if p.is_dir() and not p.suffix), default=None)
+    count = 0
+    for file in latest.glob("*.safetensors") if latest is not None else ():
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118  # not a dict
+        except SafetensorError as error:
+            raise Damaged(f"{file} is damaged: {error}") from error
+        count += sum(math.prod(shape) for shape in shapes)
+    return count
+
+
+def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, str, str]]:
+    """(what, number, beside it) of the few numbers that matter most."""
+    if summary is None:
+        return
+    overall = [c for c in summary.changes if c.before.task == summary.changes[-1].before.task]
+    for change in overall:
+        way = "greedy" if change.before.temperature == 0 else f"at {change.before.way}"
+        if change.after is None:
+            yield f"Held-out accuracy, {way}", _accuracy(change.before), "one evaluation so far"
+        else:
+            first = summary.evaluated_steps[0] if summary.evaluated_steps else 0
+            when = f"after step {first}" if first else "before training"
+            yield f"Held-out accuracy, {way}", _accuracy(change.after), f"{_accuracy(change.before)} {when}"
+    if summary.reward_before is not None and summary.reward_after is not None:
+        yield "Training reward", f"{summary.reward_after:.3f}", f"{summary.reward_before:.3f} in the first steps"
+    lengths = history.curve("response_length/mean").values
+    if len(lengths):
+        yield "Response length, tokens", f"{lengths[-1]:.1f}", f"{lengths[0]:.1f} in the first step"
+    if summary.steps:
+        yield (
+            "Throughput, tokens/s",
+            short(summary.throughput_tokens_per_s),
+            f"{short(summary.generate_tokens_per_s)} while generating",
+        )
+
+
+def _accuracy(result: Evaluation) -> str:
+    return "not judged" if result.accuracy is None else percent(result.accuracy.value)
+
+
+def _by_step(examples: Sequence[Example]) -> list[tuple[int, list[Example]]]:
+    steps = sorted({e.shown.step for e in examples})
+    return [(step, [e for e in examples if e.shown.step == step]) for step in steps]
+
+
+def _range(history: History, name: str) -> MetricRange:
+    values = history.curve(name).values
+    return MetricRange(name, values[0], values[-1], values.min(), values.max())
+
+
+def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
+    """The rest of run.json, without the directories of the machine it ran on."""
+    command = [re.sub(r".*[/\\]", "", part) if os.path.isabs(part) else part for part in facts.get("command", ())]  # noqa: PTH117
+    yield Fact("command", " ".join(command))
+    for key in ("baton", "python", "platform"):
+        yield Fact(key, str(facts.get(key)))
+    for package, version in facts.get("packages", {}).items():
+        yield Fact(package, str(version))
+
+
+# ---- numbers as a person reads them ----------------------------------------------------------------------------------
+
+
+def short(value: float) -> str:
+    """Return a number with four digits or a unit: 0.1234, 1,234, 12.3 k, 4.56 M."""
+    size = abs(value)
+    for start, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= start:
+            return f"{value / (1e3 if unit == 'k' else start):.3g} {unit}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent."""
+    return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the two units that matter."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.3g} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,210 @@
+"""Pages about a simulated run and about a sweep: no script, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from matplotlib.axes import Axes
+
+from baton.files import write_whole
+from baton.planner.describe import seconds
+from baton.records.trace import Span
+from baton.simulator.parameter_sweep import Point, Sweep
+from baton.simulator.result import Result
+from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, draw
+from baton.views.pages.charts import Chart
+from baton.views.pages.slots import Picture, slot_pictures
+from baton.views.terminal.plan import money
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>{{ css|safe }}</style>
+</head>
+<body>
+<header>
+  <p class="eyebrow">Baton simulation</p>
+  <h1>{{ title }}</h1>
+  <p class="note">{{ said }}</p>
+</header>
+<section class="tiles" aria-label="At a glance">
+{% for what, number, beside in tiles %}
+  <div class="tile"><p class="what">{{ what }}</p><p class="number">{{ number }}</p>
+  <p class="beside">{{ beside }}</p></div>
+{% endfor %}
+</section>
+<section>
+  <div class="charts">
+{% for chart in charts %}
+    <figure><figcaption>{{ chart.title }}</figcaption>{{ chart.svg|safe }}
+    {% if chart.note %}<p class="note">{{ chart.note }}</p>{% endif %}</figure>
+{% endfor %}
+  </div>
+{% for picture in pictures %}
+  <figure><figcaption>{{ picture.title }}</figcaption>{{ picture.svg|safe }}
+    <p class="note">{{ picture.note }}</p></figure>
+{% endfor %}
+  <div class="wide"><table>
+    <thead><tr>{% for name in heading %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+    <tbody>
+{% for row in rows %}
+      <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+    </tbody>
+  </table></div>
+{% for note in notes %}
+  <p class="note">{{ note }}</p>
+{% endfor %}
+</section>
+</body>
+</html>
+"""
+
+
+def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
+    """Write the page of one run."""
+    untrained = _untrained(result)
+    charts = [_time(result), _staleness(result), *([_tokens(untrained)] if untrained else [])]
+    rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
+    _write(
+        path,
+        title=f"A simulated run, {result.mode}",
+        said=f"{result.steps} train steps in {seconds(result.seconds)} of virtual time",
+        tiles=_tiles(result),
+        charts=charts,
+        pictures=slot_pictures(spans) if spans else (),
+        heading=("engines", "slots taken", "tokens/s"),
+        rows=rows,
+        notes=[*result.notes, *([] if untrained else ["every generated token was trained"])],
+    )
+
+
+def write_sweep_page(path: Path, swept: Sweep) -> None:
+    """Write the page of a sweep."""
+    charts = [
+        _lines(swept, "Throughput", "trained tokens/s", lambda r: r.trained_tokens_per_s),
+        _lines(swept, "Trainer at work", "%", lambda r: 100 * r.trainer_busy),
+        _lines(swept, "Mean staleness", "versions", lambda r: r.mean_staleness),
+        _lines(swept, "Tokens too old to be trained", "%", lambda r: 100 * r.masked_share),
+    ]
+    rows = [
+        (
+            " ".join(f"{k}={v}" for k, v in point.values.items()),
+            f"{point.result.trained_tokens_per_s:,.0f}" if point.result else "—",
+            ("recommended" if place == swept.recommended else "") if point.result else point.why_not,
+        )
+        for place, point in enumerate(swept.points)
+    ]
+    chosen = swept.points[swept.recommended].result if swept.recommended is not None else None
+    _write(
+        path,
+        title=f"A sweep over {', '.join(axis.key for axis in swept.axes)}",
+        said=swept.why,
+        tiles=_tiles(chosen) if chosen is not None else [],
+        charts=charts,
+        heading=("setting", "trained tokens/s", ""),
+        rows=rows,
+        notes=chosen.notes if chosen is not None else (),
+    )
+
+
+def _write(
+    path: Path,
+    *,
+    title: str,
+    said: str,
+    tiles: Sequence[tuple[str, str, str]],
+    charts: Sequence[Chart],
+    heading: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    pictures: Sequence[Picture] = (),
+) -> None:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(_PAGE)
+    css = (files("baton.views.pages") / "page.css").read_text(encoding="utf-8")
+    page = template.render(
+        css=css,
+        title=title,
+        said=said,
+        tiles=tiles,
+        charts=charts,
+        heading=heading,
+        rows=rows,
+        notes=notes,
+        pictures=pictures,
+    )
+    write_whole(path, page.encode("utf-8"))
+
+
+def _tiles(result: Result) -> list[tuple[str, str, str]]:
+    price, unit = money(result.price, result.currency).split(" ", 1)
+    return [
+        ("Throughput", f"{result.trained_tokens_per_s:,.0f}", "trained tokens per second"),
+        ("Train step", seconds(result.step_s), f"± {seconds(result.step_s_spread)}"),
+        ("Trainer", f"{result.trainer_busy:.0%}", "of the time at work"),
+        ("Slots", f"{result.rollout_occupancy:.0%}", "taken while anything runs"),
+        ("Staleness", f"{result.mean_staleness:.2f}", f"versions; {result.masked_share:.1%} masked"),
+        ("Price", price, f"{unit} for the run"),
+    ]
+
+
+def _bars(names: Sequence[str], values: Sequence[float], colours: Sequence[str], *, x: str, y: str) -> str:
+    def paint(axes: Axes) -> None:
+        axes.bar(range(len(names)), values, color=list(colours), width=0.7)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_ylim(bottom=0)
+
+    return draw(paint, x=x, y=y)
+
+
+def _time(result: Result) -> Chart:
+    parts = (result.train_s, result.wait_s, max(0.0, result.other_s))
+    svg = _bars(("train", "wait for a batch", "publish, other"), parts, (ORANGE, GREY, GREEN), x="", y="s")
+    return Chart("Where a train step's time goes", svg)
+
+
+def _staleness(result: Result) -> Chart:
+    lags = [*result.staleness] or [0]
+    shares = [100 * result.staleness.get(lag, 0.0) for lag in lags]
+    svg = _bars([str(lag) for lag in lags], shares, (BLUE,) * len(lags), x="versions behind the trainer", y="%")
+    return Chart("Staleness of the tokens in the batches", svg)
+
+
+def _untrained(result: Result) -> dict[str, float]:
+    """Per cent of the generated tokens, by account."""
+    total = max(1, result.tokens["generated"])
+    accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
+    return {name: 100 * count / total for name, count in accounts.items() if count}
+
+
+def _tokens(untrained: dict[str, float]) -> Chart:
+    colours = [SERIES[place % len(SERIES)] for place in range(len(untrained))]
+    svg = _bars([*untrained], [*untrained.values()], colours, x="", y="% of generated")
+    return Chart("Tokens that were not trained", svg, "What is carried at the end would be in the next batches.")
+
+
+def _lines(swept: Sweep, title: str, unit: str, value: object) -> Chart:
+    """The last axis goes to the right, the others are one line each."""
+    last = swept.axes[-1]
+    lines: dict[str, list[Point]] = {}
+    for point in swept.points:
+        name = " ".join(f"{axis.key}={point.values[axis.key]}" for axis in swept.axes[:-1])
+        lines.setdefault(name, []).append(point)
+
+    def paint(axes: Axes) -> None:
+        for (name, points), colour in zip(lines.items(), [*SERIES] * len(lines), strict=False):
+            ys = [value(p.result) if p.result is not None else np.nan for p in points]  # type: ignore[operator]
+            axes.plot(range(len(points)), ys, marker="o", color=colour, label=name or None)
+        axes.set_xticks(range(len(last.values)), last.values)
+        axes.set_ylim(bottom=0)
+
+    return Chart(title, draw(paint, x=last.key, y=unit))

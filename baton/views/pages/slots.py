@@ -1,0 +1,318 @@
+"""Who generates what under which version, and when: a trace as pictures of the slots over time.
+
+Rows are slots, bars are leases, the colour of a bar is its policy version, from dark (old) to light (new). Above them
+is what the trainer does, below them how many slots are at work. Takes spans, wherever they come from: a live run's
+trace or a simulation's. Drawn as SVG by hand, one path for all bars of a version: matplotlib would write one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.records.trace import ASIDE, Span
+from baton.records.trace.spans import actors_of
+from baton.views.pages.steps import Window, choose_windows
+
+WIDTH, LEFT, RIGHT = 1180.0, 132.0, 10.0
+LANES_HEIGHT, MAX_ROWS, MAX_WORKERS = 400.0, 320, 40
+COLOURS = {
+    "train": "--s2,#d55e00",
+    "publish": "--s3,#009e73",
+    "fetch": "--s3,#009e73",
+    "eval": "--s4,#a3478a",
+    "wait_for_batch": "--rule,#d8dde3",
+    "judge": "--s6,#d9a400",
+    "check": "--s6,#d9a400",
+    "checkpoint": "--s5,#56b4e9",
+    "prefill": "--s5,#56b4e9",
+}
+"""Of what is done beside generating; the page's variables, and what they are without it."""
+_RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
+"""Old to new, lighter in even steps; the middle of matplotlib's viridis, to be seen on light and on dark ground."""
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """One drawing with its words."""
+
+    title: str
+    svg: str
+    note: str = ""
+
+
+def slot_pictures(spans: Sequence[Span]) -> list[Picture]:
+    """Draw the whole of a short trace; of a longer one the first steps, the slowest one and the last ones."""
+    return [Picture(w.title, slot_picture(w), _occupancy_note(w)) for w in choose_windows(spans)]
+
+
+def slot_picture(window: Window) -> str:
+    """Return the SVG of one window: everything of its spans that lies between its beginning and its end."""
+    return _Drawing(window).svg()
+
+
+def ramp(share: float) -> str:
+    """Return the colour at a share of the way from the oldest version to the newest."""
+    place = min(max(share, 0.0), 1.0) * (len(_RAMP) - 1)
+    low = min(int(place), len(_RAMP) - 2)
+    mixed = (a + (b - a) * (place - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True))
+    return "#" + "".join(f"{round(value):02x}" for value in mixed)
+
+
+def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) -> NDArray[np.float64]:
+    """[count] slots at work on average in each of so many equal parts of a stretch of time."""
+    edges = np.linspace(begin_s, end_s, count + 1)
+    ends = np.array([(s.begin_s, s.end_s) for s in spans if s.name == "generate"], float).reshape(-1, 2)
+    ends = np.clip(ends, begin_s, end_s)
+    moments = np.concatenate((ends[:, 0], ends[:, 1]))
+    order = np.argsort(moments, kind="stable")
+    moments, change = moments[order], np.repeat((1.0, -1.0), len(ends))[order]
+    if not len(moments):
+        return np.zeros(count)
+    level = np.cumsum(change)
+    # slot seconds up to each moment, a line between them
+    seconds = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(moments))))
+    means: NDArray[np.float64] = np.diff(np.interp(edges, moments, seconds)) / max(1e-12, (end_s - begin_s) / count)
+    return means
+
+
+def _occupancy_note(window: Window) -> str:
+    busy = busy_slots(window.spans, window.begin_s, window.end_s, 2000)
+    lanes, rows = _lanes(window.spans), _chosen_rows(window.spans)
+    slots, drawn = sum(count for _, count in lanes), sum(len(shown) for _, shown in rows)
+    at_work = busy[busy > 0.5]
+    if not slots or not len(at_work):
+        return ""
+    few = float(np.mean(at_work < slots / 4))
+    left_out = (
+        f" Drawn are {drawn:,} slots of {len(rows):,} workers, of {len(lanes):,} workers." if drawn < slots else ""
+    )
+    return (
+        f"{slots:,} slots, at work {100 * busy.mean() / slots:.0f} % of the time shown, and "
+        f"{100 * at_work.mean() / slots:.0f} % of the time in which any was; for {100 * few:.0f} % of that time fewer "
+        f"than a quarter of them were: the long tail.{left_out}"
+    )
+
+
+def _lanes(spans: Sequence[Span]) -> list[tuple[str, int]]:
+    """(worker, its slots that were ever used)."""
+    highest: dict[str, int] = {}
+    for span in spans:
+        if span.name == "generate":
+            highest[span.actor] = max(highest.get(span.actor, 0), span.lane + 1)
+    return [(worker, highest[worker]) for worker in actors_of(spans)[1]]
+
+
+@dataclass(slots=True)
+class _Drawing:
+    window: Window
+    parts: list[str] = field(default_factory=list)
+    y: float = 0.0
+    """Where the next row begins."""
+
+    def svg(self) -> str:
+        """Return it whole."""
+        window = self.window
+        shown = [s for s in window.spans if s.end_s > window.begin_s and s.begin_s < window.end_s]
+        others, _ = actors_of(window.spans)
+        self._legend(shown, sorted({version for s in shown for version, _ in _versions(s)}))
+        self.y += 22
+        top = self.y
+        for actor in others:
+            mine = [s for s in shown if s.actor == actor]
+            if mine:
+                self._band(actor, mine, 15 if actor == "trainer" else 7)
+        rows = _chosen_rows(window.spans)
+        height = min(9.0, max(1.25, LANES_HEIGHT / max(1, sum(len(lanes) for _, lanes in rows))))
+        versions = [version for s in shown for version, _ in _versions(s)]
+        low, high = min(versions, default=0), max(versions, default=0)
+        for worker, lanes in rows:
+            self._worker(worker, lanes, [s for s in shown if s.actor == worker], height, (low, high))
+        self._busy(shown, sum(count for _, count in _lanes(window.spans)))
+        self._steps(top)
+        self._axis()
+        head = f'<svg role="img" viewBox="0 0 {WIDTH:g} {self.y:.0f}" font-size="11.5" class="slots">'
+        return f"{head}{''.join(self.parts)}</svg>"
+
+    def x(self, at_s: float) -> float:
+        """Where a moment is, within the frame."""
+        share = (at_s - self.window.begin_s) / max(1e-9, self.window.end_s - self.window.begin_s)
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0)
+
+    def _legend(self, shown: Sequence[Span], versions: Sequence[int]) -> None:
+        place = LEFT
+        self.y += 14
+
+        def entry(fill: str, words: str, opacity: float = 1.0) -> None:
+            nonlocal place
+            self._rect(place, self.y - 9, 11, 10, fill, opacity)
+            self._text(place + 15, self.y, words)
+            place += 15 + 6.4 * len(words) + 14
+
+        if versions:
+            self._text(LEFT - 8, self.y, "policy version", "end")
+            few = versions if len(versions) <= 6 else [versions[round(i * (len(versions) - 1) / 5)] for i in range(6)]
+            for version in few:
+                entry(_colour(version, versions[0], versions[-1]), str(version))
+        if any(s.facts.get("ended") in ("lost", "dropped") for s in shown):
+            entry(ramp(0.5), "lost", 0.35)
+        if any(s.facts.get("ended") == "abort" for s in shown):
+            self._rect(place + 4, self.y - 9, 1.6, 10, _ink("--ink,#1b1f24"))
+            self._text(place + 11, self.y, "put down")
+            place += 74
+        place += 16
+        done = {s.name for s in shown}
+        for name in [name for name in COLOURS if name in done]:
+            entry(_ink(COLOURS[name]), name.replace("_", " "))
+
+    def _band(self, actor: str, spans: Sequence[Span], height: float) -> None:
+        self._text(LEFT - 8, self.y + height / 2 + 4, actor, "end")
+        for span in spans:
+            x = self.x(span.begin_s)
+            ink = _ink(COLOURS.get(span.name, "--s7,#8b949e"))
+            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), height, ink)
+        self.y += height + 5
+
+    def _worker(
+        self, worker: str, lanes: Sequence[int], spans: Sequence[Span], height: float, versions: tuple[int, int]
+    ) -> None:
+        """One worker's slots, and above them the versions on their way to it."""
+        self.y += 4
+        aside = [s for s in spans if s.lane == ASIDE and s.name in COLOURS]
+        total = height * len(lanes)
+        self._text(LEFT - 8, self.y + total / 2 + 6, worker if len(worker) <= 20 else f"{worker[:19]}…", "end")
+        for span in aside:
+            x = self.x(span.begin_s)
+            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), 3, _ink(COLOURS[span.name]))
+        self.y += 4
+        self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, total, _ink("--rule,#d8dde3"), 0.35)
+        row = {lane: index for index, lane in enumerate(lanes)}
+        gap = 0.5 if height >= 3 else 0.0
+        paths: dict[tuple[str, bool], list[str]] = {}
+        put_down = []
+        for span in spans:
+            if span.name != "generate" or span.lane not in row:
+                continue
+            y = self.y + row[span.lane] * height
+            is_lost = span.facts.get("ended") in ("lost", "dropped")
+            for version, begin_s, end_s in _pieces(span):
+                x, end = self.x(begin_s), self.x(end_s)
+                bar = f"M{x:.1f} {y:.1f}h{max(0.4, end - x - 0.5):.1f}v{height - gap:.2f}H{x:.1f}z"
+                paths.setdefault((_colour(version, *versions), is_lost), []).append(bar)
+            if span.facts.get("ended") == "abort" and span.end_s < self.window.end_s:
+                put_down.append(f"M{self.x(span.end_s) - 1:.1f} {y:.1f}v{height - gap:.2f}")
+        for (colour, is_lost), bars in sorted(paths.items()):
+            faint = ' fill-opacity="0.35"' if is_lost else ""
+            self.parts.append(f'<path fill="{colour}"{faint} d="{"".join(bars)}"/>')
+        if put_down:
+            ink = _ink("--ink,#1b1f24")
+            self.parts.append(f'<path style="stroke:{ink}" stroke-width="1.4" fill="none" d="{"".join(put_down)}"/>')
+        self.y += total
+
+    def _busy(self, shown: Sequence[Span], slots: int) -> None:
+        """How many slots are at work."""
+        height, count = 56.0, 600
+        self.y += 12
+        if not slots:
+            return
+        busy = busy_slots(shown, self.window.begin_s, self.window.end_s, count)
+        wide = (WIDTH - LEFT - RIGHT) / count
+        tops = [self.y + height * (1 - min(1.0, value / slots)) for value in busy]
+        line = "".join(f"V{top:.1f}h{wide:.3f}" for top in tops)
+        self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, height, _ink("--rule,#d8dde3"), 0.35)
+        blue = _ink("--s1,#0072b2")
+        area = f"M{LEFT} {self.y + height:.1f}{line}V{self.y + height:.1f}z"
+        self.parts.append(f'<path style="fill:{blue}" fill-opacity="0.75" d="{area}"/>')
+        self._text(LEFT - 8, self.y + 9, f"{slots:,}", "end")
+        self._text(LEFT - 8, self.y + height / 2 + 4, "slots at work", "end")
+        self._text(LEFT - 8, self.y + height, "0", "end")
+        self.y += height
+
+    def _steps(self, top: float) -> None:
+        """Where steps begin to train, and where their versions are out."""
+        ink = _ink("--ink-2,#57606a")
+        labelled = -1e9
+        for step in self.window.steps:
+            for at_s, dash in ((step.train_s, "2 3"), (step.end_s, "none")):
+                if self.window.begin_s < at_s < self.window.end_s:
+                    x = self.x(at_s)
+                    self.parts.append(
+                        f'<path style="stroke:{ink}" stroke-width="0.8" stroke-dasharray="{dash}" '
+                        f'd="M{x:.1f} {top - 2:.1f}V{self.y:.1f}"/>'
+                    )
+            middle = (self.x(step.begin_s) + self.x(step.end_s)) / 2
+            if middle - labelled > 48:
+                self._text(middle, top - 5, f"step {step.number}", "middle")
+                labelled = middle
+
+    def _axis(self) -> None:
+        window = self.window
+        length = window.end_s - window.begin_s
+        every = next((t for t in _round_numbers() if length / t <= 10), length)
+        first = np.ceil((window.begin_s - window.zero_s) / every) * every
+        self.y += 14
+        for tick in np.arange(first, window.end_s - window.zero_s, every):
+            x = self.x(window.zero_s + tick)
+            if x < WIDTH - 170:
+                self._text(x, self.y, f"{tick:,.10g}", "middle")
+        self._text(WIDTH - RIGHT, self.y, "seconds since the start", "end")
+        self.y += 6
+
+    def _rect(self, x: float, y: float, width: float, height: float, fill: str, opacity: float = 1.0) -> None:
+        faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+        self.parts.append(f'<rect {place} style="fill:{fill}"{faint}/>')
+
+    def _text(self, x: float, y: float, words: str, anchor: str = "start") -> None:
+        safe = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        ink = _ink("--ink-2,#57606a")
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{ink}">{safe}</text>')
+
+
+def _ink(variable: str) -> str:
+    return f"var({variable})"
+
+
+def _colour(version: int, low: int, high: int) -> str:
+    return ramp((version - low) / (high - low) if high > low else 0.4)
+
+
+def _versions(span: Span) -> list[tuple[int, float]]:
+    """(version, share of the tokens) of a lease, the oldest first."""
+    if span.name != "generate":
+        return []
+    several = span.facts.get("versions")
+    if isinstance(several, dict) and (total := sum(several.values())):
+        return sorted((int(version), tokens / total) for version, tokens in several.items())
+    return [(int(span.facts.get("version", 0)), 1.0)]
+
+
+def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
+    """(version, beginning, end): a lease's time shared by its versions as its tokens are."""
+    at_s = span.begin_s
+    for version, share in _versions(span):
+        end_s = at_s + share * (span.end_s - span.begin_s)
+        yield version, at_s, end_s
+        at_s = end_s
+
+
+def _chosen_rows(spans: Sequence[Span]) -> list[tuple[str, list[int]]]:
+    """(worker, slots) to be drawn: all of them, or an even choice where there are more than can be told apart."""
+    lanes = _lanes(spans)
+    if len(lanes) > MAX_WORKERS:
+        lanes = [lanes[round(i * (len(lanes) - 1) / (MAX_WORKERS - 1))] for i in range(MAX_WORKERS)]
+    share = min(1.0, MAX_ROWS / max(1, sum(count for _, count in lanes)))
+    chosen = []
+    for worker, count in lanes:
+        shown = max(1, int(count * share))
+        chosen.append((worker, sorted({round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)})))
+    return chosen
+
+
+def _round_numbers() -> Iterator[float]:
+    for power in range(-4, 9):
+        for digit in (1, 2, 5):
+            yield digit * 10.0**power

@@ -1,0 +1,115 @@
+"""The train steps within a trace, and which of them to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.records.trace import ASIDE, Span
+from baton.records.trace.spans import stretches
+
+WHOLE = 5
+"""A trace of at most so many steps is shown whole …"""
+FEW = 3
+"""… and of a longer one so many at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One train step."""
+
+    number: int
+    begin_s: float
+    """When its batch was first waited for; where nobody says so, when the step before it ended."""
+    train_s: float
+    end_s: float
+    """When its version was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a trace to be looked at."""
+
+    title: str
+    spans: Sequence[Span]
+    """Of the whole stretch that it is of."""
+    steps: Sequence[Step]
+    begin_s: float
+    end_s: float
+    zero_s: float
+    """From when on time is counted: when the stretch begins."""
+
+
+def steps_of(spans: Sequence[Span]) -> list[Step]:
+    """Return the train steps of one stretch, in order."""
+    stages = sorted(
+        (s for s in spans if s.actor == "trainer" and s.name in ("wait_for_batch", "train", "publish")),
+        key=lambda s: s.begin_s,
+    )
+    steps: list[Step] = []
+    begin_s: float | None = min((span.begin_s for span in spans if span.lane != ASIDE), default=None)
+    for span in stages:
+        if span.name == "wait_for_batch":
+            begin_s = span.begin_s
+        elif span.name == "train":
+            number = int(span.facts.get("step", span.facts.get("version", len(steps) + 1)))
+            begin_s = steps[-1].end_s if begin_s is None else begin_s
+            steps.append(Step(number, begin_s, span.begin_s, span.end_s))
+            begin_s = None
+        elif steps:
+            last = steps[-1]
+            steps[-1] = Step(last.number, last.begin_s, last.train_s, max(last.end_s, span.end_s))
+    return steps
+
+
+def choose_windows(spans: Sequence[Span]) -> list[Window]:
+    """Return the whole where it has few steps; else the first steps, the slowest with its neighbours, and the last.
+
+    A window never reaches over a gap, such as the time between a kill and the resume.
+    """
+    parts = [(part, steps_of(part)) for part in stretches(spans)]
+    parts = [(part, steps) for part, steps in parts if steps]
+    if not parts:
+        whole = [s for s in spans if s.end_s > s.begin_s]
+        if not whole:
+            return []
+        begin_s, end_s = min(s.begin_s for s in whole), max(s.end_s for s in whole)
+        return [Window("All of it", whole, (), begin_s, end_s, begin_s)]
+    if len(parts) == 1 and len(parts[0][1]) <= WHOLE:
+        part, steps = parts[0]
+        return [_window(_numbers("Step", steps), part, steps)]
+    first = parts[0][1][:FEW]
+    part, steps = parts[-1]
+    last = [step for step in _with_leases(part, steps)[-FEW:] if step not in first]
+    windows = [_window(_numbers("The first steps:", first), parts[0][0], first)]
+    shown = {id(step) for step in (*first, *last)}
+    others = [(part, steps, i) for part, steps in parts for i, step in enumerate(steps) if id(step) not in shown]
+    if others:
+        part, steps, i = max(others, key=lambda one: one[1][one[2]].end_s - one[1][one[2]].begin_s)
+        around = steps[max(0, i - 1) : i + 2]
+        title = f"The slowest of the other steps: {steps[i].number}, between its neighbours"
+        windows.append(_window(title, part, around))
+    if last:
+        part, steps = parts[-1]
+        what = "The last steps:" if last[-1] is steps[-1] else "The last steps in which anything is generated:"
+        windows.append(_window(_numbers(what, last), part, last))
+    return windows
+
+
+def _with_leases(part: Sequence[Span], steps: Sequence[Step]) -> Sequence[Step]:
+    """Return the steps up to the last in which anything is generated; all of them where that is none."""
+    leases = [s for s in part if s.name == "generate"]
+    for count in range(len(steps), 0, -1):
+        if any(s.begin_s < steps[count - 1].end_s and s.end_s > steps[count - 1].begin_s for s in leases):
+            return steps[:count]
+    return steps
+
+
+def _window(title: str, part: Sequence[Span], steps: Sequence[Step]) -> Window:
+    zero_s = min(span.begin_s for span in part)
+    return Window(title, part, steps, steps[0].begin_s, steps[-1].end_s, zero_s)
+
+
+def _numbers(what: str, steps: Sequence[Step]) -> str:
+    first, last = steps[0].number, steps[-1].number
+    return f"{what} {first}" if first == last else f"{what} {first} to {last}"

@@ -1,0 +1,137 @@
+"""The summary of a run, in numbers; of a finished run, a stopped one, or one that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from baton.errors import UserError
+from baton.records.evaluation import Evaluation
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
+from baton.types import FailureCause
+
+WINDOW = 5
+"""Steps averaged at either end of the reward curve."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One evaluation at the beginning and the latest one since."""
+
+    before: Evaluation
+    after: Evaluation | None
+    """None where there is only one so far."""
+
+    @property
+    def points(self) -> float | None:
+        """Gain in accuracy, percentage points."""
+        if self.before.accuracy is None or self.after is None or self.after.accuracy is None:
+            return None
+        return 100 * (self.after.accuracy.value - self.before.accuracy.value)
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """The summary of a run."""
+
+    directory: str
+    seed: int
+    steps: int
+    """Train steps done."""
+    num_steps: int
+    """Train steps the recipe asks for."""
+    changes: tuple[Change, ...]
+    evaluated_steps: tuple[int, int] | None
+    """The steps after which the first and the last evaluation were made."""
+    reward_before: float | None
+    """Mean training reward of the first steps."""
+    reward_after: float | None
+    """Mean training reward of the last steps."""
+    generated_tokens: float
+    generate_tokens_per_s: float
+    """Generated tokens over the time spent generating."""
+    throughput_tokens_per_s: float
+    """Generated tokens over the whole time of the train steps."""
+    train_time_s: float
+    """Time of all train steps, evaluations left out."""
+    eval_time_s: float
+    """Time of all evaluations."""
+    warnings: tuple[str, ...] = ()
+    """About rewards: responses that could not be judged, and steps without anything to learn from."""
+
+
+def summarise(run: RunDirectory) -> RunReport:
+    """Read a run's summary from its files. Raises UserError for a warm start, which has no rewards."""
+    recipe = run.recipe()
+    if "sft" in recipe:
+        raise UserError(
+            f"{run.path} is a warm start and has no rewards; `baton report {run.path} --html` draws its loss"
+        )
+    all_rows = read_metrics(run.path)
+    rows = [row for row in all_rows if "reward/mean" in row]
+    generated = _total(rows, "tokens/generated")
+    train_time_s = _total(rows, "perf/step_time")
+    evaluated = [e.step for e in run.evaluations()]
+    return RunReport(
+        str(run.path),
+        run.facts()["seed"],
+        rows[-1]["step"] if rows else 0,
+        recipe["run"]["steps"],
+        _changes(run),
+        (evaluated[0], evaluated[-1]) if evaluated else None,
+        _mean(rows[:WINDOW], "reward/mean"),
+        _mean(rows[-WINDOW:], "reward/mean"),
+        generated,
+        generated / max(1e-9, _total(rows, "time/generate") + _total(rows, "time/generate_hidden")),
+        generated / max(1e-9, train_time_s),
+        train_time_s,
+        _total(all_rows, "time/eval"),
+        tuple(_warnings(run, recipe, rows)),
+    )
+
+
+def _warnings(run: RunDirectory, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    failed = {cause: _total(rows, f"judge/{cause}") for cause in FailureCause}
+    failed = {cause: count for cause, count in failed.items() if count}
+    if failed:
+        judged = len(rows) * recipe["rollout"]["batch_groups"] * recipe["rollout"]["group_size"]
+        yield (
+            f"{sum(failed.values()):.0f} of {judged} responses could not be judged ({by_cause(failed)}) and were not "
+            f"trained{_first_failure(run, rows)}"
+        )
+    equal = list(takewhile(lambda row: row.get("reward/zero_std_frac") == 1.0, reversed(rows)))
+    if len(equal) >= EQUAL_STEPS and run.has_groups(rows[-1]["step"]):
+        yield nothing_to_learn(len(equal), run.groups(rows[-1]["step"]))
+
+
+def _first_failure(run: RunDirectory, rows: Sequence[dict[str, Any]]) -> str:
+    step = next(row["step"] for row in rows if row.get("judge/failed"))
+    members = (m for g in run.groups(step) for m in g.members) if run.has_groups(step) else ()
+    failure = next((m.judgement.failure for m in members if not m.judgement.is_judged), None)
+    return f"; the first, in step {step}: {failure}" if failure else ""
+
+
+def _changes(run: RunDirectory) -> tuple[Change, ...]:
+    evaluations = run.evaluations()
+    if not evaluations:
+        return ()
+    first, last = evaluations[0].step, evaluations[-1].step
+    before = {_key(e.result): e.result for e in evaluations if e.step == first}
+    after = {_key(e.result): e.result for e in evaluations if e.step == last != first}
+    return tuple(Change(result, after.get(key)) for key, result in before.items())
+
+
+def _key(result: Evaluation) -> tuple[str, float]:
+    return result.task, result.temperature
+
+
+def _total(rows: Sequence[dict[str, Any]], name: str) -> float:
+    """Sum over the rows that have a number there: a value that is not finite is written as null."""
+    return float(sum(row[name] for row in rows if row.get(name) is not None))
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    return _total(rows, name) / len(rows) if rows else None

@@ -1,0 +1,50 @@
+"""Print the algorithm presets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from baton.console import Console
+from baton.recipe.presets import Algorithm
+
+
+def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
+    """Print a table of all presets, or every key of a single one."""
+    if len(algorithms) == 1:
+        _print_one(console, algorithms[0])
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    for heading in ("algorithm", "idea", "sets, beside the defaults"):
+        table.add_column(heading)
+    for each in algorithms:
+        values = {**each.sets, **{f"rollout.{key}": value for key, value in each.rollout.items()}}
+        sets = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items()) or "the defaults"
+        name = Text.assemble((each.name, "bold"), (f"\narXiv {each.paper}", "dim"))
+        about = Text.assemble(each.idea, (f"\nupdates per batch: {each.updates}", "dim"))
+        table.add_row(name, about, sets)
+    console.print(table)
+    console.print(
+        'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] may '
+        "be set besides, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, baton keys algorithm. The "
+        "formulas: docs/algorithms.md",
+    )
+
+
+def _print_one(console: Console, one: Algorithm) -> None:
+    console.print(Text.assemble((one.name, "bold"), f" (arXiv {one.paper}): {one.idea}"))
+    console.print(f"updates per batch in the paper: {one.updates}")
+    for key, value in one.all.items():
+        if key != "name" and value is not None:
+            mark = "   # not the default" if key in one.sets else ""
+            console.print(f"  {key} = {_toml(value)}{mark}")
+    for key, value in one.rollout.items():
+        console.print(f"  rollout.{key} = {_toml(value)}   # not the default")
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value:g}"

@@ -1,0 +1,152 @@
+"""A plan for people, on a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from baton.console import Console
+from baton.planner.compare import Rival
+from baton.planner.describe import seconds
+from baton.planner.market import Choice
+from baton.planner.more import Marginal
+from baton.planner.replan import Replanned
+from baton.specs.plan import Plan, Replica, Stage
+
+
+def print_answer(
+    console: Console,
+    plan: Plan,
+    rivals: Sequence[Rival] = (),
+    marginals: Sequence[Marginal] = (),
+    choice: Choice | None = None,
+    replanned: Replanned | None = None,
+) -> None:
+    """Print a plan, what it was compared with, and what led to it."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, soft_wrap=True)
+
+    if choice is not None:
+        _say_choice(console, plan, choice)
+    if replanned is not None:
+        _say_replanned(console, replanned)
+    shape = ", trainer and engines in turns" if plan.is_colocated else ""
+    say(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", "italic")
+    console.print(_roles(plan), soft_wrap=True)
+    for idle in plan.idle:
+        say(f"idle: {len(idle.gpu_ids)} GPUs ({gpu_names(idle.gpu_ids)}): {idle.why}")
+    say(f"training on {gpu_names(plan.training.gpu_ids)}")
+    b = plan.breakdown
+    together = "max(rollout + reward, train)" if b.overlaps else "rollout + reward + train"
+    say(
+        f"step {seconds(b.step_s)} = sync {seconds(b.sync_s)} + {together}: rollout {seconds(b.rollout_s)}, "
+        f"reward {seconds(b.reward_s)}, train {seconds(b.train_s)}"
+    )
+    say(
+        f"throughput {plan.tokens_per_s:,.0f} trained tokens/s · {money(plan.price_per_h, plan.currency)} per hour · "
+        f"{money(plan.price_per_million_tokens, plan.currency)} per million trained tokens"
+    )
+    say(f"staleness: at most {plan.max_staleness} versions, about {plan.mean_staleness:.1f} on average")
+    proof = "proven optimum" if plan.bound.is_proven else f"at most {plan.bound.gap:.2%} above the best possible step"
+    say(f"{proof}{' (' + plan.bound.note + ')' if plan.bound.note else ''}")
+    for sentence in plan.limits:
+        say(f"limit: {sentence}")
+    if rivals:
+        console.print(_rivals(plan, rivals), soft_wrap=True)
+        for rival in rivals:
+            if rival.plan is None:
+                say(f"{rival.name}: {rival.why_not}")
+    for marginal in marginals:
+        price = money(marginal.price_per_h, plan.currency)
+        say(f"one more {marginal.gpu} ({price} per hour) would bring {marginal.gain:+.2%} throughput")
+
+
+def _say_choice(console: Console, plan: Plan, choice: Choice) -> None:
+    counts = ", ".join(f"{count} {name}" for name, count in choice.inputs.cluster.count().items())
+    console.print(
+        f"rent {counts} for {money(plan.price_per_h, plan.currency)} per hour "
+        f"({choice.num_choices} choices, {choice.num_planned} of them planned, the others ruled out by their bounds)",
+        style="bold",
+        soft_wrap=True,
+    )
+
+
+def _say_replanned(console: Console, replanned: Replanned) -> None:
+    console.print(
+        f"{len(replanned.lost)} GPUs lost, {len(replanned.added)} added; {replanned.chosen.name}: "
+        f"{len(replanned.chosen.moved)} GPUs move",
+        style="bold",
+        soft_wrap=True,
+    )
+    for option in replanned.options:
+        console.print(
+            f"  {option.name}: step {seconds(option.plan.breakdown.step_s)}, {len(option.moved)} move",
+            soft_wrap=True,
+        )
+
+
+def _roles(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("role", "GPUs", "shape", "layers", "GB of a GPU", "share"):
+        table.add_column(name)
+    for stage in plan.training.stages:
+        layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
+        gpus = f"{len(stage.gpu_ids)} {stage.gpu}"
+        table.add_row("train", gpus, f"dp {stage.dp} · tp {stage.tp}", layers, memory(stage), "")
+    kinds = Counter((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas)
+    for (gpu, tp, pp, batch), count in kinds.items():
+        same = [r for r in plan.replicas if (r.gpu, r.tp, r.pp, r.batch) == (gpu, tp, pp, batch)]
+        shape = f"{count} × tp {tp} · pp {pp}, batch {batch}"
+        share = f"{sum(r.share for r in same):.1%}"
+        table.add_row("rollout", f"{count * tp * pp} {gpu}", shape, "all", memory(same[0]), share)
+    return table
+
+
+def _rivals(plan: Plan, rivals: Sequence[Rival]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("compared with")
+    for name in ("tokens/s", "ratio", "per hour", "per M tokens"):
+        table.add_column(name, justify="right")
+    rows = [("this plan", plan), *((rival.name, rival.plan) for rival in rivals if rival.plan is not None)]
+    for name, other in rows:
+        table.add_row(
+            name,
+            f"{other.tokens_per_s:,.0f}",
+            f"{other.tokens_per_s / plan.tokens_per_s:.2f} ×",
+            money(other.price_per_h, other.currency),
+            money(other.price_per_million_tokens, other.currency),
+        )
+    return table
+
+
+def memory(part: Stage | Replica) -> str:
+    """Memory of a GPU in GB: needed of what may be planned; without numbers where rates were measured."""
+    if not part.memory_bytes:
+        return "as measured"
+    return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"
+
+
+def gpu_names(gpu_ids: Sequence[str]) -> str:
+    """GPUs by node, neighbours drawn together: `h800:0-7`."""
+    by_node: dict[str, list[int]] = {}
+    for gpu in gpu_ids:
+        node, _, index = gpu.rpartition(":")
+        by_node.setdefault(node, []).append(int(index))
+    parts = []
+    for node, places in by_node.items():
+        ordered = sorted(places)
+        is_run = ordered == list(range(ordered[0], ordered[-1] + 1))
+        shown = f"{ordered[0]}-{ordered[-1]}" if is_run and len(ordered) > 1 else ",".join(map(str, ordered))
+        parts.append(f"{node}:{shown}")
+    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more machines" if len(parts) > 4 else "")
+
+
+def money(value: float, currency: str) -> str:
+    """A price with its unit."""
+    if value >= 1000:
+        return f"{value:,.0f} {currency}"
+    return f"{value:.2f} {currency}" if value >= 1 else f"{value:.3g} {currency}"

@@ -1,0 +1,68 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from baton.console import Console
+from baton.records.evaluation import Evaluation, shown_share
+
+
+class TerminalObserver:
+    """Prints a line per step; on a terminal, a bar shows the stage in between."""
+
+    def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._is_live = console.is_terminal if is_live is None else is_live
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._is_live,
+        )
+        self._steps = self._bar.add_task("train", total=num_steps)
+
+    def __enter__(self) -> TerminalObserver:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        task = self._bar.add_task(f"  {name}", total=total or None)
+        try:
+            yield lambda count: self._bar.advance(task, count)
+        finally:
+            self._bar.remove_task(task)
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        self._bar.update(self._steps, completed=step)
+        self._console.print(
+            f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
+            f"length {metrics['response_length/mean']:6.1f}  entropy {metrics['policy/entropy']:5.3f}  "
+            f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s",
+            soft_wrap=True,
+        )
+
+    def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
+        self._bar.update(self._steps, completed=step)
+        for result in results:
+            if result.task != results[-1].task:
+                continue  # the last task is the overall one; the others are in metrics.jsonl
+            line = Text.assemble((f"held-out accuracy after step {step}", "bold"))
+            line.append(f", {result.way}: {shown_share(result.accuracy)} on {result.num_prompts} problems")
+            self._console.print(line, soft_wrap=True)
+
+    def said(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)

@@ -1,0 +1,122 @@
+"""Summaries for people, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import tomli_w
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from baton.console import Console
+from baton.records.evaluation import Evaluation, shown_share
+from baton.records.run_directory import without_none
+from baton.views.summary import RunReport
+
+if TYPE_CHECKING:
+    from baton.recipe.recipe import Recipe
+    from baton.run.dry_run import Footprint
+
+
+def print_report(console: Console, report: RunReport) -> None:
+    """Print the summary as a table."""
+    done = str(report.steps) if report.steps == report.num_steps else f"{report.steps} of {report.num_steps}"
+    console.print(
+        f"{report.directory}: {done} train steps, seed {report.seed}",
+        style="italic",
+        soft_wrap=True,
+    )
+    if report.evaluated_steps is None:
+        console.print("no held-out evaluation yet")
+    else:
+        console.print(_changes_table(report), soft_wrap=True)
+    if not report.steps:
+        console.print("no train step is done yet")
+        return
+    console.print(
+        f"training reward {report.reward_before:.3f} → {report.reward_after:.3f}; "
+        f"{report.generated_tokens:,.0f} tokens generated at {report.generate_tokens_per_s:,.0f} tokens/s; "
+        f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s",
+        soft_wrap=True,
+    )
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
+    console.print(
+        f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
+        f"read what it wrote: baton show {report.directory} --step {report.steps}\n"
+        f"checkpoints: {report.directory}/checkpoints",
+        soft_wrap=True,
+    )
+
+
+def _changes_table(report: RunReport) -> Table:
+    assert report.evaluated_steps is not None
+    first, last = report.evaluated_steps
+    if first == last:
+        table = _table("held-out accuracy", f"step {first}")
+        for change in report.changes:
+            table.add_row(f"{change.before.task}, {change.before.way}", shown_share(change.before.accuracy))
+        return table
+    table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
+    for change in report.changes:
+        table.add_row(
+            f"{change.before.task}, {change.before.way}",
+            shown_share(change.before.accuracy),
+            "" if change.after is None else shown_share(change.after.accuracy),
+            "" if change.points is None else f"{change.points:+.1f}",
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    """A table for 80 columns: the first column's names wrap before a number is cut."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column(first, min_width=12, overflow="fold")
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
+    """Print evaluations as a table, pass@k in a row of its own; the intervals are of 95 %."""
+    table = _table("task", "held-out", "measure", "result", "tokens", "cut")
+    for r in results:
+        measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
+        length, cut = f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %"
+        table.add_row(r.task, str(r.num_prompts), measure, shown_share(r.accuracy), length, cut)
+        if r.samples > 1:
+            table.add_row("", "", f"pass@{r.samples}", shown_share(r.pass_at_k), "", "")
+    console.print(table, soft_wrap=True)
+
+
+def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:
+    """Print what a recipe needs in a line each; `keys`: and then all that it resolves to."""
+    ranks = recipe.trainer.ranks
+    trainer = "trainer" if ranks == 1 else f"each of the trainer's {ranks} ranks"
+    made_for = "" if needs.max_positions is None else f", made for {needs.max_positions:,} positions"
+    free = "" if needs.available_bytes is None else f"; {_size(needs.available_bytes)} free on {needs.device}"
+    lines = [
+        f"model       {recipe.model.path}, {needs.parameters:,} parameters{made_for}",
+        *(f"task        {prompts}" for prompts in needs.prompts),
+        f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})",
+        f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained),"
+        f" engine {_size(needs.engine_bytes)} (weights, and KV cache {_size(needs.cache_bytes)}), and activations"
+        f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}{free}",
+        f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
+        f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)",
+        f"support     {'experimental: ' * bool(needs.experimental)}{'; '.join(needs.experimental) or 'tested'}",
+        *recipe.algorithm.notes(recipe.rollout.model_dump()),
+        f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}",
+        *([tomli_w.dumps(without_none(recipe.model_dump(mode="json")))] if keys else []),
+        f"the recipe is valid; nothing was started{'' if keys else '; --keys prints all that it resolves to'}",
+    ]
+    console.print("\n".join(lines), soft_wrap=True)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"

@@ -1,0 +1,102 @@
+"""A simulated run for people, on a terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from baton.console import Console
+from baton.planner.describe import seconds
+from baton.simulator.parameter_sweep import Point, Sweep
+from baton.simulator.result import Result
+from baton.views.terminal.plan import money
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, soft_wrap=True)
+
+
+def print_result(console: Console, result: Result) -> None:
+    """Print one run."""
+    _say(
+        console,
+        f"{result.mode}, {result.steps} train steps in {seconds(result.seconds)} of virtual time "
+        f"(figures without the first {result.warm_steps})",
+        "italic",
+    )
+    _say(
+        console,
+        f"step {seconds(result.step_s)} ± {seconds(result.step_s_spread)}: train {seconds(result.train_s)}, wait for "
+        f"the batch {seconds(result.wait_s)}, publication and other {seconds(max(0.0, result.other_s))}",
+    )
+    _say(
+        console,
+        f"throughput {result.trained_tokens_per_s:,.0f} trained tokens/s, {result.generated_tokens_per_s:,.0f} "
+        f"generated tokens/s, {result.trajectories_per_s:,.2f} trajectories/s",
+    )
+    if result.price:
+        _say(
+            console,
+            f"cost {money(result.price, result.currency)} for the run, "
+            f"{money(result.price_per_million_tokens, result.currency)} per million trained tokens",
+        )
+    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
+    _say(
+        console,
+        f"staleness {result.mean_staleness:.2f} versions on average ({lags}); masked {result.masked_share:.1%}; "
+        f"{result.carried_groups:.1f} groups carried, of age {result.carry_age:.2f}",
+    )
+    console.print(_engines(result), soft_wrap=True)
+    tokens = ", ".join(f"{name} {count:,}" for name, count in result.tokens.items() if count)
+    _say(console, f"tokens: {tokens}")
+    if result.outcomes:
+        _say(console, "what happened: " + ", ".join(f"{name} × {count}" for name, count in result.outcomes.items()))
+    for note in result.notes:
+        _say(console, f"note: {note}", "dim")
+
+
+def _engines(result: Result) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("", "decode", "prefill", "load", "idle", "slots taken", "tokens/s", "preempted"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for e in result.engines:
+        shares = [f"{share:.0%}" for share in (e.decode, e.prefill, e.load, e.idle, e.occupancy)]
+        table.add_row(f"{e.num} × {e.name}", *shares, f"{e.tokens_per_s:,.0f}", str(e.preemptions))
+    table.add_row("trainer", f"{result.trainer_busy:.0%} busy", *[""] * 6)
+    return table
+
+
+def print_sweep(console: Console, swept: Sweep) -> None:
+    """Print a table, and what to take."""
+    table = Table(box=SIMPLE_HEAD)
+    for axis in swept.axes:
+        table.add_column(axis.key, justify="right")
+    for heading in ("trained tokens/s", "step", "wait", "trainer busy", "slots taken", "staleness", "masked", ""):
+        table.add_column(heading, justify="right")
+    for place, point in enumerate(swept.points):
+        values = [point.values[axis.key] for axis in swept.axes]
+        table.add_row(*values, *_cells(point), "← recommended" if place == swept.recommended else "")
+    console.print(table, soft_wrap=True)
+    for point in swept.points:
+        if point.result is None:
+            _say(console, f"{', '.join(f'{k}={v}' for k, v in point.values.items())}: {point.why_not}")
+    if swept.recommended is not None:
+        chosen = swept.points[swept.recommended].values
+        _say(console, "recommended: " + " ".join(f"rollout.{k}={v}" for k, v in chosen.items()) + f": {swept.why}")
+    else:
+        _say(console, swept.why)
+
+
+def _cells(point: Point) -> list[str]:
+    r = point.result
+    if r is None:
+        return ["does not go together", *[""] * 6]
+    return [
+        f"{r.trained_tokens_per_s:,.0f}",
+        seconds(r.step_s),
+        seconds(r.wait_s),
+        f"{r.trainer_busy:.0%}",
+        f"{r.rollout_occupancy:.0%}",
+        f"{r.mean_staleness:.2f}",
+        f"{r.masked_share:.1%}",
+    ]

@@ -1,0 +1,190 @@
+"""Reading the trajectories that a run kept. What a model wrote is untrusted: it is shown, never interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+from rich.console import Group as Stack
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.text import Text
+
+from baton.console import Console, visible
+from baton.errors import UserError
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.records.run_directory import RunDirectory
+from baton.types import Group, Judged
+
+ORDERS = ("best", "worst", "longest")
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Part of a text, either of special tokens or of none."""
+
+    text: str
+    is_special: bool
+
+
+class ShownTrajectory(msgspec.Struct, frozen=True):
+    """One trajectory as a person reads it."""
+
+    step: int
+    group_id: int
+    sample_index: int
+    task: str
+    prompt: str
+    """The exact text the engine saw, special tokens included."""
+    response: str
+    answer: str | None
+    reference: str | None
+    reward: float
+    parts: dict[str, float]
+    is_correct: bool
+    failure: str | None
+    """Why there is no judgement, where there is none: it is then neither correct nor wrong."""
+    finish_reason: str
+    num_tokens: int
+    policy_versions: tuple[int, int]
+    """Oldest and newest version among its tokens."""
+    mean_logprob: float
+    """Of its tokens, under the policy that sampled them."""
+
+    @property
+    def verdict(self) -> str:
+        """What the task's scorer said, in words."""
+        if self.is_correct:
+            return "correct"
+        return "wrong" if self.failure is None else f"not judged ({self.failure})"
+
+    @property
+    def versions(self) -> str:
+        """The versions that wrote it, in words."""
+        oldest, newest = self.policy_versions
+        return str(oldest) if oldest == newest else f"{oldest} to {newest}"
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """A trajectory with its texts cut where special tokens begin and end."""
+
+    shown: ShownTrajectory
+    prompt: tuple[Piece, ...]
+    response: tuple[Piece, ...]
+
+
+def read_trajectories(
+    path: Path,
+    step: int | None,
+    *,
+    group: int | None = None,
+    task: str | None = None,
+    is_correct: bool | None = None,
+    order: str | None = None,
+    limit: int,
+    skipped: bool = False,
+) -> list[Reading]:
+    """Return trajectories of a step, the last one by default; there may be none that fits `is_correct`.
+
+    skipped: of the batch of the step that `--skip-batch` left out.
+
+    Raises UserError for a step, group or task that is not kept.
+    """
+    run = RunDirectory.open(path)
+    steps = run.recorded_steps()
+    if step is None and not steps:
+        raise UserError(f"{path} has no trajectories yet")
+    step = steps[-1] if step is None else step
+    there = run.groups(step, skipped=skipped)
+    groups = [g for g in there if group is None or g.group_id == group]
+    if not groups:
+        ids = [g.group_id for g in there]
+        raise UserError(f"{path}, step {step} has no group {group}; there are {min(ids)} to {max(ids)}")
+    chosen = [g for g in groups if task is None or g.prompt.task == task]
+    if not chosen:
+        names = ", ".join(sorted({g.prompt.task for g in groups}))
+        raise UserError(f"{path}, step {step} has no task {task!r} here; there are: {names}")
+    members = [(g, m) for g in chosen for m in g.members if is_correct is None or _is(m, is_correct)]
+    tokenizer = load_tokenizer(str(run.tokenizer))
+    return [reading(tokenizer, step, g, member) for g, member in ordered(members, order)[:limit]]
+
+
+def ordered(members: Sequence[tuple[Group, Judged]], order: str | None) -> list[tuple[Group, Judged]]:
+    """Return trajectories by reward (those without a judgement last) or length; equal ones stay as generated."""
+    match order:
+        case "best":
+            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, -m[1].judgement.reward))
+        case "worst":
+            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, m[1].judgement.reward))
+        case "longest":
+            return sorted(members, key=lambda m: -m[1].trajectory.num_tokens)
+    return list(members)
+
+
+def reading(tokenizer: Tokenizer, step: int, group: Group, member: Judged) -> Reading:
+    """Decode one trajectory of a step."""
+    trajectory, judgement = member.trajectory, member.judgement
+    versions, logprobs = trajectory.policy_versions, trajectory.behavior_logprobs
+    shown = ShownTrajectory(
+        step,
+        group.group_id,
+        trajectory.sample_index,
+        group.prompt.task,
+        tokenizer.text(trajectory.prompt_ids, keep_special=True),
+        tokenizer.text(trajectory.token_ids, keep_special=True),
+        judgement.answer,
+        group.prompt.answer,
+        judgement.reward,
+        judgement.parts,
+        judgement.is_correct,
+        judgement.failure,
+        str(trajectory.finish_reason),
+        trajectory.num_tokens,
+        (min(versions), max(versions)),
+        sum(logprobs) / len(logprobs),
+    )
+    return Reading(shown, _pieces(tokenizer, trajectory.prompt_ids), _pieces(tokenizer, trajectory.token_ids))
+
+
+def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
+    """Print trajectories as panels, special tokens dim."""
+    if not readings:
+        console.print("no trajectory fits")
+    for r in readings:
+        t = r.shown
+        parts = ", ".join(f"{name} {value:g}" for name, value in t.parts.items()) if len(t.parts) > 1 else ""
+        colour = "yellow" if t.failure is not None else "green" if t.is_correct else "red"
+        facts = Text(style=colour)
+        facts.append(visible(f"{t.verdict}: answer {t.answer!r}, reference {t.reference!r}\n"))
+        facts.append(
+            visible(
+                f"reward {t.reward:g}{f' ({parts})' if parts else ''}, {t.num_tokens} tokens, "
+                f"ended by {t.finish_reason}, version {t.versions}, mean logprob {t.mean_logprob:.3f}"
+            )
+        )
+        console.print(
+            Panel(
+                Stack(_text(r.prompt), Rule(style="dim"), _text(r.response), Text(), facts),
+                title=Text(visible(f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}")),
+                title_align="left",
+                border_style=colour,
+            )
+        )
+
+
+def _is(member: Judged, is_correct: bool) -> bool:
+    return member.judgement.is_judged and member.judgement.is_correct is is_correct
+
+
+def _text(pieces: Sequence[Piece]) -> Text:
+    text = Text()
+    for piece in pieces:
+        text.append(visible(piece.text), style="dim" if piece.is_special else "default")
+    return text
+
+
+def _pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> tuple[Piece, ...]:
+    special = frozenset(tokenizer.hf.all_special_ids)
+    runs = groupby(token_ids, key=lambda i: i in special)
+    return tuple(Piece(tokenizer.text(list(ids), keep_special=True), is_special) for is_special, ids in runs)

@@ -1,0 +1,72 @@
+"""All tensors of a version as one stretch of bytes, and back; both ends code, compare and verify it in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from baton.errors import WeightsFault
+from baton.policy.tensors import dtype_name
+from baton.weights.bitstream import Bytes
+from baton.weights.manifest import MAX_PART_BYTES, WORD_BYTES, TensorEntry, payload_order
+
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, dtype and shape of each tensor, in `payload_order`: equal for two versions of one model."""
+
+
+def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
+    """Return what decides where each tensor lies."""
+    return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
+
+
+def stretched(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
+    """Copy tensors into one stretch on the host; return what each is, and the stretch [bytes].
+
+    Raises WeightsFault for a dtype that has no place in a manifest.
+    """
+    for name, tensor in tensors.items():
+        if dtype_name(tensor.dtype) not in WORD_BYTES:
+            raise WeightsFault(f"{name} cannot be published: its dtype is {tensor.dtype}, not one of {[*WORD_BYTES]}")
+    unsigned = [TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), "") for name, t in tensors.items()]
+    ordered = sorted(unsigned, key=payload_order)
+    stretch = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
+    views = tensors_of(tuple(ordered), stretch)
+    for name, view in views.items():
+        view.copy_(tensors[name].detach())
+    digests = piece_digests(tuple(ordered), stretch)
+    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), stretch
+
+
+def tensors_of(entries: tuple[TensorEntry, ...], stretch: Bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors that lie in a stretch, by name: views, not copies."""
+    whole = torch.from_numpy(stretch)
+    found, at = {}, 0
+    for entry in entries:
+        dtype: Any = getattr(torch, entry.dtype)
+        found[entry.name] = whole[at : at + entry.num_bytes].view(dtype).reshape(entry.shape)
+        at += entry.num_bytes
+    return found
+
+
+def piece_digests(entries: tuple[TensorEntry, ...], stretch: Bytes) -> dict[str, str]:
+    """Return the digest of each tensor's bytes in a stretch, by name."""
+    found, at = {}, 0
+    for entry in entries:
+        found[entry.name] = blake3(stretch[at : at + entry.num_bytes].data).hexdigest()
+        at += entry.num_bytes
+    return found
+
+
+def pieces(entries: tuple[TensorEntry, ...]) -> Iterator[tuple[int, int, int]]:
+    """Cut a stretch into pieces of equal words: (begin, end, bytes of a word) of each."""
+    begin = 0
+    for word, same in groupby(entries, lambda entry: WORD_BYTES[entry.dtype]):
+        end = begin + sum(entry.num_bytes for entry in same)
+        for at in range(begin, end, MAX_PART_BYTES):
+            yield at, min(at + MAX_PART_BYTES, end), word
+        begin = end

@@ -1,0 +1,108 @@
+"""Which of n elements are meant, in nearly as few bits as their number allows.
+
+Where a share d of the elements changes without order, the gaps between them are geometric, and Rice's code (1979) fits
+those: the low k bits of a gap as they are, the rest in unary, with 2^k about 0.69 / d. It needs no table, so few
+positions cost few bytes; each block of gaps has its own k, so that tensors, and rows within one, may change at
+different rates. A gap costs at most 0.13 bits more than its entropy. The streams are squeezed once more by zstd, which
+only matters where positions have an order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import WeightsFault
+from baton.weights.bitstream import Reader, Writer
+
+Ints = NDArray[np.int64]
+
+_BLOCK: Final = 128
+"""Gaps that share one k."""
+_MAX_K: Final = 31
+_FEW: Final = 64
+"""So many need no more than a bit each."""
+
+
+def write_mask(writer: Writer, mask: NDArray[np.bool_]) -> None:
+    """Append which of `mask` are true, or which are not where those are fewer."""
+    if mask.size <= _FEW:
+        writer.bits(mask.view(np.uint8))
+        return
+    positions = np.flatnonzero(mask)
+    is_rest = positions.size * 2 > mask.size
+    if is_rest:
+        positions = np.flatnonzero(~mask)
+    writer.number(positions.size * 2 + is_rest)
+    if positions.size:
+        _write_gaps(writer, np.diff(positions, prepend=-1) - 1)
+
+
+def read_mask(reader: Reader, n: int) -> Ints:
+    """Read which of n were true, as positions. Raises WeightsFault for what `write_mask` cannot have written."""
+    if n <= _FEW:
+        return np.flatnonzero(reader.bits(n))
+    count, is_rest = divmod(reader.number(2 * n + 1), 2)
+    positions = _read_gaps(reader, count, n) if count else np.empty(0, np.int64)
+    if not is_rest:
+        return positions
+    mask = np.ones(n, np.bool_)
+    mask[positions] = False
+    return np.flatnonzero(mask)
+
+
+def _write_gaps(writer: Writer, gaps: Ints) -> None:
+    starts = np.arange(0, gaps.size, _BLOCK)
+    ks = _best_ks(gaps, starts)
+    k = np.repeat(ks, _BLOCK)[: gaps.size]
+    ends = np.cumsum((gaps >> k) + 1)
+    unary = np.zeros(int(ends[-1]), np.uint8)
+    unary[ends - 1] = 1
+    low: list[Any] = [np.empty(0, np.uint8)]
+    for bit in range(int(ks.max())):
+        having = gaps if ks.min() > bit else gaps[k > bit]
+        low.append((having >> bit).astype(np.uint8) & 1)
+    writer.stream(ks.astype(np.uint8))
+    writer.number(unary.size)
+    writer.bits(unary)
+    writer.bits(np.concatenate(low))
+
+
+def _best_ks(gaps: Ints, starts: Ints) -> Ints:
+    """Of each block, the k of the fewest bits: that which the mean suggests, or one of its neighbours."""
+    sizes = np.diff(starts, append=gaps.size)
+    mean = np.add.reduceat(gaps, starts) / sizes
+    guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)
+    candidates = [np.maximum(guess - 1, 0), guess, guess + 1]
+    bits = [k * sizes + np.add.reduceat(gaps >> np.repeat(k, sizes), starts) for k in candidates]
+    best: Any = np.choose(np.argmin(bits, axis=0), candidates)
+    return best  # type: ignore[no-any-return]
+
+
+def _read_gaps(reader: Reader, count: int, n: int) -> Ints:
+    """Read `count` gaps and return the positions, below n, that they are between."""
+    ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
+    _require(ks.max() <= _MAX_K)
+    # Each gap has (gap >> k) + 1 ≤ gap + 1 bits here, and all gap + 1 together are at most n.
+    ones = np.flatnonzero(reader.bits(reader.number(n)))
+    _require(ones.size == count)
+    k = np.repeat(ks, _BLOCK)[:count]
+    gaps = np.diff(ones, prepend=-1) - 1
+    gaps <<= k
+    bits, at = reader.bits(int(k.sum())), 0
+    for bit in range(int(ks.max())):
+        chosen: Any = slice(None) if ks.min() > bit else np.flatnonzero(k > bit)
+        having = gaps[chosen]
+        gaps[chosen] = having | (bits[at : at + having.size].astype(np.int64) << bit)
+        at += having.size
+    _require(gaps.max() < n)  # before they are added up: no sum of these overflows
+    positions: Ints = np.cumsum(gaps + 1) - 1
+    _require(positions[-1] < n)
+    return positions
+
+
+def _require(condition: object) -> None:
+    if not condition:
+        raise WeightsFault("a coded part is damaged: its positions do not fit")

@@ -1,0 +1,225 @@
+"""`baton simulate`: plans and recipes, sweeps, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.main import app
+from baton.cli.simulation_request import Question, run
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.solve import make_plan
+from baton.rollout.settings import RolloutSettings
+from baton.simulator.parameter_sweep import Point, read_axes, recommend
+from baton.simulator.result import summarise
+from baton.simulator.run import Options, simulate
+from baton.simulator.sources import PlanSource, Wishes, rollout_settings
+from baton.specs.cluster import ClusterSettings
+from baton.specs.model import model_spec
+from baton.specs.plan import write_plan
+from baton.specs.workload import Workload, WorkloadSettings
+from tests.simulator.simulator_cases import setting
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "quickstart.toml"
+CALIBRATION = ROOT / "benchmarks" / "prediction" / "results" / "calibration.toml"
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+
+
+def small_work(**changes: object) -> Workload:
+    base = {
+        "groups": 32,
+        "group_size": 8,
+        "max_staleness": 4,
+        "prompt_tokens": {"mean": 128},
+        "output_tokens": {"kind": "lognormal", "mean": 600, "cv": 0.8, "max": 3000},
+        "engine": {"max_batch": 64},
+    }
+    return WorkloadSettings.model_validate({**base, **changes}).build()
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlanSource:
+    of = ClusterSettings.model_validate(
+        {
+            "name": "small",
+            "links": {"inter_node_gb_per_s": 400},
+            "nodes": [{"gpu": "H100", "gpus": 4}, {"gpu": "L40S", "gpus": 8}],
+        }
+    ).build()
+    spec, work = model_spec(MODEL, "1b"), small_work(max_staleness=8)
+    return PlanSource(make_plan(Inputs(of, spec, work), "exact", time_limit_s=20.0), spec, work, cluster=of)
+
+
+def call(*arguments: object) -> str:
+    done = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    assert done.exit_code == 0, done.output + str(done.exception)
+    return done.output
+
+
+def test_a_plan_comes_true_when_it_is_simulated(planned: PlanSource) -> None:
+    """The same costs, by another way: within a tenth of what the planner says, without its exposed publication."""
+    of = planned.setting(Wishes(steps=40))
+    result = summarise(of, simulate(of, Options(0)))
+    plan = planned.plan
+    assert plan.breakdown.overlaps
+    expected_s = plan.breakdown.step_s - plan.breakdown.sync_s
+    assert result.step_s == pytest.approx(expected_s, rel=0.1)
+    beyond = sum(share for lag, share in result.staleness.items() if lag > plan.max_staleness)
+    assert beyond == pytest.approx(result.masked_share), "what is too old is masked, and nothing else"
+    assert sum(engine.num for engine in result.engines) == len(plan.replicas)
+    assert result.price == pytest.approx(plan.price_per_h / 3600 * result.seconds)
+
+
+def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_path: Path) -> None:
+    write_plan(planned.plan, tmp_path / "plan.json")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "work.toml").write_text(
+        "groups = 32\ngroup_size = 8\nmax_staleness = 4\n[prompt_tokens]\nmean = 128\n"
+        '[output_tokens]\nkind = "lognormal"\n'
+        "mean = 600\ncv = 0.8\nmax = 3000\n[engine]\nmax_batch = 64\n"
+    )
+    given = ["--plan", tmp_path / "plan.json", "--model", tmp_path, "--workload", tmp_path / "work.toml"]
+    found = json.loads(call(*given, "--steps", 6, "--json", "rollout.max_staleness=2"))
+    assert found["steps"] == 6
+    beyond = sum(share for lag, share in found["staleness"].items() if int(lag) > 2)
+    assert beyond == pytest.approx(found["masked_share"])
+    with pytest.raises(UserError, match="needs --model and --workload"):
+        run(Question(plan=tmp_path / "plan.json"), None)  # type: ignore[arg-type]
+
+
+def test_a_recipe_is_simulated_as_it_would_run(tmp_path: Path) -> None:
+    said = call("--recipe", RECIPE, "--calibration", CALIBRATION, "--steps", 5, "--log", tmp_path / "log")
+    assert "5 train steps" in said
+    assert "2 × engine process" in said
+    assert "lengths are assumed" in said
+    again = call("--recipe", RECIPE, "--calibration", CALIBRATION, "--steps", 5, "--log", tmp_path / "again")
+    assert said.replace("/log", "/again") == again
+    assert (tmp_path / "log").read_bytes() == (tmp_path / "again").read_bytes()
+
+
+def test_a_run_too_short_for_a_steady_state_says_so() -> None:
+    def said(steps: int) -> str:
+        return " ".join(call("--recipe", RECIPE, "--steps", steps, "rollout.mode=partial").split())
+
+    assert "6 train steps are too few: the first 2 fill the pipeline" in said(6)
+    assert "give --steps 7 or more" in said(6)
+    assert "too few" not in said(7)
+
+
+def test_a_trace_and_a_page_show_who_generated_what(tmp_path: Path) -> None:
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    call("--recipe", RECIPE, "--steps", 3, "--trace", trace, "--html", page, "rollout.mode=partial")
+    names = {event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]}
+    assert names >= {"generate", "prefill", "train", "publish", "wait_for_batch"}
+    assert page.read_text().count("<svg") >= 3
+    assert "every generated token was trained" in page.read_text(), "an empty chart says nothing"
+    assert "<script" not in page.read_text()
+
+
+def test_faults_and_laws_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "faults.toml").write_text('[[fault]]\nkind = "crash"\nat_s = 3\nworker = "worker 1"\nfor_s = 5\n')
+    found = json.loads(
+        call(
+            "--recipe",
+            RECIPE,
+            "--steps",
+            5,
+            "--faults",
+            tmp_path / "faults.toml",
+            "--laws",
+            "--json",
+            "swarm.workers=2",
+        )
+    )
+    assert found["outcomes"]["fault: crash"] == 1
+    assert found["steps"] == 5
+
+
+def test_a_sweep_gives_a_table_a_page_and_what_to_take(tmp_path: Path) -> None:
+    page = tmp_path / "sweep.html"
+    axes = ["--sweep", "overprovision=1,2", "--sweep", "max_staleness=0,4"]
+    found = json.loads(call("--recipe", RECIPE, "--steps", 8, *axes, "--html", page, "--json"))
+    assert len(found["points"]) == 4
+    assert found["points"][found["recommended"]]["result"]["masked_share"] <= 0.1
+    assert {point["result"]["mode"] for point in found["points"]} == {"partial"}
+    assert page.read_text().count("<svg") == 4
+    assert "recommended" in page.read_text()
+    assert "<script" not in page.read_text()
+
+
+def test_settings_that_do_not_go_together_are_said_in_the_table() -> None:
+    said = call("--recipe", RECIPE, "--steps", 3, "--sweep", "max_staleness=0,4")
+    assert 'max_staleness: got 4, but mode = "sync" has 0' in said
+    assert "recommended: rollout.max_staleness=0" in said
+
+
+def test_the_freshest_of_the_fastest_is_recommended() -> None:
+    of = setting(steps=4)
+    run_ = summarise(of, simulate(of))
+
+    def point(tokens_per_s: float, staleness: float, masked: float = 0.0) -> Point:
+        changed = {"trained_tokens_per_s": tokens_per_s, "mean_staleness": staleness, "masked_share": masked}
+        return Point({}, msgspec.structs.replace(run_, **changed))
+
+    points = [point(100, 0), point(199, 1), point(200, 4), point(300, 9, masked=0.3), Point({}, None, "no")]
+    assert recommend(points)[0] == 1
+    assert recommend([points[3], points[4]])[0] == 0
+    assert recommend([points[4]]) == (None, "none of the settings can be run")
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        (["max_stalenes=1"], "no key of"),
+        (["max_staleness"], "allowed is key=value"),
+        (["max_staleness="], "allowed is key=value"),
+        (["max_staleness=" + ",".join(map(str, range(401)))], "at most 400"),
+    ],
+)
+def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_axes(axes)
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (Question(), "give --plan"),
+        (Question(plan=Path("a"), recipe=Path("b")), "one of the two"),
+        (Question(plan=Path("nowhere.json")), "there is no plan"),
+        (Question(recipe=Path("nowhere.toml")), "there is no recipe"),
+        (Question(recipe=RECIPE, calibration=Path("nowhere.toml")), "nowhere.toml"),
+        (Question(recipe=RECIPE, overrides=["rollout.mod=1"]), "rollout.mod"),
+        (Question(recipe=RECIPE, html=Path("/no/such/place.html")), "is no place for a page"),
+    ],
+)
+def test_a_mistake_is_one_sentence(question: Question, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        run(question, None)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_of_a_plan_are_those_of_rollout() -> None:
+    base = {"mode": "async", "batch_groups": 4, "group_size": 2, "max_staleness": 8, "on_new_version": "keep"}
+    assert rollout_settings(base, ["rollout.max_staleness=2"]).max_staleness == 2
+    partial = rollout_settings(base, ["mode=partial", "rollout.overprovision=1.5"])
+    assert partial == RolloutSettings(mode="partial", batch_groups=4, group_size=2, overprovision=1.5)
+    with pytest.raises(UserError, match=r"did you mean rollout\.max_staleness"):
+        rollout_settings(base, ["rollout.max_stalenes=2"])
+    with pytest.raises(UserError, match="partial"):
+        rollout_settings(base, ["rollout.overprovision=2"])

@@ -1,0 +1,146 @@
+"""From a plan and the machines there are to posts: everything once, nothing beyond what a machine has."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plan_of, replica, stage
+from ray_rows import row
+
+from baton.cluster.inventory import machines
+from baton.cluster.placement import change, match, place, without
+from baton.errors import UserError
+
+THREE = machines([row("a", CPU=2, gpu_type_H100=2), row("b", CPU=2, gpu_type_L20=2), row("c", CPU=2, gpu_type_L20=2)])
+PLAN = plan_of(
+    [stage("H100", "a:0", "a:1")],
+    [replica("L20", "b:0", share=0.5, batch=32), replica("L20", "c:0", "c:1", share=0.5, batch=16, tp=2)],
+)
+
+
+def test_a_rank_per_gpu_and_a_worker_per_replica_with_resources_of_their_type() -> None:
+    placed = place(PLAN, THREE)
+    assert [(p.name, p.machine, p.resources) for p in placed.ranks] == [
+        ("rank-0", "a", {"gpu_type_H100": 1.0, "CPU": 1.0}),
+        ("rank-1", "a", {"gpu_type_H100": 1.0, "CPU": 1.0}),
+    ]
+    one, two = placed.workers
+    assert (one.name, one.machine, one.slots, one.resources) == ("worker-0", "b", 32, {"gpu_type_L20": 1, "CPU": 1})
+    assert (two.name, two.machine, two.slots, two.resources) == ("worker-1", "c", 16, {"gpu_type_L20": 2, "CPU": 1})
+    # equal shares on 32 and 16 slots: a slot of the second is to do twice as much; the mean is 1
+    assert (one.weight, two.weight) == pytest.approx((2 / 3, 4 / 3))
+    assert placed.training_machines == {"a"}
+
+
+def test_cores_of_a_machine_are_threads_of_one_process() -> None:
+    cores = machines([row("x", CPU=4), row("y", CPU=4)])
+    plan = plan_of([stage("CPU", "x:0", "x:1", "y:0")], [replica("CPU", "y:1", "y:2", share=1.0, tp=2)])
+    placed = place(plan, cores, here=cores[1].id)
+    assert [(p.machine, p.threads, p.resources) for p in placed.ranks] == [("y", 1, {"CPU": 1}), ("x", 2, {"CPU": 2})]
+    assert [(p.machine, p.threads) for p in placed.workers] == [("y", 2)]
+
+
+def test_machines_are_found_by_name_and_else_by_type() -> None:
+    renamed = machines(
+        [row("c", CPU=1, gpu_type_L20=4), row("p", CPU=1, gpu_type_H100=8), row("q", CPU=1, gpu_type_L20=2)]
+    )
+    names = {
+        machine.name: called
+        for machine in renamed
+        for node, called in match(PLAN, renamed).items()
+        if node == machine.id
+    }
+    assert names == {"c": "c", "p": "a", "q": "b"}
+    swapped = machines([row("a", CPU=1, gpu_type_L20=2), row("b", CPU=1, gpu_type_L20=2), row("z", gpu_type_H100=2)])
+    called = match(PLAN, swapped)
+    assert len(set(called.values())) == 3
+    assert called[swapped[2].id] == "a"
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of([stage("H100", "a:0", "a:1", "a:2")], []), "needs a machine a with 3 H100"),
+        (plan_of([stage("H200", "a:0")], []), "needs a machine a with 1 H200"),
+        (plan_of([stage("L20", "b:0"), stage("H100", "a:0")], []), "--symmetric-only"),
+        (plan_of([stage("H100", "a:0")], [replica("L20", "b:0", "c:0", share=1.0)]), "replica 0 lies on b and c"),
+        (plan_of([stage("H100", "a:0")], [replica("H100", "a:0", share=1.0)]), "two jobs"),
+        (plan_of([stage("H100", "a0")], []), "'a0'; allowed is MACHINE:INDEX"),
+        (plan_of([stage("H100", "a:0")], [], is_colocated=True), "turns"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(plan: object, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        place(plan, THREE)  # type: ignore[arg-type]
+
+
+def test_pipelines_within_a_type_are_ranks_of_sharded_data_and_that_is_said() -> None:
+    placed = place(plan_of([stage("L20", "b:0", "b:1"), stage("L20", "c:0", "c:1")], []), THREE)
+    assert len(placed.ranks) == 4
+    assert "2 stages" in placed.notes[0]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[object, tuple[object, ...]]:
+    """Machines of three types, and a plan that gives each GPU at most one job."""
+    rows, free = [], {}
+    for index in range(draw(st.integers(1, 5))):
+        gpu, num, cpus = draw(st.sampled_from(["H100", "L20", "CPU"])), draw(st.integers(1, 4)), draw(st.integers(0, 5))
+        amounts = {"CPU": num} if gpu == "CPU" else {"CPU": cpus, f"gpu_type_{gpu}": num}
+        rows.append(row(f"m{index}", **amounts))
+        free[f"m{index}"] = (gpu, [f"m{index}:{i}" for i in range(num)])
+    trained = draw(st.sampled_from(sorted(free)))
+    gpu, ids = free[trained]
+    cut = draw(st.integers(1, len(ids)))
+    stages, left = [stage(gpu, *ids[:cut])], {**free, trained: (gpu, ids[cut:])}
+    replicas = []
+    for kind, names in left.values():
+        while names and draw(st.booleans()):
+            size = draw(st.integers(1, len(names)))
+            replicas.append(
+                replica(kind, *names[:size], share=draw(st.floats(0.01, 1)), batch=draw(st.integers(1, 64)), tp=size)
+            )
+            names = names[size:]
+    return plan_of(stages, replicas), machines(rows)
+
+
+@given(worlds())
+def test_no_machine_is_asked_for_more_than_it_has(world: tuple[object, tuple[object, ...]]) -> None:
+    plan, there = world
+    placed = place(plan, there)  # type: ignore[arg-type]
+    posts = [*placed.ranks, *placed.workers]
+    assert len({post.name for post in posts}) == len(posts)
+    asked: dict[str, Counter[str]] = {}
+    for post in posts:
+        asked.setdefault(placed.ids[post.machine], Counter()).update(post.resources)
+    for machine in there:
+        has = dict.fromkeys(machine.units, float(machine.num_gpus))  # type: ignore[attr-defined]
+        has["CPU"] = max(has.get("CPU", 0.0), machine.cpus)  # type: ignore[attr-defined]
+        for resource, amount in asked.get(machine.id, {}).items():  # type: ignore[attr-defined]
+            assert amount <= has[resource] + 1e-9
+    gpus = [gpu for post in posts for gpu in post.gpu_ids]
+    assert sorted(gpus) == sorted({*plan.training.gpu_ids, *(g for r in plan.replicas for g in r.gpu_ids)})  # type: ignore[attr-defined]
+    if placed.workers:
+        assert sum(p.weight for p in placed.workers) / len(placed.workers) == pytest.approx(1, abs=2e-3)
+
+
+@given(worlds(), worlds())
+def test_a_change_of_plan_keeps_what_is_the_same_and_ends_or_begins_the_rest(one: object, two: object) -> None:
+    now, wanted = (place(*world).workers for world in (one, two))  # type: ignore[misc]
+    made = change(now, wanted)
+    assert {p.name for p in made.kept} | {p.name for p in made.ended} == {p.name for p in now}
+    assert not {p.name for p in made.kept} & {p.name for p in made.ended}
+    assert sorted(p.gpu_ids for p in (*made.kept, *made.begun)) == sorted(p.gpu_ids for p in wanted)
+    same = change(now, now)
+    assert (same.kept, same.ended, same.begun) == (now, (), ())
+
+
+def test_without_a_machine_the_other_replicas_share_the_work() -> None:
+    left = without(PLAN, frozenset({"b"}))
+    assert left is not None
+    assert [(r.gpu_ids, r.share) for r in left.replicas] == [(("c:0", "c:1"), 1.0)]
+    assert without(PLAN, frozenset({"b", "c"})) is None
+    assert without(PLAN, frozenset({"a"})) is None

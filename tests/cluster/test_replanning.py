@@ -1,0 +1,99 @@
+"""Machines come and go under a running plan: the planner's answer is workers to begin, to end and to weigh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray_rows import row
+
+from baton.cluster.inventory import Machine, describe, machines
+from baton.cluster.placement import change, place
+from baton.cluster.replanning import Replanner, workload_of
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.solve import make_plan
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.specs.model import read_model
+from baton.specs.plan import Plan
+
+pytest.importorskip("highspy")
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(tmp_path: Path, *more: str) -> Recipe:
+    given = [f"run.directory={tmp_path}", f"model.path={ROOT / 'models' / 'quickstart'}", *more]
+    return load_recipe(Recipe, ROOT / "recipes" / "quickstart.toml", given)
+
+
+def yard(*names: str) -> tuple[Machine, ...]:
+    """Machines by type: h… have an H100, l… two L20."""
+    return machines(
+        [row(name, CPU=2, **({"gpu_type_H100": 1} if name[0] == "h" else {"gpu_type_L20": 2})) for name in names]
+    )
+
+
+def planned(found: tuple[Machine, ...], of: Recipe) -> Plan:
+    described = describe(found, name="yard").settings.build()
+    return make_plan(Inputs(described, read_model(Path(of.model.path)), workload_of(of), cross_types=False))
+
+
+def names(found: tuple[Machine, ...]) -> dict[str, str]:
+    return {machine.id: machine.name for machine in found}
+
+
+def test_a_lost_machine_loses_its_workers_and_the_trainer_stays(tmp_path: Path) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0", "l1")
+    plan = planned(before, of)
+    now = place(plan, before).workers
+    planner, left = Replanner(of, plan, None), yard("h0", "l0")
+    answer = planner.beside(left, names(left))
+    assert answer.workers is not None, answer.words
+    made = change([post for post in now if post.machine != "l1"], answer.workers)
+    assert not made.ended, "who is left goes on"
+    assert {post.machine for post in answer.workers} <= {"h0", "l0"}
+    assert set(planner.plan.training.gpu_ids) == set(plan.training.gpu_ids)
+    assert sum(post.share for post in answer.workers) == pytest.approx(1.0)
+
+
+def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path: Path) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0")
+    plan = planned(before, of)
+    now = place(plan, before).workers
+    after = yard("h0", "l0", "l1")
+    answer = Replanner(of, plan, None).beside(after, names(after))
+    assert answer.workers is not None, answer.words
+    made = change(now, answer.workers)
+    assert "l1" in {post.machine for post in made.begun}
+    assert not {post.name for post in made.begun} & {post.name for post in now}
+
+
+def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path: Path) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0")
+    plan = planned(before, of)
+    off = Replanner(recipe(tmp_path, "fleet.replan=false"), plan, None)
+    assert off.beside(before, names(before)).words.startswith("fleet.replan is off")
+    missing = Replanner(recipe(tmp_path, "fleet.workload=nowhere.toml"), plan, None)
+    answer = missing.beside(before, names(before))
+    assert answer.workers is None
+    assert "nowhere.toml" in answer.words
+    unknown = machines([row("x", GPU=1)])
+    assert (
+        "no machine of the cluster can be planned with"
+        in Replanner(of, plan, None).beside(unknown, names(unknown)).words
+    )
+
+
+def test_a_trainer_that_begins_again_is_planned_wherever_there_is_room(tmp_path: Path) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0", "h1")
+    plan = planned(before, of)
+    trained = {gpu.rpartition(":")[0] for gpu in plan.training.gpu_ids}
+    left = tuple(machine for machine in before if machine.name not in trained)
+    planner = Replanner(of, plan, None)
+    assert planner.anew(left).startswith("planned anew")
+    placed = place(planner.plan, left)
+    assert placed.ranks
+    assert not placed.training_machines & trained
+    with pytest.raises(UserError):
+        planner.anew(machines([row("x", GPU=1)]))

@@ -1,0 +1,77 @@
+"""The bench of modes: scripted lengths are as asked for, ratios are right where they can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli import main as cli
+from baton.errors import UserError
+from baton.profile.bench import CONTROL, bench_flat, sides_of
+from baton.profile.bench_lengths import ScriptedLengths
+from baton.rollout.settings import RolloutSettings
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(("between", "within"), [(0.6, 0.6), (0.0, 1.0), (1.0, 0.0)])
+def test_lengths_have_the_mean_and_the_spreads_that_were_asked_for(between, within):
+    lengths = ScriptedLengths(100, 1600, between, within)
+    drawn = [[lengths.length(g, s) for s in range(8)] for g in range(400)]
+    assert statistics.fmean(n for group in drawn for n in group) == pytest.approx(100, rel=0.1)
+    assert max(n for group in drawn for n in group) <= 1600
+    groups = [statistics.fmean(group) for group in drawn]
+    if not between:
+        assert statistics.stdev(groups) < 0.7 * statistics.fmean(groups)
+    if not within:
+        assert all(len(set(group)) == 1 for group in drawn)
+
+
+def test_with_equal_lengths_no_mode_gains_over_concurrency():
+    """All lengths 10, every trajectory with a slot: sync takes 10 steps a batch, whatever the mode carries."""
+    sides = sides_of(RolloutSettings(batch_groups=4, group_size=2), ["sync", "partial"])
+    result = bench_flat(sides, ScriptedLengths(10, 10, 0.0, 0.0), steps=8)
+    by_name = {mode.mode: mode for mode in result.modes}
+    assert by_name["sync"].tokens_per_s == 8.0
+    assert by_name["partial"].tokens_per_s == pytest.approx(16.0, rel=0.1)
+    assert by_name[CONTROL].tokens_per_s == 16.0
+    assert by_name["partial"].over_control == pytest.approx(1.0, rel=0.1)
+
+
+def test_where_step_time_is_flat_a_long_tail_gives_partial_and_async_twice_of_sync():
+    sides = sides_of(RolloutSettings(batch_groups=16, group_size=4), ["sync", "partial", "async"])
+    result = bench_flat(sides, ScriptedLengths(20, 120, 0.6, 0.6), steps=16)
+    by_name = {mode.mode: mode for mode in result.modes}
+    assert by_name["partial"].over_sync >= 2.0
+    assert by_name["partial"].over_control > 1.0
+    assert by_name["async"].of_bound >= 0.9
+    assert by_name["sync"].of_bound == pytest.approx(1 / result.bound_over_sync)
+
+
+def test_the_recipe_s_own_settings_are_used_for_its_mode_and_defaults_for_the_others():
+    sides = sides_of(RolloutSettings(mode="partial", overprovision=3.0, batch_groups=4), ["sync", "partial"])
+    assert sides["partial"].overprovision == 3.0
+    assert sides[CONTROL].batch_groups == 12
+    assert sides["sync"].mode == "sync"
+    with pytest.raises(UserError, match="--modes: got fast, allowed are sync, partial, async"):
+        sides_of(RolloutSettings(), ["fast"])
+
+
+def test_on_the_real_engine_every_mode_gives_its_numbers_as_json(monkeypatch):
+    monkeypatch.chdir(RECIPE.parents[1])
+    small = ["rollout.batch_groups=2", "rollout.group_size=4", "rollout.max_new_tokens=12", "engine.slots=16"]
+    words = ["bench", "rollout", "--recipe", str(RECIPE), "--steps", "2", "--tail", "3", "--json", *small]
+    done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    found = json.loads(done.stdout)
+    assert [mode["mode"] for mode in found["modes"]] == ["sync", "partial", "async", CONTROL]
+    assert found["clock"] == "processor"
+    for mode in found["modes"]:
+        assert mode["tokens"] > 0
+        assert 0 < mode["of_bound"] < 1.5
+        assert len(mode["rounds_tokens_per_s"]) == 1
+    table = CliRunner().invoke(cli.app, [w for w in words if w != "--json"] + ["--flat"], env={"COLUMNS": "120"})
+    assert "× sync_2x" in table.stdout

@@ -1,0 +1,52 @@
+"""`baton profile`: the device is measured by the real engine and trainer, and planning reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli import main as cli
+from baton.cost.efficiency import CalibrationSettings
+from baton.errors import UserError
+from baton.recipe.load import load_recipe
+from baton.recipe.workload import read_workload
+from baton.records.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_measured_device_predicts_a_run_of_it(small: Any, tmp_path: Path) -> None:
+    calibration = tmp_path / "calibration.toml"
+    found = json.loads(run("profile", small.recipe, "--out", calibration, "--json"))
+    assert {point["phase"] for point in found["points"]} == {"decode", "prefill", "train", "rollout"}
+    assert all(point["seconds"] > 0 and point["predicted_s"] > 0 for point in found["points"])
+    assert load_recipe(CalibrationSettings, calibration).build().of("CPU").train == found["efficiency"]["train"]
+    question = ["--cluster", ROOT / "recipes/planner/this-cpu.toml", "--model", small.model, "--colocated", "--json"]
+    plan = json.loads(run("plan", *question, "--workload", small.run, "--calibration", calibration))["plan"]
+    b = plan["breakdown"]
+    assert b["step_s"] == pytest.approx(b["sync_s"] + b["rollout_s"] + b["reward_s"] + b["train_s"])
+    measured = [row["perf/step_time"] for row in read_metrics(small.run) if "perf/step_time" in row]
+    assert min(measured) / 30 < b["step_s"] < max(measured) * 30  # one scale; how near is the benchmark's matter
+
+
+def test_a_workload_is_measured_from_a_run(small: Any) -> None:
+    load = read_workload(small.run)
+    assert (load.groups, load.group_size, load.max_staleness) == (4, 4, 0)
+    assert 1 <= load.output.mean <= load.output.longest <= 10
+    assert 0 < load.trained_share <= 1
+    assert (load.max_batch, load.engine_context_tokens, load.weight_bytes) == (16, 64, 4.0)
+
+
+def test_a_name_outside_the_catalogue_is_refused(small: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--gpu: unknown GPU 'Abacus'"):
+        run("profile", small.recipe, "--gpu", "Abacus", "--out", tmp_path / "c.toml")

@@ -1,0 +1,166 @@
+"""Judges behind a URL on this machine: what they answer, and what they do instead."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from judging_cases import PROMPT, SomeTask, trajectory
+
+from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.settings import JudgeSettings
+from baton.types import FailureCause, Judgement
+
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as its path says, and keeps what it was asked."""
+
+    asked: list[Any] = []  # noqa: RUF012
+    at_once = 0
+    most_at_once = 0
+    lock = threading.Lock()
+    four = threading.Barrier(4, timeout=60)
+    is_over = threading.Event()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        path = unquote(self.path).strip("/")
+        with self.lock:
+            self.asked.append((path, json.loads(body)))
+            count = sum(asked == path for asked, _ in self.asked)
+        match path.split("/"):
+            case ["hang"]:
+                self.is_over.wait(300)
+            case ["cut"]:
+                self.connection.close()
+            case ["gibberish"]:
+                self.wfile.write(b"I am not HTTP\r\n\r\n")
+            case ["busy", status]:
+                self._say(int(status) if count < 3 else 200, "0.5")
+            case ["slow"]:
+                with self.lock:
+                    Handler.at_once += 1
+                    Handler.most_at_once = max(Handler.most_at_once, Handler.at_once)
+                self.four.wait()
+                with self.lock:
+                    Handler.at_once -= 1
+                self._say(200, "1")
+            case [status, *rest]:
+                self._say(int(status), "/".join(rest))
+
+    def _say(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    Handler.is_over.set()
+    server.shutdown()
+
+
+def ask(url: str, *, retries: int = 0, response: str = "2", **keys: Any) -> Judgement:
+    with judge_at(url, retries=retries, **keys) as judge:
+        return judge.judge(PROMPT, response)
+
+
+def judge_at(url: str, *, retries: int = 0, **keys: Any) -> Judge:
+    reward = RewardSettings(kind="http", url=url, **{"deadline_s": 60.0, **keys})
+    return Judge({"some": SomeTask()}, [reward], "last_line", JudgeSettings(retries=retries))  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("path", "reward"), [("200/0.5", 0.5), ('200/{"reward": -2}', -2.0), ('200/{"score": 1, "why": "so"}', 1.0)]
+)
+def test_a_number_or_an_object_with_reward_or_score_is_a_judgement(url: str, path: str, reward: float) -> None:
+    judgement = ask(f"{url}/{path}")
+    assert (judgement.is_judged, judgement.reward, judgement.parts) == (True, reward, {"http": reward})
+
+
+def test_a_remote_judge_is_told_everything(url: str) -> None:
+    Handler.asked.clear()
+    ask(f"{url}/200/1", response="it is\n3")
+    assert Handler.asked == [
+        (
+            "200/1",
+            {
+                "task": "some",
+                "messages": [{"role": "user", "content": "1+1"}],
+                "response": "it is\n3",
+                "answer": "3",
+                "reference": "2",
+                "metadata": {},
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "cause", "said"),
+    [
+        ("500/out of memory", FailureCause.UNREACHABLE, "answered with status 500: 'out of memory'"),
+        ("429/later", FailureCause.UNREACHABLE, "answered with status 429"),
+        ("cut", FailureCause.UNREACHABLE, "cannot be reached: "),
+        ("404/no such judge", FailureCause.RAISED, "refused with status 404: 'no such judge'"),
+        ("200/<html>", FailureCause.MALFORMED, "answered '<html>', which is no JSON"),
+        ("200/", FailureCause.MALFORMED, "answered '', which is no JSON"),
+        ("200/null", FailureCause.MALFORMED, "returned None (NoneType), which is no number"),
+        ('200/"1.0"', FailureCause.MALFORMED, "returned '1.0' (str), which is no number"),
+        ("200/[1]", FailureCause.MALFORMED, "returned [1] (list), which is no number"),
+        ('200/{"value": 1}', FailureCause.MALFORMED, "has neither 'reward' nor 'score'"),
+        ('200/{"reward": null}', FailureCause.MALFORMED, "returned None"),
+        ("gibberish", FailureCause.MALFORMED, "does not speak HTTP"),
+        ("hang", FailureCause.TIMEOUT, "gave no answer within 1 s"),
+    ],
+)
+def test_every_way_to_fail_is_recorded_with_its_cause(url: str, path: str, cause: FailureCause, said: str) -> None:
+    judgement = ask(f"{url}/{path}", deadline_s=1.0 if cause is FailureCause.TIMEOUT else 60.0)
+    assert judgement.cause is cause
+    assert judgement.failure is not None
+    assert judgement.failure.startswith(f"the judge at {url}/{path} ")
+    assert said in judgement.failure
+    assert judgement.parts == {}
+
+
+def test_nobody_at_the_address_is_unreachable() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    judgement = ask(f"http://127.0.0.1:{port}/")
+    assert judgement.cause is FailureCause.UNREACHABLE
+    assert ask("http://no-such-host.invalid/").cause is FailureCause.UNREACHABLE
+
+
+@pytest.mark.parametrize(("path", "attempts"), [("busy/503", 3), ("400/no", 1), ("200/x", 1)])
+def test_only_what_may_pass_is_tried_again(url: str, path: str, attempts: int) -> None:
+    Handler.asked.clear()
+    judgement = ask(f"{url}/{path}", retries=4)
+    assert len(Handler.asked) == attempts
+    assert judgement.is_judged == (path == "busy/503")
+
+
+def test_calls_wait_together_but_never_more_than_asked_for(url: str) -> None:
+    """12 calls, each of which is answered when it is one of four: three rounds."""
+    Handler.most_at_once = 0
+    with judge_at(f"{url}/slow", concurrency=4) as judge:
+        for index in range(12):
+            judge.submit([trajectory(0, index)], PROMPT, ["2"])
+        assert sum(judged.judgement.reward for judged in judge.drain()) == 12
+    assert Handler.most_at_once == 4

@@ -1,0 +1,447 @@
+"""The runner with a scripted engine: what is trained is what the engine wrote, once, through any number of resumes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import EngineFault, UserError
+from baton.records.journal import Journal, StreamPlace
+from baton.rollout.controller import Runner
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
+from baton.rollout.parts import Parts
+from baton.rollout.settings import RolloutSettings
+from baton.rollout.transport import LocalPort
+from baton.types import (
+    FinishReason,
+    FromHub,
+    FromWorker,
+    Group,
+    Judged,
+    Judgement,
+    Lease,
+    Message,
+    PolicyVersion,
+    Prompt,
+    Retry,
+    SamplingParams,
+    Trajectory,
+    WorkRevoked,
+)
+
+MAX_NEW_TOKENS = 24
+
+
+def length(group_id: int, sample_index: int) -> int:
+    """Mostly short, some long, some longer than the budget."""
+    return 1 + min(40, int(random.Random(f"{group_id}/{sample_index}").expovariate(1 / 9)))
+
+
+class Prompts:
+    """A stream of numbered prompts."""
+
+    def __init__(self, taken: int = 0) -> None:
+        self.position = {"numbers": taken}
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        first = self.position["numbers"]
+        self.position["numbers"] += num_prompts
+        return [Prompt(str(first + i), "numbers", (Message("user", str(first + i)),)) for i in range(num_prompts)]
+
+    def take_counts(self) -> dict[str, float]:
+        return {}
+
+
+class LateJudges:
+    """Judges in any order, some calls late, and counts."""
+
+    sees_groups = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.asked: Counter[str] = Counter()
+        self._rng = random.Random(seed)
+        self._waiting: list[Trajectory] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        for trajectory, response in zip(trajectories, responses, strict=True):
+            assert prompt.prompt_id == str(trajectory.prompt_ids[-1] - 1000)
+            assert response == " ".join(map(str, trajectory.token_ids)), "judged on the full response"
+            assert trajectory.finish_reason is not None
+            self.asked[trajectory.name] += 1
+            self._waiting.append(trajectory)
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        ready = [t for t in self._waiting if timeout_s or self._rng.random() < 0.3]
+        self._waiting = [t for t in self._waiting if t not in ready]
+        return [Judged(t, Judgement(float(t.sample_index), {}, False)) for t in ready]
+
+
+class Bench:
+    """A runner over a scripted engine, and the trainer's side of the conversation."""
+
+    def __init__(self, mode: str, port: LocalPort | None = None, journal: Journal | None = None, **values: Any) -> None:
+        recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 4, "group_size": 3, **values})
+        settings = EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=5)
+        self.engine = FakeEngine(settings, PolicyVersion("a", 0), length)
+        self.port = port or LocalPort(self.engine)
+        if port is not None:
+            port.engine = self.engine
+        self.judges, self.source = LateJudges(), Prompts()
+        self.journal = journal
+        self.parts = Parts(
+            self.port,
+            self.source,
+            self.judges,
+            prompt_ids=lambda prompt: (7, 1000 + int(prompt.prompt_id)),
+            text=lambda ids: " ".join(map(str, ids)),
+            sampling=lambda group_id, sample_index: SamplingParams(MAX_NEW_TOKENS),
+            noise_seed=1,
+            journal=journal,
+            max_context_tokens=64,
+            stall_timeout_s=5.0,
+        )
+        self.runner = Runner(self.parts, recipe.rules())
+        self.version = 0
+        self.batches: list[list[Group]] = []
+
+    def begin(self, version: int = 0, *, place: StreamPlace | None = None, num_batches: float = 1e9) -> None:
+        carried = self.journal.open_groups() if self.journal is not None else []
+        self.version = version
+        if place is not None:
+            self.source.position = dict(place.position)
+        self.runner.begin(version, place or StreamPlace(0, {}), carried, num_batches=num_batches)
+        self.publish()
+
+    def live(self) -> None:
+        """Until death."""
+        self.begin()
+        while True:
+            self.step()
+
+    def publish(self) -> None:
+        self.runner.publish({}, PolicyVersion("a", self.version))
+
+    def step(self, ticks: int = 6) -> list[Group]:
+        """One train step, during which the worker has so many rounds where the mode lets it."""
+        groups = self.runner.next_batch()
+        if self.journal is not None:
+            self.journal.consumed(self.version + 1, [g.group_id for g in groups])
+        self.batches.append(groups)
+        left = iter(range(ticks))
+        self.runner.run_until(lambda timeout_s: next(left, None) is None)
+        self.version += 1
+        self.publish()
+        return groups
+
+
+MODES = [
+    ("sync", {}),
+    ("partial", {"overprovision": 2.0}),
+    ("partial", {"max_concurrency": 7}),
+    ("partial", {"overprovision": "auto"}),
+    ("async", {"on_new_version": "resume", "max_staleness": 2}),
+    ("async", {"on_new_version": "keep", "max_staleness": 2}),
+    ("async", {"on_new_version": "resume", "max_staleness": 1, "consume": "submission", "stale": "drop"}),
+]
+
+
+def assert_whole(trajectory: Trajectory) -> None:
+    """Ids, logprobs, versions, budget and ending are those of the script, whatever it went through."""
+    wanted = length(trajectory.group_id, trajectory.sample_index)
+    assert trajectory.num_tokens == min(wanted, MAX_NEW_TOKENS), "the budget counts over all resumes"
+    assert trajectory.finish_reason is (FinishReason.STOP if wanted <= MAX_NEW_TOKENS else FinishReason.LENGTH)
+    versions = trajectory.policy_versions
+    assert versions == sorted(versions)
+    ids = [
+        fake_token(trajectory.group_id, trajectory.sample_index, place, version, length=wanted)
+        for place, version in enumerate(versions)
+    ]
+    assert trajectory.token_ids == ids
+    assert trajectory.behavior_logprobs == [-(1 + token % 8) / 8 for token in ids]
+    assert trajectory.token_ids.count(END_ID) == (wanted <= MAX_NEW_TOKENS)
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+def test_every_batch_is_what_the_engine_wrote_and_nothing_is_generated_twice(mode, values):
+    bench = Bench(mode, **values)
+    bench.begin()
+    for _ in range(12):
+        bench.step()
+    members = [m.trajectory for batch in bench.batches for group in batch for m in group.members]
+    for trajectory in members:
+        assert_whole(trajectory)
+    assert [len(batch) for batch in bench.batches] == [4] * 12
+    ids = [group.group_id for batch in bench.batches for group in batch]
+    assert len(set(ids)) == len(ids)
+    assert all(group.prompt.prompt_id == str(group.group_id) for batch in bench.batches for group in batch)
+    assert set(bench.judges.asked.values()) == {1}, "judged once each, abort or not"
+    with bench.runner.paused():
+        carried = bench.runner.scheduler.num_carried_tokens
+    assert bench.engine.stats.decoded_tokens == sum(t.num_tokens for t in members) + carried
+    staleness = [bench_step - v for bench_step, b in enumerate(bench.batches) for g in b for v in _versions(g)]
+    if mode == "sync":
+        assert set(staleness) == {0}
+    else:
+        assert any(len(t.segments) > 1 for t in members), "some were carried on by another version"
+        if values.get("stale") == "drop":
+            assert max(staleness) <= 1
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+def test_a_pause_leaves_nothing_with_the_judges_for_an_evaluation_to_take_for_its_own(mode, values):
+    bench, in_flight = Bench(mode, **values), 0
+    bench.begin()
+    for _ in range(8):
+        bench.step()
+        in_flight += bool(bench.judges.num_waiting)
+        with bench.runner.paused():
+            assert bench.judges.num_waiting == 0
+    assert in_flight or mode == "sync", "there was something to wait for"
+    assert [len(batch) for batch in bench.batches] == [4] * 8
+
+
+def _versions(group: Group) -> list[int]:
+    return [v for m in group.members for v in m.trajectory.policy_versions]
+
+
+def test_the_last_batch_leaves_nothing_behind():
+    """No group is opened that the run will not train."""
+    for mode, values in MODES:
+        bench = Bench(mode, **values)
+        bench.begin(num_batches=5)
+        for _ in range(5):
+            bench.step()
+        assert bench.source.position["numbers"] == 20
+        assert bench.runner.scheduler.num_open == 0
+
+
+class Disturbed(LocalPort):
+    """Every message comes twice, and again after its lease has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]  # the bench gives it its engine
+        self._seen: list[FromWorker] = []
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        new = super().receive(timeout_s)
+        late = self._seen[-6:]
+        self._seen += new
+        return [*late, *(message for each in new for message in (each, each))]
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+def test_repeated_and_late_messages_change_nothing(mode, values):
+    bench = Bench(mode, Disturbed(), **values)
+    bench.begin()
+    for _ in range(6):
+        for group in bench.step():
+            for member in group.members:
+                assert_whole(member.trajectory)
+    assert set(bench.judges.asked.values()) == {1}
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+class Mortal(LocalPort):
+    """Dies after so many rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._rounds = rounds
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        if not self._rounds:
+            raise Killed
+        self._rounds -= 1
+        return super().receive(timeout_s)
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+@pytest.mark.parametrize("rounds", [1, 9, 23, 40, 77])
+def test_what_a_killed_process_had_finished_is_trained_and_not_made_again(mode, values, rounds, tmp_path: Path):
+    """Reopened from disk only. In sync the unfinished begin again at their prompts, else at their last report."""
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
+    first = Bench(mode, Mortal(rounds), journal, **values)
+    with pytest.raises(Killed):
+        first.live()
+    first.journal = None
+    journal.commit()  # the runner commits each round; a kill between loses at most the current one
+    journal.close()
+
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
+    known = {t.name: t for g in journal.open_groups() for t in g.members}
+    judged = {judged.trajectory.name for g in journal.open_groups() for judged in g.judged.values()}
+    place = journal.place()
+    assert place is not None
+    second = Bench(mode, None, journal, **values)
+    second.begin(len(first.batches), place=place)  # a recorded batch is trained first
+    for _ in range(8):
+        second.step()
+    members = {m.trajectory.name: m.trajectory for b in second.batches for g in b for m in g.members}
+    for trajectory in members.values():
+        assert_whole(trajectory)
+    for name, before in known.items():
+        after = members[name]
+        assert after.token_ids[: before.num_tokens] == before.token_ids, "append only, across processes too"
+        if mode == "sync":
+            assert before.finish_reason is not None or not before.segments
+    assert not judged & set(second.judges.asked), "a replay does not judge again"
+    with second.runner.paused():
+        carried = second.runner.scheduler.num_carried_tokens
+    made = sum(t.num_tokens for t in members.values()) - sum(t.num_tokens for t in known.values())
+    assert second.engine.stats.decoded_tokens == made + carried, "no token is generated twice"
+    prompts = [g.prompt.prompt_id for b in (*first.batches, *second.batches) for g in b]
+    assert len(set(prompts)) == len(prompts), "no prompt is trained twice"
+    if values.get("consume") == "submission" or mode == "sync":
+        assert prompts == [str(i) for i in range(len(prompts))], "and none is skipped"
+
+
+def test_dropped_groups_are_tried_again_under_a_new_id_and_counted(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=True)
+    values = {"overprovision": 1.75, "max_staleness": 1, "stale": "drop", "max_requeues": 1, "consume": "completion"}
+    bench = Bench("partial", None, journal, **values)
+    bench.begin()
+    for _ in range(20):
+        bench.step()
+    counts = bench.runner.scheduler.step
+    assert counts.requeued_groups + counts.dropped_groups > 0
+    trained = [g.prompt.prompt_id for b in bench.batches for g in b]
+    assert len(set(trained)) == len(trained), "a prompt that was tried again is trained once"
+    assert bench.runner.scheduler.ledger.dropped > 0
+    for step, batch in enumerate(bench.batches):
+        assert all(step - v <= 1 for g in batch for v in _versions(g))
+
+
+class Refusing(LocalPort):
+    """A worker that is always at another version."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._refused: list[FromWorker] = []
+
+    def send(self, message: FromHub) -> None:
+        if isinstance(message, Lease):
+            self._refused.append(Retry(message.lease_id, 99))
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        said, self._refused = self._refused, []
+        return said
+
+
+def test_a_worker_that_refuses_everything_is_named():
+    bench = Bench("partial", Refusing())
+    bench.begin()
+    with pytest.raises(EngineFault, match="serves version 99 and refuses one trajectory after another"):
+        bench.step()
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_by_name():
+    bench = Bench("sync")
+    bench.parts.prompt_ids = lambda prompt: tuple(range(64))
+    bench.begin()
+    with pytest.raises(UserError, match=r"a prompt of 64 tokens \(group 0\) does not fit"):
+        bench.step()
+
+
+class SilentJudges(LateJudges):
+    """Takes calls and forgets them."""
+
+    def collect(self, timeout_s: float = 0.0) -> Sequence[Judged]:  # type: ignore[override]
+        raise EngineFault("the judges gave no judgement")
+
+
+def test_a_judge_that_stalls_stops_the_run_with_its_own_error():
+    bench = Bench("sync")
+    bench.parts.judges = SilentJudges()
+    bench.begin()
+    with pytest.raises(EngineFault, match="the judges gave no judgement"):
+        bench.step()
+
+
+class GroupJudges(LateJudges):
+    """Compares the members of a group: the reward is the place by length; each call counts."""
+
+    sees_groups = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[Trajectory]] = []
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+        assert [t.sample_index for t in trajectories] == [0, 1, 2], "the whole group, in order"
+        self.asked.update(t.name for t in trajectories)
+        self.calls.append(list(trajectories))
+
+    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+        calls, self.calls = self.calls, []
+        return [
+            Judged(t, Judgement(float(sum(o.num_tokens < t.num_tokens for o in group)), {}, False))
+            for group in calls
+            for t in group
+        ]
+
+
+def assert_compared(batches: list[list[Group]]) -> None:
+    for group in (g for batch in batches for g in batch):
+        lengths = [m.trajectory.num_tokens for m in group.members]
+        assert [m.judgement.reward for m in group.members] == [sum(o < n for o in lengths) for n in lengths]
+
+
+@pytest.mark.parametrize(("mode", "values"), MODES)
+@pytest.mark.parametrize("rounds", [9, 40])
+def test_judges_that_compare_get_each_group_once_and_whole_also_after_a_kill(mode, values, rounds, tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
+    first = Bench(mode, Mortal(rounds), journal, **values)
+    first.parts.judges = GroupJudges()
+    with pytest.raises(Killed):
+        first.live()
+    journal.commit()
+    journal.close()
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
+    judged = {j.trajectory.name for g in journal.open_groups() for j in g.judged.values()}
+    place = journal.place()
+    assert place is not None
+    second = Bench(mode, None, journal, **values)
+    second.parts.judges = again = GroupJudges()
+    second.begin(len(first.batches), place=place)
+    for _ in range(6):
+        second.step()
+    assert_compared([*first.batches, *second.batches])
+    assert set(again.asked.values()) == {1}
+    assert not judged & set(again.asked), "a replay does not judge again"
+
+
+def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
+    """Group 0 is judged; then its member 1 turns out not to be trustworthy and is made again."""
+
+    class Revoking(LocalPort):
+        is_due = False
+
+        def receive(self, timeout_s: float) -> Any:
+            found: list[Any] = list(super().receive(timeout_s))
+            is_judged = any(g.group_id == 0 and not g.num_unjudged for g in bench.runner.scheduler.groups())
+            if not self.is_due and is_judged:
+                self.is_due = True
+                found.append(WorkRevoked(1, 0, 1, "inspection"))
+            return found
+
+    bench = Bench("partial", Revoking(None), batch_groups=4, overprovision=2.0)  # type: ignore[arg-type]
+    bench.parts.judges = judges = GroupJudges()
+    bench.begin()
+    for _ in range(4):
+        bench.step()
+    assert judges.asked["0/1"] == 2
+    assert judges.asked["0/0"] == 2
+    assert_compared(bench.batches)

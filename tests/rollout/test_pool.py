@@ -1,0 +1,175 @@
+"""Engine processes behind one port give what one engine gives, and their end is noticed, named and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import DeadlineExceeded, EngineFault, UserError
+from baton.policy.load import end_ids, load_model
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.settings import ScratchSettings
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.eval_rollout import Request, Sweep
+from baton.rollout.processes.pool import EnginePool
+from baton.rollout.processes.protocol import Start
+from baton.rollout.transport import LocalPort
+from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
+
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
+
+SETTINGS = EngineSettings(slots=16, max_context_tokens=96)
+VERSION = PolicyVersion("test", 0)
+REQUESTS = [Request(group, (5, 6 + group, 7), 5) for group in range(9)]  # 45 trajectories for 2 × 16 slots
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = scratch_tokenizer(["one two three"], 300)
+    settings = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+    scratch_model(settings, tokenizer, seed=0).save_pretrained(path)
+    tokenizer.hf.save_pretrained(path)
+    return path
+
+
+def save(tensors: Any, path: Path) -> None:
+    save_file(dict(tensors), path)
+
+
+def start(model_path: Path) -> Start:
+    return Start(str(model_path), "cpu", "sdpa", SETTINGS.model_dump(), VERSION)
+
+
+@pytest.fixture
+def pool(model_path: Path) -> Iterator[EnginePool]:
+    pool = EnginePool(2, start(model_path), save, timeout_s=60)
+    yield pool
+    pool.close()
+
+
+def local(model_path: Path) -> LocalPort:
+    model = load_model(str(model_path), dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer = load_tokenizer(str(model_path))
+    return LocalPort(EmbeddedEngine(model, tokenizer, SETTINGS, VERSION, end_ids(model, tokenizer)))
+
+
+def rollout(port: Any, version: int = 0) -> list[Trajectory]:
+    found = Sweep(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
+    return sorted(found, key=lambda t: (t.group_id, t.sample_index))
+
+
+def test_two_processes_give_the_trajectories_of_one_engine_before_and_after_new_weights(
+    pool: EnginePool, model_path: Path
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        one = local(model_path)
+        assert rollout(pool) == rollout(one)
+        dice = torch.Generator().manual_seed(1)
+        model = load_model(str(model_path), dtype=torch.float32, device=torch.device("cpu"))
+        tensors = {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=dice)
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"  # tied
+        }
+        before = rollout(one)
+        for port in (pool, one):
+            port.load_weights(tensors, PolicyVersion("test", 1))
+        after = rollout(pool, version=1)
+        assert after == rollout(one, version=1)
+        assert [t.token_ids for t in after] != [t.token_ids for t in before]
+    finally:
+        torch.set_num_threads(threads)
+    assert pool.stats().decoded_tokens > 0
+
+
+def test_a_killed_process_is_noticed_and_named(pool: EnginePool) -> None:
+    victim = pool.processes[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(EngineFault, match=rf"engine process 1 \(pid {victim.pid}\) ended with exit code -9"):
+        rollout(pool)
+
+
+def test_a_stopped_process_does_not_block_the_pool_whatever_it_is_sent(pool: EnginePool) -> None:
+    """Neither sending to it nor loading a version; the wait for it ends with its name."""
+    for process in pool.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    for lease_id in range(64):  # of 1 MB each: more than a socket holds
+        trajectory = Trajectory(lease_id, 0, tuple(range(300)) * 1000)
+        pool.send(Lease(lease_id, trajectory, SamplingParams(10), noise_seed=1, version=0))
+    assert pool.receive(0.1) == []  # hands 16 of them to each process
+    assert all(process.socket.num_unsent_bytes for process in pool.processes)
+    pool.timeout_s = 1.0
+    with pytest.raises(DeadlineExceeded, match="engine process 0, engine process 1 did not serve version 1 in 1 s"):
+        pool.load_weights({"x": torch.zeros(1)}, PolicyVersion("test", 1))
+
+
+def test_a_stopped_process_is_waited_for_only_until_the_stall_timeout(pool: EnginePool) -> None:
+    os.kill(pool.processes[1].pid, signal.SIGSTOP)
+    found = Sweep(pool, 2.0).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
+    with pytest.raises(DeadlineExceeded, match="the 2 engine processes has made no progress for 2 s"):
+        list(found)
+
+
+def test_an_abort_reaches_running_and_waiting_leases(pool: EnginePool) -> None:
+    for lease_id in range(48):
+        trajectory = Trajectory(lease_id, 0, (5, 6, 7))
+        pool.send(Lease(lease_id, trajectory, SamplingParams(90, stop_token_ids=()), noise_seed=1, version=0))
+    pool.receive(0.0)  # hands over 32, 16 wait
+    for lease_id in range(48):
+        pool.send(Abort(lease_id))
+    ended: set[int] = set()
+    while len(ended) < 48:
+        for message in pool.receive(10.0):
+            if message.finish_reason is not None or message.is_aborted:
+                assert message.lease_id not in ended
+                ended.add(message.lease_id)
+
+
+def test_closing_leaves_no_process_and_no_file(model_path: Path) -> None:
+    pool = EnginePool(1, start(model_path), save, timeout_s=60)
+    pid, directory = pool.processes[0].pid, pool.directory
+    assert directory.is_dir()
+    pool.close()
+    pool.close()
+    assert not directory.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_killed_parent_leaves_no_process_and_no_file(model_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.rollout import test_pool as t;"
+        "pool = t.EnginePool(1, t.start(Path(sys.argv[1])), t.save, timeout_s=60);"
+        "print(pool.processes[0].pid, pool.directory, flush=True); import time; time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, str(model_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout is not None
+        pid, directory = parent.stdout.readline().split()
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (Path(directory).exists() or Path(f"/proc/{pid}").exists()):
+        time.sleep(0.05)
+    assert not Path(directory).exists()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.path: there is no directory"):
+        EnginePool(1, start(tmp_path / "nothing"), save, timeout_s=60)

@@ -1,0 +1,212 @@
+"""The supervised warm start: it learns, microbatches do not matter, and what it writes is a model like any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import StringIO
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from baton.console import Console
+from baton.errors import TaskExhausted, UserError
+from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.settings import ScratchSettings
+from baton.policy.tokenizer import Tokenizer
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import WarmStart
+from baton.records.metrics import read_metrics
+from baton.run.sft import warm_start
+from baton.trainer.settings import SftSettings
+from baton.trainer.sft import Demonstration, fine_tune
+from baton.types import Message
+
+pytestmark = pytest.mark.numerics
+
+SHAPE = ScratchSettings(vocab_size=300, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+ROWS = [("1+1", "2"), ("1+2", "<think>1+2=3</think>3"), ("2+2", "4"), ("3-1-1+2", "<think>so</think>3")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return scratch_tokenizer([" ".join(row) for row in ROWS], SHAPE.vocab_size)
+
+
+def demonstrations(tokenizer: Tokenizer) -> list[Demonstration]:
+    return [
+        Demonstration(
+            tokenizer.prompt_ids((Message("user", prompt),)), (*tokenizer.ids(text), tokenizer.hf.eos_token_id)
+        )
+        for prompt, text in ROWS
+    ]
+
+
+def tuned(tokenizer: Tokenizer, **changes: object) -> tuple[PreTrainedModel, list[float], list[int]]:
+    settings = SftSettings(**{"steps": 1, "batch_size": 4, "warmup_steps": 0, "lr": 1e-2, **changes})  # type: ignore[arg-type]
+    model = scratch_model(SHAPE, tokenizer, seed=0)
+    losses: list[float] = []
+    tokens: list[int] = []
+
+    def on_step(step: int, loss: float, num_tokens: int) -> None:
+        assert step == len(losses) + 1
+        losses.append(loss)
+        tokens.append(num_tokens)
+
+    examples: Iterator[Demonstration] = cycle(demonstrations(tokenizer))
+    fine_tune(model, examples, settings, on_step=on_step)
+    return model, losses, tokens
+
+
+def test_the_loss_is_the_cross_entropy_of_response_tokens_alone(tokenizer: Tokenizer) -> None:
+    """Worked out one row at a time, without padding, from the model's own logits."""
+    model = scratch_model(SHAPE, tokenizer, seed=0)
+    total, count = 0.0, 0
+    for row in demonstrations(tokenizer):
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        with torch.no_grad():
+            logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        total -= float(logprobs[len(row.prompt_ids) - 1 :].sum())
+        count += len(row.response_ids)
+    _, losses, _ = tuned(tokenizer)
+    assert losses[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_it_learns_its_demonstrations_by_heart(tokenizer: Tokenizer) -> None:
+    """A random model is at ln 300 = 5.7 nats per token."""
+    model, losses, _ = tuned(tokenizer, steps=60, warmup_steps=5)
+    assert losses[0] == pytest.approx(5.7, abs=0.3)
+    assert losses[-1] < 0.3
+    for row in demonstrations(tokenizer):
+        ids = torch.tensor([row.prompt_ids])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        assert tuple(made[0, len(row.prompt_ids) :].tolist()) == row.response_ids
+
+
+def test_microbatches_do_not_change_the_update(tokenizer: Tokenizer) -> None:
+    """Four rows in one pass, in passes of three and one, or one by one: the same gradient but for the last bits.
+
+    It is scaled down to AdamW's epsilon, so that the update is a smooth function of it also where it is near zero."""
+    smooth = {"steps": 3, "lr": 0.02, "max_grad_norm": 1e-8}
+    lengths = sorted((-(-row.num_tokens // 8) * 8 for row in demonstrations(tokenizer)), reverse=True)
+    whole, whole_losses, whole_tokens = tuned(tokenizer, **smooth, max_tokens_per_microbatch=4096)
+    assert whole_losses[2] < 0.99 * whole_losses[0], "something was learned"
+    assert whole_tokens[0] == 4 * lengths[0], "padded to the longest"
+    for budget, places in ((3 * lengths[0], 3 * lengths[0] + lengths[3]), (1, sum(lengths))):
+        split, split_losses, split_tokens = tuned(tokenizer, **smooth, max_tokens_per_microbatch=budget)
+        assert split_tokens[0] == places
+        assert whole_losses == pytest.approx(split_losses, rel=1e-5)
+        for (name, one), (_, other) in zip(whole.named_parameters(), split.named_parameters(), strict=True):
+            assert torch.allclose(one, other, atol=1e-5, rtol=1e-4), name
+
+
+def test_the_same_seed_gives_the_same_bits(tokenizer: Tokenizer) -> None:
+    one, other = (tuned(tokenizer, steps=2)[0].state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def write_warm_start(path: Path, source: str, model: str = "") -> Path:
+    scratch = "[scratch]\nvocab_size = 300\nhidden_size = 32\nnum_layers = 2\nnum_heads = 2\nintermediate_size = 64\n"
+    path.write_text(
+        f'{source}\noutput = "{path.parent / "made"}"\n'
+        f'[run]\nname = "warm"\ndirectory = "{path.parent / "runs"}"\nthreads = 1\n'
+        f"{model or scratch}\n[sft]\nsteps = 12\nbatch_size = 8\nwarmup_steps = 2\nlr = 1e-2\n"
+    )
+    return path
+
+
+GENERATED = """
+[[task]]
+name = "chain_sum"
+form = "compact"
+params = { max_terms = 2, max_digits = 1 }
+[answer]
+instruct = false
+[demonstrations]
+direct_share = 1.0
+direct_wrong_share = 0.0
+"""
+
+
+def test_a_generated_warm_start_makes_a_model_that_loads_and_reports_its_accuracy(tmp_path: Path) -> None:
+    path = write_warm_start(tmp_path / "warm.toml", "")
+    with path.open("a") as file:
+        file.write(GENERATED)
+    result = warm_start(load_recipe(WarmStart, path, ["sft.steps=6", "eval.num_prompts=8"]), Console(quiet=True))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert result.parameters == sum(p.numel() for p in model.parameters())
+    assert model.config.model_type == "qwen3"
+    assert [(e.task, e.num_prompts) for e in result.evaluations] == [("chain_sum", 8)] * 2
+    rows = read_metrics(tmp_path / "runs" / "warm")
+    assert rows[-1]["step"] == 6
+    assert rows[-1]["sft/loss"] == pytest.approx(result.loss)
+    assert (tmp_path / "runs" / "warm" / "recipe.toml").is_file()
+
+
+def test_a_warm_start_whose_evaluation_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None:
+    path = write_warm_start(tmp_path / "warm.toml", "")
+    with path.open("a") as file:
+        file.write(GENERATED)
+    one_digit = "task.0.params={ min_terms = 1, max_terms = 1, min_digits = 1, max_digits = 1 }"
+    with pytest.raises(TaskExhausted, match="'chain_sum' has only 0 distinct held-out problems"):
+        warm_start(load_recipe(WarmStart, path, [one_digit]), Console(quiet=True))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_warm_start_on_a_file_continues_from_a_model(tmp_path: Path, small) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    result = warm_start(load_recipe(WarmStart, path), Console(quiet=True))
+    assert result.evaluations == ()
+    rows = read_metrics(tmp_path / "runs" / "warm")
+    assert rows[-1]["sft/loss"] < 5.0
+    before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (small.model, tmp_path / "made"))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tmp_path: Path, small) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    recipe = load_recipe(WarmStart, path, ["sft.steps=3"])
+
+    def attempt(**more: bool) -> None:
+        warm_start(recipe, Console(quiet=True), **more)
+
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="is there already and is not a model"):
+            attempt(overwrite=overwrite)
+    (tmp_path / "made" / "thesis.tex").unlink()
+    attempt()
+    before = (tmp_path / "made" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="holds a model already: replace it with --overwrite"):
+        attempt()
+    (tmp_path / "made").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="holds a run already"):
+        attempt()
+    (tmp_path / "elsewhere").rename(tmp_path / "made")
+    assert (tmp_path / "made" / "model.safetensors").read_bytes() == before
+    (tmp_path / "made" / "old").write_text("")
+    attempt(overwrite=True)
+    assert not (tmp_path / "made" / "old").exists()
+    assert (tmp_path / "made" / "model.safetensors").is_file()
+
+
+def test_off_a_terminal_steps_and_loss_are_plain_lines_and_every_step_has_metrics(tmp_path: Path, small) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
+    path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
+    out = StringIO()
+    warm_start(load_recipe(WarmStart, path, ["sft.steps=45"]), Console(file=out))
+    rows = read_metrics(tmp_path / "runs" / "warm")
+    assert [row["step"] for row in rows] == list(range(1, 46))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/45", *(f"{step}/45" for step in range(2, 45, 2)), "45/45"]
+    assert lines[-1].startswith(f"step 45/45  loss {rows[-1]['sft/loss']:.4f}")

@@ -1,0 +1,179 @@
+"""A request to stop ends every wait: real processes, SIGTERM in each state that a run can be waiting in."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.stop import Stopped, StopRequest
+from baton.swarm.auth import Role, TokenFile, write_private
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 300.0
+"""For a busy machine; the waits that a request to stop must end are longer by far."""
+SIGNALLED = 128 + signal.SIGTERM
+ENDLESS = ["run.steps=100000", "eval.num_prompts=2", "eval.every=1000000", "rollout.stall_timeout_s=100000"]
+
+
+@contextmanager
+def baton(*arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A `baton` process; it does not outlive the block."""
+    with subprocess.Popen([sys.executable, "-m", "baton", *map(str, arguments)], cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], what: str) -> Any:
+    until_s = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert process.poll() is None, f"the process ended before {what}"
+        assert time.monotonic() < until_s, f"there never was {what}"
+        time.sleep(0.02)
+    return found
+
+
+def engines(process: subprocess.Popen[bytes]) -> list[int]:
+    """The engine processes of a run."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
+    return [pid for pid, words in commands.items() if b"engine" in words]
+
+
+def steps(run: Path) -> list[int]:
+    """Train steps with metrics."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in rows if "reward/mean" in row]
+
+
+def assert_goes_on(recipe: Path, tmp_path: Path, more: list[str], last: int) -> None:
+    overrides = [f"run.directory={tmp_path}", *ENDLESS, *more, f"run.steps={last + 1}", "rollout.stall_timeout_s=100"]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "train", recipe, *overrides, "--resume", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == last + 1
+
+
+def test_a_request_is_seen_by_whoever_checks_and_raises_only_where_it_may() -> None:
+    said: list[str] = []
+    stop = StopRequest(said.append)
+    stop.check()
+    stop.request(signal.SIGTERM)
+    assert stop.is_requested
+    assert said == ["stopping, after the train step if one is running; Ctrl-C again leaves at once"]
+    with pytest.raises(Stopped):
+        stop.check()
+    entered = False
+    with pytest.raises(Stopped), stop.interrupting():
+        entered = True
+    assert not entered
+    stop.request(signal.SIGTERM)  # a scheduler may say it twice
+    with pytest.raises(KeyboardInterrupt):
+        stop.request(signal.SIGINT)
+    assert len(said) == 1
+
+
+def test_a_signal_interrupts_whatever_is_waited_for_where_that_is_allowed() -> None:
+    never = threading.Event()
+    with StopRequest() as stop:
+        killer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+        killer.start()
+        with pytest.raises(Stopped), stop.interrupting():
+            never.wait(PATIENCE_S)
+        killer.join()
+        assert stop.signal == signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_run_whose_first_engine_does_not_start_stops(small: Any, tmp_path: Path) -> None:
+    with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, "engine.processes=1") as process:
+        (engine,) = wait_for(lambda: engines(process), process, "an engine process")
+        os.kill(engine, signal.SIGSTOP)
+        process.terminate()
+        assert process.wait(PATIENCE_S) == SIGNALLED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "number", "code"), [
+    ("sync", signal.SIGTERM, SIGNALLED),
+    ("partial", signal.SIGTERM, SIGNALLED),
+    ("async", signal.SIGTERM, SIGNALLED),
+    ("partial", signal.SIGINT, 0),
+])  # fmt: skip
+def test_a_run_that_waits_for_its_engine_stops_with_a_checkpoint_and_goes_on(
+    small: Any, tmp_path: Path, mode: str, number: int, code: int
+) -> None:
+    """The engine is stopped at any moment after a step: while a batch is generated, or a version loaded."""
+    more = [f'rollout.mode="{mode}"', "engine.processes=1"]
+    with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, *more) as process:
+        wait_for(lambda: steps(tmp_path / "small"), process, "a train step")
+        (engine,) = engines(process)
+        os.kill(engine, signal.SIGSTOP)
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == code
+    last = max(steps(tmp_path / "small"))
+    assert (tmp_path / "small" / "checkpoints" / f"step_{last:06d}").is_dir()
+    assert_goes_on(small.recipe, tmp_path, more, last)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_a_stop_cut_is_made_when_the_run_goes_on(small: Any, tmp_path: Path) -> None:
+    """Stopped at any moment: in an evaluation, before it or after it."""
+    more = ["engine.processes=1", "eval.every=1"]
+    with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, *more) as process:
+        wait_for(lambda: steps(tmp_path / "small"), process, "a train step")
+        (engine,) = engines(process)
+        os.kill(engine, signal.SIGSTOP)
+        process.terminate()
+        assert process.wait(PATIENCE_S) == SIGNALLED
+    last = max(steps(tmp_path / "small"))
+    assert_goes_on(small.recipe, tmp_path, more, last)
+    evaluations = (tmp_path / "small" / "evaluations.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in evaluations} == set(range(last + 2))
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_workers_to_join_stops(small: Any, tmp_path: Path) -> None:
+    TokenFile(tmp_path / "tokens.json").create(Role.WORKER, 86_400, name="worker")
+    hub = ["--serve", "127.0.0.1:0", f"swarm.token_file={tmp_path / 'tokens.json'}"]
+    with baton("train", small.recipe, f"run.directory={tmp_path}", *ENDLESS, *hub) as process:
+        wait_for((tmp_path / "small" / "metrics.jsonl").exists, process, "the run's metrics")
+        process.terminate()
+        assert process.wait(PATIENCE_S) == SIGNALLED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["worker", "relay"])
+def test_a_worker_or_relay_whose_hub_accepts_and_says_nothing_ends(tmp_path: Path, command: str) -> None:
+    role = Role.WORKER if command == "worker" else Role.RELAY
+    write_private(tmp_path / "token", TokenFile(tmp_path / "tokens.json").create(role, 86_400, name="it").encode())
+    more = ["--device", "cpu"] if command == "worker" else ["--listen", "127.0.0.1:0", "--cache", tmp_path / "cache"]
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        url = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        with baton(command, url, "--token-file", tmp_path / "token", *more) as process:
+            wait_for(lambda: select.select([hub], [], [], 0.1)[0], process, "a connection")
+            connection, _ = hub.accept()
+            with connection:
+                process.terminate()
+                assert process.wait(PATIENCE_S) == 0

@@ -1,0 +1,535 @@
+"""The desk: what workers say counts once, where it belongs, whatever the network does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.records.trace import LeaseTrace
+from baton.swarm import lease_events as ev
+from baton.swarm.hub.traced import DeskTrace, TracedDesk
+from baton.swarm.lease_broker import Desk, Outside, cut_segments
+from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseTable
+from baton.swarm.messages import Ack, Dropped
+from baton.swarm.worker.outbox import Outbox
+from baton.types import (
+    Abort,
+    FinishReason,
+    Lease,
+    Report,
+    Retry,
+    SamplingParams,
+    Segment,
+    Trajectory,
+    WorkLost,
+    WorkRevoked,
+)
+
+MAX = 40
+
+
+def segment(start: int, end: int, version: int = 0, *, salt: int = 0) -> Segment:
+    """The tokens of places start … end − 1: each tells its place."""
+    return Segment(tuple(100 * salt + p for p in range(start, end)), (-1.0,) * (end - start), version)
+
+
+def said(lease: int, start: int, end: int, finish: FinishReason | None = None, **more: object) -> Report:
+    salt = int(more.pop("salt", 0))
+    return Report(lease, start, (segment(start, end, salt=salt),) if end > start else (), finish, **more)
+
+
+class Spans:
+    """A tracer that nobody reads."""
+
+    def span(self, *_: object, **facts: object) -> None:
+        pass
+
+
+class Counter:
+    """A desk with everything it says."""
+
+    def __init__(
+        self, *, restarts: bool = False, holds: bool = False, relief: float = 0.0, is_traced: bool = False
+    ) -> None:
+        self.now_s = 0.0
+        self.sent: list[tuple[int, object]] = []
+        self.heard: list[object] = []
+        self.hung_up: list[tuple[int, str]] = []
+        self.convicted: list[tuple[int, str]] = []
+        self.finished: list[tuple[Trajectory, tuple]] = []
+        self.complaint: str | None = None
+        rules = LeaseRules(restarts=restarts, silence_s=5.0, relief=relief, relief_after_s=1.0)
+
+        def finish(lease: Lease, trajectory: Trajectory, spans: tuple) -> bool:
+            self.finished.append((trajectory, spans))
+            return holds
+
+        outside = Outside(
+            lambda worker, message: self.send(worker, message),
+            self.heard.append,
+            lambda worker, cause: self.hung_up.append((worker, cause)),
+            lambda worker, cause: self.convicted.append((worker, cause)),
+            finish,
+        )
+        if is_traced:
+            trace = DeskTrace(LeaseTrace(Spans()), lambda worker: f"worker {worker}", {})
+            self.desk: Desk = TracedDesk(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock, trace)
+        else:
+            self.desk = Desk(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def send(self, worker: int, message: object) -> None:
+        self.sent.append((worker, message))
+
+    def worker(self, number: int, *, slots: int = 4, version: int = 0, kind: str | None = "") -> None:
+        self.desk.join(number, slots, kind=kind)
+        self.desk.hear(number, version, 0)
+
+    def want(
+        self,
+        task: int,
+        *,
+        group: int | None = None,
+        segments: Sequence[Segment] = (),
+        is_exact: bool = True,
+        seed: int = 1,
+    ) -> None:
+        trajectory = Trajectory(task if group is None else group, 0, (5, 6), tuple(segments))
+        self.desk.want(Lease(task, trajectory, SamplingParams(MAX), seed, 0, is_exact))
+
+    def leases(self, worker: int) -> list[Lease]:
+        return [message for to, message in self.sent if to == worker and isinstance(message, Lease)]
+
+    def to(self, worker: int) -> list[object]:
+        """What it was told beside leases."""
+        return [message for to, message in self.sent if to == worker and not isinstance(message, Lease)]
+
+    def grown(self, task: int) -> Trajectory:
+        """As the runner has it; it takes a report only where the last one ended."""
+        trajectory = Trajectory(task, 0, (5, 6))
+        for message in self.heard:
+            if isinstance(message, Report) and message.lease_id == task:
+                assert message.token_offset == trajectory.num_tokens
+                trajectory = trajectory.extended(message.segments, message.finish_reason)
+        return trajectory
+
+
+def test_a_trajectory_grows_ends_and_everything_is_acknowledged():
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    (lease,) = counter.leases(0)
+    assert lease.trajectory.prompt_ids == (5, 6)
+    number = lease.lease_id
+    counter.desk.report(0, said(number, 0, 5))
+    counter.desk.report(0, said(number, 5, 9, FinishReason.STOP))
+    assert counter.to(0) == [Ack(number, 5), Ack(number, 9, has_ended=True)]
+    assert counter.grown(7).token_ids == list(range(9))
+    assert counter.grown(7).finish_reason is FinishReason.STOP
+    assert counter.finished[0][1] == ((0, 0, 9),)
+    assert counter.desk.table.num_tasks == 0
+
+
+def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answered():
+    counter = Counter()
+    counter.worker(0)
+    counter.worker(1)
+    counter.want(7)
+    worker = counter.sent[0][0]
+    (lease,) = counter.leases(worker)
+    number, other = lease.lease_id, 1 - worker
+    counter.desk.report(worker, said(number, 0, 5))
+    heard = list(counter.heard)
+    for who, report, answer in (
+        (worker, said(number, 0, 5), Ack(number, 5)),  # twice
+        (worker, said(number, 8, 12), Ack(number, 5)),  # before what lies between
+        (worker, said(number, 2, 9), Ack(number, 5)),  # half known
+        (other, said(number, 5, 9), Dropped(number)),  # of somebody else's lease
+        (worker, said(999, 0, 4), Dropped(999)),  # of no lease
+        (2**40, said(number, 5, 9), Dropped(number)),  # of nobody
+    ):
+        del counter.sent[:]
+        counter.desk.report(who, report)
+        assert counter.sent == [(who, answer)]
+    assert counter.heard == heard
+    assert counter.desk.refused == 6
+    counter.desk.report(worker, said(number, 5, 9, FinishReason.STOP))
+    del counter.sent[:]
+    counter.desk.report(worker, said(number, 5, 9, FinishReason.STOP))
+    assert counter.sent == [(worker, Dropped(number))], "late: its lease has ended"
+    assert counter.grown(7).token_ids == list(range(9))
+    counter.desk.refuse(other, Retry(number, 3))
+    counter.desk.refuse(worker, Retry(number, 3))
+    assert counter.desk.refused == 9
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_what_is_said_again_after_any_cut_arrives_once(data):
+    """A worker with an outbox, and a network that loses the end of what was said, in both directions."""
+    counter, box = Counter(), Outbox()
+    counter.worker(0)
+    counter.want(7)
+    (lease,) = counter.leases(0)
+    number = lease.lease_id
+    box.open(number)
+    ends = sorted(data.draw(st.sets(st.integers(1, MAX - 1), min_size=1, max_size=8)))
+    reports = [said(number, a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    reports.append(said(number, ends[-1], MAX, FinishReason.LENGTH))
+    told = 0
+
+    def deliver(messages: list[Report], answers: int) -> None:
+        nonlocal told
+        for message in messages:
+            counter.desk.report(0, message)
+        for answer in counter.to(0)[told : told + answers]:
+            match answer:
+                case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
+                    box.confirm(lease_id, length, has_ended=has_ended)
+                case Dropped(lease_id=lease_id):
+                    box.close(lease_id)
+        told = len(counter.to(0))
+
+    for report in reports:
+        box.add(report)
+        deliver([report][: data.draw(st.integers(0, 1))], data.draw(st.integers(0, 1)))
+        if data.draw(st.booleans()):
+            counter.desk.held(0, box.leases)
+            again = box.again()
+            deliver(again[: data.draw(st.integers(0, len(again)))], data.draw(st.integers(0, 9)))
+    counter.desk.held(0, box.leases)
+    deliver(box.again(), 99)
+    assert counter.grown(7).token_ids == list(range(MAX))
+    assert counter.grown(7).finish_reason is FinishReason.LENGTH
+    assert box.leases == ()
+    assert not [message for message in counter.heard if isinstance(message, WorkLost)]
+
+
+def test_segments_are_cut_by_hand():
+    trajectory = Trajectory(0, 0, (1,), (segment(0, 4, 1), segment(4, 6, 2), segment(6, 10, 5)))
+    assert cut_segments(trajectory, 0, 10) == trajectory.segments
+    assert cut_segments(trajectory, 2, 7) == (segment(2, 4, 1), segment(4, 6, 2), segment(6, 7, 5))
+    assert cut_segments(trajectory, 4, 6) == (segment(4, 6, 2),)
+    assert cut_segments(trajectory, 5, 5) == ()
+    assert cut_segments(trajectory, 10, 99) == ()
+    routed = msgspec.structs.replace(segment(0, 3), routing=(b"a", b"b", b"c"))
+    assert cut_segments(Trajectory(0, 0, (1,), (routed,)), 1, 2)[0].routing == (b"b",)
+
+
+def test_after_a_cut_both_sides_agree_on_what_is_held():
+    counter = Counter()
+    counter.worker(0)
+    for task in (1, 2, 3):
+        counter.want(task)
+    first, second, third = (lease.lease_id for lease in counter.leases(0))
+    counter.desk.report(0, said(first, 0, 5))
+    counter.desk.abort(3)
+    del counter.sent[:]
+    counter.desk.held(0, [first, third, 77])
+    assert (0, Dropped(77)) in counter.sent, "it holds what it should not"
+    assert (0, Abort(third)) in counter.sent, "it may not have heard of the recall"
+    counter.desk.hear(0, 0, 1)
+    (anew,) = counter.leases(0)
+    assert anew.trajectory.group_id == 2, "what it should hold and does not is leased anew"
+    assert anew.lease_id not in {first, second, third}, "an id is said once"
+    counter.desk.report(0, said(first, 5, 6, FinishReason.STOP))
+    assert counter.grown(1).num_tokens == 6, "the rest goes on as if nothing had been"
+
+
+def test_a_dead_workers_trajectory_goes_on_from_its_last_report_elsewhere():
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
+    counter.worker(1)
+    counter.desk.leave(0, "gone")
+    (lease,) = counter.leases(1)
+    assert lease.trajectory.token_ids == list(range(5))
+    counter.desk.report(1, said(lease.lease_id, 5, 8, FinishReason.STOP))
+    assert counter.grown(7).token_ids == list(range(8))
+    assert counter.finished[0][1] == ((0, 0, 5), (1, 5, 8)), "each author is named for what it wrote"
+
+
+def test_in_sync_it_begins_at_the_prompt_and_is_compared_with_what_was_known():
+    counter = Counter(restarts=True)
+    counter.worker(0)
+    counter.want(7)
+    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
+    counter.worker(1)
+    counter.desk.leave(0, "gone")
+    (lease,) = counter.leases(1)
+    assert lease.trajectory.num_tokens == 0
+    counter.desk.report(1, said(lease.lease_id, 0, 3))
+    assert counter.grown(7).num_tokens == 5, "nothing new yet"
+    counter.desk.report(1, said(lease.lease_id, 3, 8, FinishReason.STOP))
+    assert counter.grown(7).token_ids == list(range(8))
+    assert WorkLost("regenerated", 3) in counter.heard
+    assert sum(m.num_tokens for m in counter.heard if isinstance(m, WorkLost)) == 5
+
+
+def test_in_sync_a_contradiction_counts_for_nobody_and_the_trajectory_is_made_anew():
+    counter = Counter(restarts=True)
+    counter.worker(0)
+    counter.want(7)
+    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
+    counter.worker(1)
+    counter.desk.leave(0, "gone")
+    (lease,) = counter.leases(1)
+    counter.desk.report(1, said(lease.lease_id, 0, 8, FinishReason.STOP, salt=3))
+    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
+    assert counter.to(1) == [Dropped(lease.lease_id)]
+    assert counter.desk.table.num_tasks == 0, "the runner wants it anew"
+    counter.want(8)
+    counter.desk.report(1, said(counter.leases(1)[-1].lease_id, 0, 8, FinishReason.STOP, salt=3))
+    assert counter.grown(8).num_tokens == 8
+
+
+def relieved(kinds: tuple[str | None, str | None]) -> tuple[Counter, int, int]:
+    """In sync: worker 0 has made 5 tokens and is slow; worker 1, quick and free, holds the backup lease."""
+    counter = Counter(restarts=True, relief=1.0)
+    for number, kind in enumerate(kinds):
+        counter.worker(number, slots=1, kind=kind)
+    counter.want(7)
+    counter.want(1)
+    slow = counter.leases(0)[0].lease_id
+    counter.now_s = 4.0
+    counter.desk.report(0, said(slow, 0, 5))
+    counter.desk.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
+    counter.desk.tick()
+    (_, backup) = counter.leases(1)
+    assert backup.trajectory.group_id == 7
+    assert backup.trajectory.num_tokens == 0
+    return counter, slow, backup.lease_id
+
+
+UNLIKE = [(None, None), ("cpu", "gpu"), ("cpu", None), (None, "cpu")]
+"""Engines with noise of their own, and different classes: they make different tokens, and are honest."""
+
+
+@pytest.mark.parametrize("kinds", UNLIKE)
+def test_a_backup_of_another_class_that_finishes_first_is_kept_and_nobody_is_blamed(kinds):
+    counter, slow, backup = relieved(kinds)
+    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    counter.desk.report(0, said(slow, 5, 6))
+    assert counter.grown(7).token_ids == list(range(6)), "the first goes on meanwhile"
+    counter.desk.report(1, said(backup, 3, 8, FinishReason.STOP, salt=3))
+    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "overtaken")
+    assert counter.to(0)[-1] == Dropped(slow)
+    granted = len(counter.sent)
+    counter.want(8, group=7)
+    assert not [m for _, m in counter.sent[granted:] if isinstance(m, Lease)], "it is there already"
+    assert counter.grown(8).num_tokens == 8
+    assert counter.grown(8).token_ids == [*range(300, 308)]
+    assert counter.finished[-1][0].token_ids == [*range(300, 308)]
+    assert counter.finished[-1][1] == ((1, 0, 8),), "its author is named, and may be checked"
+    assert counter.convicted == counter.hung_up == []
+    assert counter.desk.table.num_tasks == 0
+
+
+@pytest.mark.parametrize("kinds", UNLIKE)
+def test_a_backup_of_another_class_that_is_overtaken_is_dropped_and_counted(kinds):
+    counter, slow, backup = relieved(kinds)
+    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    counter.desk.report(0, said(slow, 5, 9, FinishReason.STOP))
+    assert counter.grown(7).token_ids == list(range(9))
+    assert counter.to(1)[-1] == Dropped(backup)
+    assert WorkLost("overtaken", 3) in counter.heard
+    assert not [m for m in counter.heard if isinstance(m, WorkRevoked)]
+
+
+def test_a_backup_of_the_same_class_that_makes_other_tokens_is_a_contradiction():
+    counter, _, backup = relieved(("cpu", "cpu"))
+    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
+
+
+def test_what_an_earlier_process_knew_of_a_foreign_engine_is_replaced_when_it_is_made_again():
+    """The tokens of a journal, which an engine with noise of its own cannot make twice."""
+    counter = Counter(restarts=True)
+    counter.worker(0, kind=None)
+    counter.want(7, segments=[segment(0, 4)])
+    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 6, FinishReason.STOP, salt=2))
+    assert counter.heard == [WorkRevoked(1, 7, 0, "overtaken")]
+    counter.want(8, group=7)
+    assert counter.grown(8).token_ids == [*range(200, 206)]
+
+
+def test_what_a_quarantined_worker_finished_first_is_not_kept():
+    counter, _, backup = relieved(("cpu", "gpu"))
+    counter.desk.report(1, said(backup, 0, 8, FinishReason.STOP, salt=3))
+    counter.desk.leave(1, "quarantine")
+    counter.desk.revoke(frozenset({1}), "quarantine")
+    counter.want(8, group=7)
+    (lease, *_) = [lease for lease in counter.leases(0) if lease.lease_id > backup]
+    assert lease.trajectory.num_tokens == 0
+
+
+def test_a_report_that_no_honest_worker_sends_is_not_appended():
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    number = counter.leases(0)[0].lease_id
+    counter.complaint = "the tokens are not of this world"
+    counter.desk.report(0, said(number, 0, 5))
+    assert counter.convicted == [(0, "the tokens are not of this world")]
+    assert counter.heard == []
+    counter.complaint = None
+    counter.desk.report(0, said(number, 3, 5))
+    assert counter.convicted == [(0, "the tokens are not of this world")], "out of order is no crime"
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_revoke_takes_back_exactly_what_a_worker_wrote(holds):
+    """Finished by it, begun by it, growing at it; nothing of the others'."""
+    counter = Counter(holds=holds)
+    counter.worker(0, slots=8)
+    for task in (1, 2, 3):
+        counter.want(task)
+    one, two, three = (lease.lease_id for lease in counter.leases(0))
+    counter.desk.report(0, said(one, 0, 5, FinishReason.STOP))  # finished by 0
+    counter.desk.report(0, said(two, 0, 5))  # begun by 0, finished by 1
+    counter.desk.report(0, said(three, 0, 4))  # begun by 0, growing at 1
+    counter.worker(1, slots=8)
+    counter.desk.leave(0, "gone")
+    again = {lease.trajectory.group_id: lease.lease_id for lease in counter.leases(1)}
+    counter.desk.report(1, said(again[2], 5, 9, FinishReason.STOP))
+    counter.want(4)
+    counter.want(5)
+    mine = {lease.trajectory.group_id: lease.lease_id for lease in counter.leases(1)}
+    counter.desk.report(1, said(mine[4], 0, 9, FinishReason.STOP))
+    counter.desk.report(1, said(mine[5], 0, 3))
+    finals = [m.lease_id for m in counter.heard if isinstance(m, Report) and m.finish_reason is not None]
+    assert finals == ([] if holds else [1, 2, 4])
+    del counter.heard[:], counter.sent[:]
+    assert counter.desk.revoke(frozenset({0}), "quarantine") == [(1, 1, 0), (1, 2, 0)]
+    assert counter.heard == [WorkRevoked(1, task, 0, "quarantine") for task in (3, 1, 2)]
+    assert counter.to(1) == [Dropped(mine[3])]
+    for key in [(1, 1, 0), (1, 2, 0), (1, 4, 0)]:
+        counter.desk.release(key)
+        counter.desk.release(key)
+    released = [m for m in counter.heard if isinstance(m, Report)]
+    assert [m.lease_id for m in released] == ([4] if holds else []), "what was revoked is never released"
+    assert counter.desk.revoke(frozenset({0}), "quarantine") == [], "once"
+    counter.desk.report(1, said(mine[5], 3, 6, FinishReason.STOP))
+    assert counter.heard[-1 if holds else -2] == Report(5, 3, (segment(3, 6),)), "and what is honest goes on"
+
+
+def test_what_is_held_back_is_told_at_its_release():
+    counter = Counter(holds=True)
+    counter.worker(0)
+    counter.want(7)
+    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 9, FinishReason.STOP))
+    assert counter.grown(7).finish_reason is None
+    assert counter.grown(7).num_tokens == 9, "its tokens are known, its end is not"
+    counter.desk.release((1, 7, 0))
+    counter.desk.release((1, 7, 0))
+    assert counter.grown(7).finish_reason is FinishReason.STOP
+
+
+def test_who_refuses_one_lease_after_another_is_hung_up_on():
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    refused = 0
+    while not counter.hung_up:
+        refused += 1
+        counter.desk.refuse(0, Retry(counter.leases(0)[-1].lease_id, 9))
+        counter.desk.hear(0, 0, 0)  # and says again that it serves the version
+        assert refused < 100
+    assert refused == 65
+    assert "refused 64 leases in a row" in counter.hung_up[0][1]
+    counter.worker(1)
+    counter.desk.report(1, said(counter.leases(1)[0].lease_id, 0, 5, FinishReason.STOP))
+    assert counter.grown(7).num_tokens == 5
+
+
+def test_an_abort_reports_what_there_is_and_puts_down():
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    counter.desk.abort(7)
+    counter.desk.abort(7)
+    counter.desk.abort(99)
+    number = counter.leases(0)[0].lease_id
+    assert counter.to(0) == [Abort(number)]
+    counter.desk.report(0, said(number, 0, 4, is_aborted=True))
+    assert counter.heard == [Report(7, 0, (segment(0, 4),)), Report(7, 4, (), is_aborted=True)]
+    assert counter.to(0)[-1] == Ack(number, 4, has_ended=True)
+
+
+def test_a_straggler_is_relieved_and_only_one_branch_counts():
+    counter = Counter(relief=2.0)
+    counter.worker(0, slots=1)
+    counter.worker(1, slots=1)
+    counter.want(1)
+    counter.want(2)
+    slow, fast = counter.leases(0)[0].lease_id, counter.leases(1)[0].lease_id
+    counter.now_s = 4.0
+    counter.desk.report(0, said(slow, 0, 1))
+    counter.desk.report(1, said(fast, 0, 30, FinishReason.STOP))
+    counter.desk.tick()
+    relief = counter.leases(1)[-1]
+    assert relief.trajectory.group_id == 1
+    assert relief.trajectory.num_tokens == 1
+    counter.desk.report(0, said(slow, 1, 3))
+    counter.desk.report(1, said(relief.lease_id, 1, 8, FinishReason.STOP, salt=1))
+    assert counter.grown(1).token_ids == [0, *range(101, 108)]
+    assert WorkLost("overtaken", 2) in counter.heard
+    assert Dropped(slow) in counter.to(0)
+    counter.desk.report(0, said(slow, 3, 9, FinishReason.STOP))
+    assert counter.grown(1).num_tokens == 8
+    assert counter.finished[-1][1] == ((0, 0, 1), (1, 1, 8))
+
+
+def test_events_are_a_closed_set():
+    """A desk that meets a command which it does not know would drop it without a word."""
+    known = {ev.Grant, ev.Recall, ev.Drop, ev.Commit, ev.Finish, ev.Replace, ev.PutDown, ev.Waste, ev.Expel}
+    assert set(ev.Command.__args__) == known
+
+
+def test_what_one_worker_wrote_in_several_reports_is_one_span():
+    """Ten tokens by worker 0 in two reports, then its end, then ten by worker 1 in two."""
+    counter = Counter()
+    counter.worker(0)
+    counter.want(7)
+    (lease,) = counter.leases(0)
+    counter.desk.report(0, said(lease.lease_id, 0, 4))
+    counter.desk.report(0, said(lease.lease_id, 4, 10))
+    counter.worker(1)
+    counter.desk.leave(0, "gone")
+    (again,) = counter.leases(1)
+    counter.desk.report(1, said(again.lease_id, 10, 15))
+    counter.desk.report(1, said(again.lease_id, 15, 20, FinishReason.STOP))
+    assert [spans for _, spans in counter.finished] == [((0, 0, 10), (1, 10, 20))]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_worker_that_goes_while_it_is_given_leases_leaves_nothing_behind(is_traced):
+    """Its connection is full at the first of three leases: the other two go to the next worker too, each once."""
+    counter = Counter(is_traced=is_traced)
+
+    def full(worker: int, message: object) -> None:
+        counter.sent.append((worker, message))
+        if worker == 0 and isinstance(message, Lease) and 0 in counter.desk.table.workers:
+            counter.desk.leave(0, "takes nothing")
+
+    counter.send = full  # type: ignore[method-assign]
+    for task in range(3):
+        counter.want(task)
+    counter.worker(0)
+    assert not counter.desk.table.workers
+    counter.worker(1)
+    assert [lease.trajectory.group_id for lease in counter.leases(1)] == [0, 1, 2]
+    for lease in counter.leases(1):
+        assert counter.desk.table.knows(lease.lease_id)
+        counter.desk.report(1, said(lease.lease_id, 0, 3, FinishReason.STOP))
+    assert [counter.grown(task).num_tokens for task in range(3)] == [3, 3, 3]
+    assert counter.desk.table.num_tasks == 0
+    assert not counter.desk._branches

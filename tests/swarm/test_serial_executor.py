@@ -1,0 +1,62 @@
+"""Background work is done in order by a thread that is gone when there is none."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from baton.swarm.serial_executor import Errands
+
+pytestmark = pytest.mark.timing
+
+
+def alive(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
+
+
+def test_things_are_done_in_order_and_the_thread_ends() -> None:
+    errands, done = Errands("errands of a test"), []
+    futures = [errands.submit(done.append, number) for number in range(50)]
+    for future in futures:
+        future.result(60)
+    assert done == list(range(50))
+    until_s = time.monotonic() + 60
+    while alive("errands of a test"):
+        assert time.monotonic() < until_s, "the thread stays"
+        time.sleep(0.001)
+    errands.submit(done.append, 50).result(60)
+    assert done[-1] == 50, "it begins again"
+
+
+def test_a_fault_is_its_callers_and_the_next_thing_is_done() -> None:
+    errands, done = Errands("faults of a test"), []
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    fault, after = errands.submit(fail), errands.submit(done.append, 1)
+    with pytest.raises(KeyError, match="lost"):
+        fault.result(60)
+    after.result(60)
+    assert done == [1]
+
+
+def test_closing_waits_for_what_has_begun_and_leaves_the_rest() -> None:
+    errands, may_end, done = Errands("end of a test"), threading.Event(), []
+    begun = threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert may_end.wait(60)
+        done.append("first")
+
+    running, waiting = errands.submit(first), errands.submit(done.append, "second")
+    waiting.add_done_callback(lambda _: may_end.set())  # by close, which then has to wait
+    assert begun.wait(60)
+    errands.close(60)
+    assert running.done()
+    assert waiting.cancelled()
+    assert errands.submit(done.append, "third").cancelled()
+    assert done == ["first"]

@@ -1,0 +1,367 @@
+"""The examiner: what is checked waits for its verdict, and who is convicted loses what is not trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import pytest
+
+import baton.swarm.verification.service
+from baton.rollout.rescored import Claim, Rescored
+from baton.swarm.auth import Grant, Role
+from baton.swarm.identity import WorkerKeys
+from baton.swarm.verification.policy import InspectionSettings, Inspector
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.verification.service import Author, Examiner
+from baton.swarm.verification.verify import Calibration, WorkerClass
+from baton.types import FinishReason, Lease, PolicyVersion, SamplingParams, Segment, Trajectory
+
+KIND = WorkerClass("cpu", "float32", "fake")
+LENGTH = 10
+
+
+class Script:
+    """A scorer that finds each claim's tokens forged by what `forged` says, once it is let."""
+
+    def __init__(self) -> None:
+        self.may_score = Event()
+        self.may_score.set()
+        self.forged: dict[str, float] = {}
+        self.loaded: list[int] = []
+        self.fails = False
+
+    def load(self, tensors: Any, version: int) -> None:
+        assert tensors == {"version": version}
+        self.loaded.append(version)
+
+    def score(self, claims: list[Claim]) -> list[Rescored]:
+        assert self.may_score.wait(60)
+        if self.fails:
+            raise ArithmeticError("no such number")
+        version = self.loaded[-1]
+        found = []
+        for claim in claims:
+            trajectory = claim.trajectory
+            places = [p for p, v in enumerate(trajectory.policy_versions) if v == version]
+            off = self.forged.get(trajectory.name, 0.0)
+            known = [trajectory.behavior_logprobs[p] for p in places]
+            found.append(
+                Rescored(
+                    trajectory.name, version, 1.0, tuple(places), tuple(trajectory.token_ids[p] for p in places),
+                    tuple(known), tuple(k - off for k in known), (0.0,) * len(places), (1.0,) * len(places),
+                )
+            )  # fmt: skip
+        return found
+
+
+class Office:
+    """An examiner, with the hub's thread played by the test."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.script, self.actions = Script(), SimpleQueue()
+        self.released: list[Any] = []
+        self.remade: list[Any] = []
+        self.said: list[str] = []
+        self.convictions: list[Any] = []
+        values = {"share": 1.0, "trusted_share": 1.0, "first": 0, **settings}
+        self.calibration = Calibration(min_tokens=40)
+        self.examiner = Examiner(
+            lambda: self.script,
+            Inspector(InspectionSettings(**values), b"secret"),
+            self.calibration,
+            Quarantine(path / "quarantine.jsonl"),
+            keep_versions=2,
+            to_hub=self.actions.put,
+            on_release=self.released.append,
+            on_remake=self.remade.append,
+            say=self.said.append,
+            on_conviction=self.convictions.append,
+        )
+        for number in (0, 1):
+            self.examiner.published(PolicyVersion("a", number), {"version": number})
+
+    def finish(self, group: int, *parts: tuple[Author, int, int], versions: tuple[int, ...] = (1,)) -> bool:
+        size = LENGTH // len(versions)
+        segments = tuple(Segment((3,) * size, (-1.0,) * size, version) for version in versions)
+        whole = Trajectory(group, 0, (5,), segments, FinishReason.LENGTH)
+        lease = Lease(group, Trajectory(group, 0, (5,)), SamplingParams(LENGTH), 9, 0)
+        return self.examiner.finished(lease, whole, parts)
+
+    def rule(self, count: int = 1) -> None:
+        """Let so many verdicts come in."""
+        for _ in range(count):
+            self.actions.get(timeout=60)()
+
+
+def author(name: str, *, trusted: bool = False, own: bool = False, token: str = "") -> Author:
+    token = token or f"token of {name}"
+    return Author(name, Grant(token, Role.WORKER, trusted, digest=token, is_own=own), f"{token}#{name}", KIND)
+
+
+def reason(office: Office, name: str, token: str = "") -> str | None:
+    return office.examiner.quarantine.reason(author(name, token=token).grant, name)
+
+
+@pytest.fixture
+def office(tmp_path: Path):
+    made = Office(tmp_path)
+    yield made
+    made.script.may_score.set()
+    made.examiner.close()
+    made.examiner.close()
+
+
+def test_what_is_checked_waits_for_its_verdict(office):
+    office.script.may_score.clear()
+    assert office.finish(1, (author("a"), 0, LENGTH))
+    office.examiner.tick()
+    assert office.released == []
+    office.script.may_score.set()
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+    assert office.examiner.counters.checked == 1
+    assert office.examiner.counters.tokens == LENGTH
+    assert office.examiner.counters.by_worker == {"a": 1}
+
+
+def test_what_nobody_wants_checked_is_not_held(tmp_path):
+    office = Office(tmp_path, share=0.0, trusted_share=0.0)
+    assert not office.finish(1, (author("a"), 0, LENGTH))
+    office.examiner.close()
+
+
+def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is_said(office, monkeypatch):
+    monkeypatch.setattr(baton.swarm.verification.service, "PATIENCE_S", -1.0)
+    office.script.may_score.clear()
+    for times in range(3):
+        assert office.released == []
+        assert office.finish(1, (author("a" if not times else "b"), 0, LENGTH)), "whoever makes it again is checked"
+        office.examiner.tick()
+        office.examiner.tick()
+    assert office.remade == [(9, 1, 0)] * 2
+    assert office.released == [(9, 1, 0)]
+    assert office.examiner.counters.unchecked == 3
+    assert [re.sub(r"^.*: its", "its", text) for text in office.said] == [
+        "its verdict has not come in time; 1 of them are made again, 0 are used as they are; 1 so far ([inspection])",
+        "its verdict has not come in time; 1 of them are made again, 0 are used as they are; 2 so far ([inspection])",
+        "its verdict has not come in time; 0 of them are made again, 1 are used as they are; 3 so far ([inspection])",
+    ]
+    office.script.forged["1/0"] = 0.5
+    office.script.may_score.set()
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+    assert [c.worker for c in office.convictions] == ["a"], "a late verdict convicts all the same"
+
+
+def test_what_trusted_workers_wrote_is_used_without_a_verdict(office, monkeypatch):
+    monkeypatch.setattr(baton.swarm.verification.service, "PATIENCE_S", -1.0)
+    office.script.may_score.clear()
+    office.finish(1, (author("a", trusted=True), 0, LENGTH))
+    office.examiner.tick()
+    assert (office.released, office.remade) == ([(9, 1, 0)], [])
+    assert office.examiner.counters.unchecked == 1
+    assert len(office.said) == 1
+
+
+def test_a_long_trajectory_is_waited_for_longer_and_what_the_hub_is_late_by_counts_for_nobody(office, monkeypatch):
+    monkeypatch.setattr(baton.swarm.verification.service, "PATIENCE_S", -1e3)
+    monkeypatch.setattr(baton.swarm.verification.service, "PATIENCE_S_PER_TOKEN", 1e3)
+    office.script.may_score.clear()
+    office.finish(1, (author("a"), 0, LENGTH))
+    office.examiner.tick()
+    assert office.said == []
+    monkeypatch.setattr(baton.swarm.verification.service, "PATIENCE_S_PER_TOKEN", 0.0)
+    office.finish(2, (author("a"), 0, LENGTH))
+    office.examiner.tick(delay_s=1e4)
+    assert office.said == []
+
+
+def test_the_runs_own_workers_are_checked_only_where_it_asks_for_that(tmp_path, office):
+    mine = author("mine", trusted=True, own=True)
+    assert not office.finish(1, (mine, 0, LENGTH))
+    assert office.finish(2, (mine, 0, 5), (author("a"), 5, LENGTH)), "the part of a stranger is"
+    asking = Office(tmp_path, own=True)
+    assert asking.finish(1, (mine, 0, LENGTH))
+    asking.examiner.close()
+
+
+def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
+    for group in (1, 2, 3):
+        office.finish(group, (author("bad"), 0, LENGTH))
+        office.finish(group + 10, (author("good"), 0, LENGTH))
+        office.rule(2)
+    office.examiner.consumed(7, [(1, 0), (11, 0)], 9)
+    office.rule()
+    office.script.forged["4/0"] = 0.5
+    office.finish(4, (author("bad"), 0, LENGTH))
+    office.rule()
+    (conviction,) = office.convictions
+    assert conviction.worker == "bad"
+    assert conviction.name == "4/0@9"
+    assert conviction.requeue == ("2/0@9", "3/0@9", "4/0@9")
+    assert conviction.trained == (("1/0@9", 7),)
+    assert (conviction.num_trained, conviction.num_finished) == (1, 4)
+    assert "logprob" in conviction.verdict.reason
+    assert reason(office, "bad") == f"in quarantine: {conviction.verdict.reason}"
+    assert reason(office, "good") is None
+    assert not office.finish(5, (author("bad"), 0, LENGTH)), "nothing of it is taken any more"
+
+
+def test_each_author_answers_for_its_own_tokens_under_their_own_versions(office):
+    """Version 0 wrote the first half and is honest; only the second half is forged."""
+    original = office.script.score
+
+    def second_half_forged(claims: list[Claim]) -> list[Rescored]:
+        office.script.forged = {"1/0": 0.5 if office.script.loaded[-1] == 1 else 0.0}
+        return original(claims)
+
+    office.script.score = second_half_forged
+    office.finish(1, (author("a"), 0, 5), (author("b"), 5, 10), versions=(0, 1))
+    office.rule()
+    assert office.script.loaded == [0, 1]
+    assert [c.worker for c in office.convictions] == ["b"]
+
+
+def test_versions_that_are_kept_no_more_cannot_be_checked_and_nobody_is_accused(office):
+    for number in (2, 3):
+        office.examiner.published(PolicyVersion("a", number), {"version": number})
+    office.script.forged["1/0"] = 0.5
+    office.finish(1, (author("a"), 0, LENGTH), versions=(1,))
+    office.rule()
+    assert office.script.loaded == []
+    assert office.convictions == []
+    assert office.remade == [(9, 1, 0)]
+    assert "none of their versions is kept any more" in office.said[0]
+
+
+def test_the_quarantine_survives_a_restart(office, tmp_path):
+    office.script.forged["1/0"] = 0.5
+    office.finish(1, (author("bad"), 0, LENGTH))
+    office.rule()
+    again = Office(tmp_path)
+    assert reason(again, "bad") == reason(office, "bad")
+    assert again.examiner.quarantine.convictions == office.convictions
+    assert not again.finish(2, (author("bad"), 0, LENGTH))
+    assert again.finish(3, (author("good"), 0, LENGTH))
+    again.rule()
+    again.examiner.close()
+
+
+def test_a_violation_convicts_without_a_check_and_only_once(office):
+    conviction = office.examiner.violated(author("bad"), "an id beyond the vocabulary", "a report")
+    assert conviction is not None
+    assert office.convictions == [conviction]
+    assert office.examiner.violated(author("bad"), "again", "a report") is None
+    assert len(office.convictions) == 1
+
+
+def test_trusted_workers_calibrate_their_class_and_others_do_not(office):
+    before = office.calibration.tolerance(KIND)
+    for group in range(6):
+        office.script.forged[f"{group}/0"] = 1e-4
+        office.finish(group, (author("stranger"), 0, LENGTH))
+        office.rule()
+    assert office.calibration.num_tokens(KIND) == 0
+    assert office.calibration.tolerance(KIND) == before
+    for group in range(10, 16):
+        office.script.forged[f"{group}/0"] = 1e-4
+        office.finish(group, (author("ours", trusted=True), 0, LENGTH))
+        office.rule()
+    assert office.calibration.num_tokens(KIND) == 60
+    assert office.calibration.tolerance(KIND) != before
+
+
+def test_what_was_made_again_waits_for_its_own_verdict(office):
+    """The verdict on the old trajectory of the same name does not release the new one."""
+    office.script.may_score.clear()
+    office.finish(1, (author("a"), 0, LENGTH))
+    office.finish(1, (author("b"), 0, LENGTH))
+    office.script.may_score.set()
+    office.rule()
+    assert office.released == []
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+
+
+def test_a_scorer_that_fails_is_named_and_does_not_end_the_run(office):
+    office.script.fails = True
+    office.finish(1, (author("a"), 0, LENGTH))
+    office.rule()
+    assert office.remade == [(9, 1, 0)]
+    assert "scoring them again failed: ArithmeticError: no such number" in office.said[0]
+    office.script.fails = False
+    office.finish(1, (author("b"), 0, LENGTH))
+    office.rule()
+    assert office.released == [(9, 1, 0)]
+    assert office.examiner.counters.checked == 1
+
+
+# ---- who is in quarantine --------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_whose_token_has_the_name_of_another_does_it_no_harm(office):
+    """Two token files may each hold a token `local`; the run's own workers bear the one in its own file."""
+    bad = Author("1f", Grant("local", Role.WORKER, False, digest="stranger"), "local#0", KIND)
+    mine = Grant("local", Role.WORKER, True, digest="mine", is_own=True)
+    office.examiner.violated(bad, "nonsense", "a report")
+    quarantine = office.examiner.quarantine
+    assert quarantine.reason(bad.grant, "1f") == "in quarantine: nonsense"
+    assert quarantine.reason(mine, "2e") is None
+    assert quarantine.reason(bad.grant, "3d") is None, "another worker of that token"
+    assert quarantine.reason(bad.grant) is None, "its token still fetches weights"
+
+
+def test_a_worker_that_drops_its_key_takes_its_token_with_it_after_three(office):
+    for worker in ("a", "b"):
+        office.examiner.violated(author(worker, token="one"), "nonsense", "a report")
+        assert reason(office, "next", token="one") is None
+    office.examiner.violated(author("c", token="one"), "more nonsense", "a report")
+    said = "in quarantine: 3 workers of this token are; the last: more nonsense"
+    assert reason(office, "next", token="one") == said
+    assert reason(office, "next", token="two") is None
+    assert not office.finish(1, (author("next", token="one"), 0, LENGTH)), "nothing of it is taken any more"
+
+
+def test_a_file_of_old_that_names_tokens_still_bans_them_and_never_the_runs_own(tmp_path):
+    """As Baton wrote it before workers had ids: `worker` is the token's name."""
+    path = tmp_path / "quarantine.jsonl"
+    line = {
+        "worker": "local", "name": "0/0@1", "verdict": {"outcome": "bad", "reason": "forged", "test": "draw"},
+        "requeue": [], "trained": [["1/0@1", 3]], "num_trained": 1, "num_checked": 2, "num_finished": 3,
+    }  # fmt: skip
+    path.write_text(json.dumps(line) + "\n")
+    kept = Quarantine(path)
+    stranger = Grant("local", Role.WORKER, False, digest="stranger")
+    assert kept.reason(stranger, "1f") == kept.reason(stranger) == "in quarantine: forged"
+    assert kept.reason(Grant("local", Role.WORKER, True, digest="mine", is_own=True), "2e") is None
+    assert kept.lift("local", 0.0) == ("local",)
+    assert kept.reason(stranger) is None
+
+
+def test_a_key_is_known_again_after_a_restart_and_only_with_its_token():
+    keys = WorkerKeys(b"s" * 32)
+    key = keys.issue("token")
+    worker = keys.worker("token", key)
+    assert worker is not None
+    assert WorkerKeys(b"s" * 32).worker("token", key) == worker
+    assert WorkerKeys(b"t" * 32).worker("token", key) is None
+    assert keys.worker("other", key) is None
+    assert keys.worker("token", keys.issue("token")) not in {worker, None}
+    for forged in ("", ".", key[:-1], f"0{key}", "é.é", worker):
+        assert keys.worker("token", forged) is None
+
+
+def test_whose_quarantine_was_lifted_while_the_hub_runs_is_a_new_worker(office, tmp_path):
+    office.examiner.violated(author("a"), "nonsense", "a report")
+    assert not office.finish(1, (author("a"), 0, LENGTH))
+    Quarantine(tmp_path / "quarantine.jsonl").lift("a", 0.0)
+    office.examiner.tick()
+    assert reason(office, "a") is None
+    assert office.finish(2, (author("a"), 0, LENGTH))
+    office.rule()
+    assert office.released == [(9, 2, 0)]
