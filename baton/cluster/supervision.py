@@ -11,9 +11,9 @@ Events in, commands out; no clock, no I/O. `at_s` is the time of an event on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import assert_never
 
 import msgspec
 
@@ -163,14 +163,6 @@ class Supervision:
         self._posts = {post.name: _Watched(post) for post in placement.workers}
         self._unrest = _Unrest()
         self._is_planning = False
-        self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
-            Began: self._began,
-            Ended: self._ended,
-            MachineLost: self._lost,
-            MachineJoined: self._joined,
-            Planned: self._planned,
-            Tick: self._tick,
-        }
 
     def start(self) -> list[Command]:
         """Return what to begin with."""
@@ -178,9 +170,24 @@ class Supervision:
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return what is to be done, in order. Events of posts that are over are ignored."""
-        commands: list[Command] = []
-        self._handlers[type(event)](event, commands)
-        return commands
+        return list(self._apply_event(event))
+
+    def _apply_event(self, event: Event) -> Iterator[Command]:
+        match event:
+            case Began():
+                self._began(event)
+            case Ended():
+                yield from self._ended(event)
+            case MachineLost():
+                yield from self._lost(event)
+            case MachineJoined():
+                yield from self._joined(event)
+            case Planned():
+                yield from self._planned(event)
+            case Tick():
+                yield from self._tick(event)
+            case _:
+                assert_never(event)
 
     @property
     def workers(self) -> tuple[Post, ...]:
@@ -189,12 +196,12 @@ class Supervision:
 
     # ---- posts -------------------------------------------------------------------------------------------------------
 
-    def _began(self, event: Began, commands: list[Command]) -> None:
+    def _began(self, event: Began) -> None:
         watched = self._posts.get(event.name)
         if watched is not None:
             watched.since_s, watched.begin_s = event.at_s, None
 
-    def _ended(self, event: Ended, commands: list[Command]) -> None:
+    def _ended(self, event: Ended) -> Iterator[Command]:
         watched = self._posts.get(event.name)
         if watched is None or watched.begin_s is not None:
             return
@@ -202,78 +209,76 @@ class Supervision:
         is_old = since_s is not None and event.at_s - since_s >= self.rules.long_life_s
         watched.failures = 1 if is_old else watched.failures + 1
         if watched.failures > self.rules.max_failures:
-            self._give_up(watched, event.cause, commands)
+            yield from self._give_up(watched, event.cause)
             return
         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
         wait_s = retry_wait_s(watched.failures, first_s=first_s, longest_s=longest_s)
         watched.begin_s = event.at_s + wait_s
-        commands.append(
-            Say(f"{event.name} on {watched.post.machine} {event.cause}; beginning it again in {wait_s:g} s")
-        )
+        yield Say(f"{event.name} on {watched.post.machine} {event.cause}; beginning it again in {wait_s:g} s")
 
-    def _give_up(self, watched: _Watched, cause: str, commands: list[Command]) -> None:
+    def _give_up(self, watched: _Watched, cause: str) -> Iterator[Command]:
         name = watched.post.name
         del self._posts[name]
         words = f"{name} on {watched.post.machine} ended {watched.failures} times in a row: {cause}"
-        commands.append(End(name, "is given up"))
+        yield End(name, "is given up")
         if self._posts or self._unrest.last_s is not None or self._is_planning:
-            commands.append(Say(f"{words}; it is given up, the others go on"))
+            yield Say(f"{words}; it is given up, the others go on")
         else:
-            commands.append(Fail(f"no worker is left; {words}"))
+            yield Fail(f"no worker is left; {words}")
 
     # ---- machines ----------------------------------------------------------------------------------------------------
 
-    def _lost(self, event: MachineLost, commands: list[Command]) -> None:
+    def _lost(self, event: MachineLost) -> Iterator[Command]:
         gone = [watched.post.name for watched in self._posts.values() if watched.post.machine == event.machine]
         for name in gone:
             del self._posts[name]
-            commands.append(End(name, f"its machine {event.machine} is gone", is_there=False))
+            yield End(name, f"its machine {event.machine} is gone", is_there=False)
         words = f" with {', '.join(gone)}" if gone else ""
-        commands.append(Say(f"machine {event.machine} is gone{words}"))
+        yield Say(f"machine {event.machine} is gone{words}")
         if event.machine in self._training:
-            commands.append(TrainerLost(event.machine))
+            yield TrainerLost(event.machine)
         self._unrest.joined.discard(event.machine)
         self._unrest.lost.add(event.machine)
         self._unrest.last_s = event.at_s
 
-    def _joined(self, event: MachineJoined, commands: list[Command]) -> None:
-        commands.append(Say(f"machine {event.machine} is there"))
+    def _joined(self, event: MachineJoined) -> Iterator[Command]:
+        yield Say(f"machine {event.machine} is there")
         self._unrest.lost.discard(event.machine)
         self._unrest.joined.add(event.machine)
         self._unrest.last_s = event.at_s
 
-    def _planned(self, event: Planned, commands: list[Command]) -> None:
+    def _planned(self, event: Planned) -> Iterator[Command]:
         self._is_planning = False
-        commands.append(Say(event.words))
+        yield Say(event.words)
         lost = self._unrest.lost  # while the planner was thinking
         if event.workers is not None:
-            self._apply([post for post in event.workers if post.machine not in lost], commands)
+            yield from self._apply([post for post in event.workers if post.machine not in lost])
         if not self._posts and self._unrest.last_s is None:
-            commands.append(Fail("no worker is left, and no machine to put one on"))
+            yield Fail("no worker is left, and no machine to put one on")
 
-    def _apply(self, wanted: Sequence[Post], commands: list[Command]) -> None:
+    def _apply(self, wanted: Sequence[Post]) -> Iterator[Command]:
         made = change(self.workers, wanted)
         for post in made.ended:
             del self._posts[post.name]
-            commands.append(End(post.name, "is not in the new plan"))
+            yield End(post.name, "is not in the new plan")
         for post in made.kept:
             watched = self._posts[post.name]
             is_reweighed, watched.post = watched.post.weight != post.weight, post
             if is_reweighed:
-                commands.append(Weigh(post))
+                yield Weigh(post)
         for post in made.begun:
             self._posts[post.name] = _Watched(post)
-            commands.append(Begin(post))
+            yield Begin(post)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: Tick, commands: list[Command]) -> None:
+    def _tick(self, event: Tick) -> Iterator[Command]:
         for watched in self._posts.values():
             if watched.begin_s is not None and event.at_s >= watched.begin_s:
                 watched.begin_s = None
-                commands.append(Begin(watched.post))
+                yield Begin(watched.post)
         last_s = self._unrest.last_s
         if last_s is not None and not self._is_planning and event.at_s - last_s >= self.rules.settle_s:
             unrest, self._unrest = self._unrest, _Unrest()
             self._is_planning = True
-            commands.append(Replan(tuple(sorted(unrest.lost)), tuple(sorted(unrest.joined))))
+            yield Replan(tuple(sorted(unrest.lost)), tuple(sorted(unrest.joined)))

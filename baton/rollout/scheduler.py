@@ -23,8 +23,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import assert_never
 
 from baton.errors import UserError
 from baton.rollout.buffer import Buffer
@@ -93,24 +93,12 @@ class RolloutScheduler:
         """The version that the workers were last known to serve."""
         self._is_loading = False
         self._last_s = 0.0
-        self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
-            Capacity: self._capacity,
-            Lost: self._lost,
-            Revoked: self._revoked,
-            Grew: self._grew,
-            Finished: self._finished,
-            PutDown: self._put_down,
-            Rewarded: self._rewarded,
-            VersionMade: self._version_made,
-            Serving: self._serving,
-            BatchWanted: self._batch_wanted,
-            Paused: self._paused,
-            Resumed: self._resumed,
-        }
 
     def take_up(self, carried: Sequence[TrackedGroup]) -> list[Command]:
         """Go on with the unconsumed groups of an earlier process, before the first event."""
-        commands: list[Command] = []
+        return list(self._carry(carried))
+
+    def _carry(self, carried: Sequence[TrackedGroup]) -> Iterator[Command]:
         for group in carried:
             assert group.group_id < self.next_group_id, f"group {group.group_id} is to be opened yet"
             self._groups[group.group_id] = group
@@ -120,8 +108,7 @@ class RolloutScheduler:
                 if member.state is State.PENDING:
                     self._put_back(member)
             if not group.num_unjudged:
-                self._complete(group, commands)
-        return commands
+                yield from self._complete(group)
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return what is to be done, in order. Times never go back."""
@@ -129,11 +116,7 @@ class RolloutScheduler:
         if elapsed_s > 0:
             self.step.pass_time(elapsed_s, len(self._leased), self._slots)
             self._last_s = event.at_s
-        commands: list[Command] = []
-        self._handlers[type(event)](event, commands)
-        self._deliver(commands)
-        self._assign(commands)
-        return commands
+        return [*self._apply_event(event), *self._deliver(), *self._assign()]
 
     @property
     def num_leased(self) -> int:
@@ -161,15 +144,44 @@ class RolloutScheduler:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def _capacity(self, event: Capacity, commands: list[Command]) -> None:
-        self._slots, self._places = event.slots, event.slots + event.queue
+    def _apply_event(self, event: Event) -> Iterator[Command]:
+        match event:
+            case Grew():
+                self._grew(event)
+            case Finished():
+                yield from self._finished(event)
+            case PutDown():
+                yield from self._put_down(event)
+            case Rewarded():
+                yield from self._rewarded(event)
+            case Capacity(slots=slots, queue=queue):
+                self._slots, self._places = slots, slots + queue
+            case Lost():
+                self._lost(event)
+            case Revoked():
+                yield from self._revoked(event)
+            case VersionMade():
+                yield from self._version_made(event)
+            case Serving():
+                yield from self._serving(event)
+            case BatchWanted():
+                assert not self._is_wanted, "a batch is wanted already"
+                assert self._delivered == self.version, "a batch is wanted while the last one is being trained"
+                self._is_wanted = True
+            case Paused():
+                self._is_paused = True
+                yield from self._abort_all()
+            case Resumed():
+                self._is_paused = False
+            case _:
+                assert_never(event)
 
-    def _lost(self, event: Lost, commands: list[Command]) -> None:
+    def _lost(self, event: Lost) -> None:
         self.ledger.generated += event.num_tokens
         self.ledger.lose(event.cause, event.num_tokens)
         self.step.lost_tokens += event.num_tokens
 
-    def _revoked(self, event: Revoked, commands: list[Command]) -> None:
+    def _revoked(self, event: Revoked) -> Iterator[Command]:
         """Whatever state it is in, it begins again; whoever judges it meanwhile is not listened to."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is State.JUDGED:
@@ -180,31 +192,31 @@ class RolloutScheduler:
         forgotten = trajectory.forget()
         self.ledger.lose(event.cause, forgotten)
         self.step.lost_tokens += forgotten
-        commands.append(Restart(event.group_id, event.sample_index))
+        yield Restart(event.group_id, event.sample_index)
         if trajectory.state is State.PENDING:
             self._pending = [item for item in self._pending if item[1:] != (event.group_id, event.sample_index)]
             heapq.heapify(self._pending)
         self._put_back(trajectory)
-        self._load_when_free(commands)
+        yield from self._load_when_free()
 
-    def _grew(self, event: Grew, commands: list[Command]) -> None:
+    def _grew(self, event: Grew) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} grew while {trajectory.state.name}"
         trajectory.grow(event.version, event.num_tokens)
         self.ledger.generated += event.num_tokens
         self.step.generated_tokens += event.num_tokens
 
-    def _finished(self, event: Finished, commands: list[Command]) -> None:
+    def _finished(self, event: Finished) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         self._release(trajectory, State.JUDGING)
         self.step.finished += 1
-        self._load_when_free(commands)
+        yield from self._load_when_free()
 
-    def _put_down(self, event: PutDown, commands: list[Command]) -> None:
+    def _put_down(self, event: PutDown) -> Iterator[Command]:
         self._put_back(self._release(self._trajectory(event.group_id, event.sample_index), State.PENDING))
-        self._load_when_free(commands)
+        yield from self._load_when_free()
 
-    def _rewarded(self, event: Rewarded, commands: list[Command]) -> None:
+    def _rewarded(self, event: Rewarded) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is State.JUDGED:  # again, with the whole group, of which a member was revoked
             trajectory.reward = event.reward
@@ -214,9 +226,9 @@ class RolloutScheduler:
         group = self._groups[event.group_id]
         group.num_unjudged -= 1
         if not group.num_unjudged:
-            self._complete(group, commands)
+            yield from self._complete(group)
 
-    def _version_made(self, event: VersionMade, commands: list[Command]) -> None:
+    def _version_made(self, event: VersionMade) -> Iterator[Command]:
         assert event.version == self._delivered, f"version {event.version} made of {self._delivered} batches"
         self.version = event.version
         if not event.is_published:
@@ -224,27 +236,15 @@ class RolloutScheduler:
         self._is_changing, self._published = True, event.version
         if self.rules.is_in_flight:
             self._is_loading = True
-            commands.append(Load(event.version))
+            yield Load(event.version)
         elif self.rules.on_new_version == "resume":
-            self._abort_all(commands)
-        self._load_when_free(commands)
+            yield from self._abort_all()
+        yield from self._load_when_free()
 
-    def _serving(self, event: Serving, commands: list[Command]) -> None:
+    def _serving(self, event: Serving) -> Iterator[Command]:
         self._is_loading, self._served = False, event.version
         self._is_changing = event.version != self._published
-        self._load_when_free(commands)
-
-    def _batch_wanted(self, event: BatchWanted, commands: list[Command]) -> None:
-        assert not self._is_wanted, "a batch is wanted already"
-        assert self._delivered == self.version, "a batch is wanted while the last one is being trained"
-        self._is_wanted = True
-
-    def _paused(self, event: Paused, commands: list[Command]) -> None:
-        self._is_paused = True
-        self._abort_all(commands)
-
-    def _resumed(self, event: Resumed, commands: list[Command]) -> None:
-        self._is_paused = False
+        yield from self._load_when_free()
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class RolloutScheduler:
             return False
         return self._is_wanted or self.rules.mode == "async"
 
-    def _assign(self, commands: list[Command]) -> None:
+    def _assign(self) -> Iterator[Command]:
         """Fill the places that are free: with what was put down, then what waits, then a new group."""
         if not self._is_generating():
             return
@@ -274,7 +274,7 @@ class RolloutScheduler:
         is_exact, version = not self.rules.is_in_flight, self._oldest_served()
         while len(self._leased) < most and (self._pending or self._may_open()):
             if not self._pending:
-                self._open(commands)
+                yield from self._open()
             _, group_id, sample_index = heapq.heappop(self._pending)
             trajectory = self._trajectory(group_id, sample_index)
             trajectory.state = State.LEASED
@@ -283,9 +283,9 @@ class RolloutScheduler:
                 self.step.resumed += 1
                 self.step.reprefilled_tokens += trajectory.num_tokens
             least = version if is_exact or not trajectory.versions else max(version, trajectory.versions[-1][0])
-            commands.append(Assign(group_id, sample_index, least, is_exact))
+            yield Assign(group_id, sample_index, least, is_exact)
 
-    def _open(self, commands: list[Command]) -> None:
+    def _open(self) -> Iterator[Command]:
         again, attempts = self._dropped.popleft() if self._dropped else (None, 0)
         group_id, self.next_group_id = self.next_group_id, self.next_group_id + 1
         group = TrackedGroup.new(group_id, self.rules.group_size, opened_at=self.version, attempts=attempts)
@@ -293,13 +293,13 @@ class RolloutScheduler:
         self._buffer.opened(group_id)
         for member in group.members:
             heapq.heappush(self._pending, (True, group_id, member.sample_index))
-        commands.append(Open(group_id, again))
+        yield Open(group_id, again)
 
-    def _complete(self, group: TrackedGroup, commands: list[Command]) -> None:
+    def _complete(self, group: TrackedGroup) -> Iterator[Command]:
         """Into the buffer with it, unless it has nothing to teach (DAPO, arXiv 2503.14476, section 3.2)."""
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
-            self._discard(group, "filtered", commands)
+            yield from self._discard(group, "filtered")
             self.step.filtered_groups += 1
             limit = FILTERED_LIMIT * self.rules.batch_groups
             if self.step.filtered_groups >= limit:
@@ -311,13 +311,13 @@ class RolloutScheduler:
         else:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))
 
-    def _deliver(self, commands: list[Command]) -> None:
+    def _deliver(self) -> Iterator[Command]:
         """Hand out the batch that is wanted as soon as there is one."""
         if not self._is_wanted or self._buffer.num_complete < self.rules.batch_groups:
             return
         take = self._buffer.take(self.version)
         for group_id in take.expired:
-            self._drop(self._groups[group_id], commands)
+            yield from self._drop(self._groups[group_id])
         if not take.group_ids:
             return
         floor = self.version - self.rules.max_staleness
@@ -331,37 +331,38 @@ class RolloutScheduler:
         self._delivered += 1
         self.step.carried_groups = len(self._buffer)
         if self.rules.mode == "partial":
-            self._abort_all(commands)
+            yield from self._abort_all()
         if self.rules.is_adaptive:
             most = self.rules.most_overprovision
             self.overprovision = next_overprovision(self.overprovision, self.step.measured(), most)
-        commands.append(Deliver(self._delivered, take.group_ids))
+        yield Deliver(self._delivered, take.group_ids)
 
-    def _drop(self, group: TrackedGroup, commands: list[Command]) -> None:
+    def _drop(self, group: TrackedGroup) -> Iterator[Command]:
         """Try a group's prompt again under a new id, or give it up."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
             self.step.requeued_groups += 1
         else:
             self.step.dropped_groups += 1
-        self._discard(group, "dropped", commands)
+        yield from self._discard(group, "dropped")
 
-    def _discard(self, group: TrackedGroup, cause: str, commands: list[Command]) -> None:
+    def _discard(self, group: TrackedGroup, cause: str) -> Iterator[Command]:
         del self._groups[group.group_id]
         if cause == "filtered":
             self.ledger.filtered += group.num_tokens
         else:
             self.ledger.dropped += group.num_tokens
-        commands.append(Discard(group.group_id, cause))
+        yield Discard(group.group_id, cause)
 
-    def _abort_all(self, commands: list[Command]) -> None:
-        commands += [Abort(*key) for key in sorted(self._leased)]
+    def _abort_all(self) -> Iterator[Command]:
+        for key in sorted(self._leased):
+            yield Abort(*key)
 
-    def _load_when_free(self, commands: list[Command]) -> None:
+    def _load_when_free(self) -> Iterator[Command]:
         """Have a version loaded once nobody runs under the old one."""
         if self._is_changing and not self._is_loading and not len(self._leased):
             self._is_loading = True
-            commands.append(Load(self._published))
+            yield Load(self._published)
 
     # ---- states ------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import assert_never
 
 from baton.swarm.credit import Credit
 from baton.swarm.lease_events import (
@@ -73,26 +73,38 @@ class LeaseTable:
         """Heaps of tasks, the oldest first; notes out of date are passed over."""
         self._may_grant = False
         """Whether something waits, or a place is free, that was not before."""
-        self._handlers: dict[type[Any], Callable[[Any, list[Command]], None]] = {
-            WorkerJoined: self._joined,
-            WorkerWeighed: self._weighed,
-            WorkerHeard: self._heard,
-            WorkerLeft: self._left,
-            TaskWanted: self._wanted,
-            TaskAborted: self._aborted,
-            TaskRevoked: self._revoked,
-            LeaseGrew: self._grew,
-            LeaseFinished: self._finished,
-            LeasePutDown: self._put_down,
-            Tick: self._tick,
-        }
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return what is to be done, in order. Events of leases that have ended are ignored."""
-        commands: list[Command] = []
-        self._handlers[type(event)](event, commands)
-        self._grant_all(event.at_s, commands)
-        return commands
+        return [*self._apply_event(event), *self._grant_all(event.at_s)]
+
+    def _apply_event(self, event: Event) -> Iterator[Command]:
+        match event:
+            case LeaseGrew():
+                yield from self._grew(event)
+            case WorkerHeard():
+                self._heard(event)
+            case TaskWanted():
+                self._wanted(event)
+            case LeaseFinished():
+                yield from self._finished(event)
+            case LeasePutDown():
+                yield from self._put_down(event)
+            case TaskAborted():
+                yield from self._aborted(event)
+            case TaskRevoked():
+                yield from self._revoked(event)
+            case Tick():
+                yield from self._tick(event)
+            case WorkerJoined():
+                self._joined(event)
+            case WorkerWeighed(worker=number, weight=weight):
+                if number in self.workers:
+                    self._places.weigh(self.workers[number], weight)
+            case WorkerLeft():
+                yield from self._left(event)
+            case _:
+                assert_never(event)
 
     @property
     def workers(self) -> dict[int, Worker]:
@@ -135,7 +147,7 @@ class LeaseTable:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def _joined(self, event: WorkerJoined, commands: list[Command]) -> None:
+    def _joined(self, event: WorkerJoined) -> None:
         worker = Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind)
         if event.owner is not None:
             worker.credit = Credit(event.slots, event.at_s)
@@ -147,11 +159,7 @@ class LeaseTable:
             worker.owner.workers.add(event.worker)
         self._places.add(worker)
 
-    def _weighed(self, event: WorkerWeighed, commands: list[Command]) -> None:
-        if event.worker in self.workers:
-            self._places.weigh(self.workers[event.worker], event.weight)
-
-    def _heard(self, event: WorkerHeard, commands: list[Command]) -> None:
+    def _heard(self, event: WorkerHeard) -> None:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
@@ -162,56 +170,56 @@ class LeaseTable:
             worker.version = event.version
             self._offer(worker)
 
-    def _left(self, event: WorkerLeft, commands: list[Command]) -> None:
+    def _left(self, event: WorkerLeft) -> Iterator[Command]:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
         for lease in [self._leases[number] for number in worker.leases]:
             if lease.length == lease.base:
                 self._credit(worker, Credit.lose)
-        self._remove(worker, commands)
+        yield from self._remove(worker)
 
-    def _remove(self, worker: Worker, commands: list[Command]) -> None:
+    def _remove(self, worker: Worker) -> Iterator[Command]:
         self._places.remove(worker.number)
         if worker.owner is not None:
             worker.owner.workers.discard(worker.number)
             worker.owner.credit.resize(-self._places.most(worker.slots))
         for number in sorted(worker.leases):
-            self._end(self._leases[number], commands)
+            yield from self._end(self._leases[number])
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
-    def _wanted(self, event: TaskWanted, commands: list[Command]) -> None:
+    def _wanted(self, event: TaskWanted) -> None:
         assert event.task not in self._tasks, f"task {event.task} is wanted twice"
         task = TrackedTask(event.task, (event.version, event.is_exact), event.num_tokens, event.max_tokens)
         self._tasks[event.task] = task
         self._queue(task)
 
-    def _aborted(self, event: TaskAborted, commands: list[Command]) -> None:
+    def _aborted(self, event: TaskAborted) -> Iterator[Command]:
         task = self._tasks.get(event.task)
         if task is None or task.is_aborting:
             return
         task.is_aborting = True
         if task.is_waiting:
             self.num_waiting -= 1
-            self._rest(task, commands)
+            yield from self._rest(task)
         for lease in task.leases:
             lease.recalled_s = event.at_s
-            commands.append(Recall(lease.worker, lease.number))
+            yield Recall(lease.worker, lease.number)
 
-    def _revoked(self, event: TaskRevoked, commands: list[Command]) -> None:
+    def _revoked(self, event: TaskRevoked) -> Iterator[Command]:
         """Nothing of it stays; what was committed its owner counts, what was not is wasted."""
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
         self.num_waiting -= task.is_waiting
         for lease in task.leases:
-            commands.append(Drop(lease.worker, lease.number))
+            yield Drop(lease.worker, lease.number)
             self._forget(lease)
         for lease in (*task.leases, *task.rested):
-            self._overtaken(task, lease, task.committed, commands)
+            yield from self._overtaken(task, lease, task.committed)
 
-    def _grew(self, event: LeaseGrew, commands: list[Command]) -> None:
+    def _grew(self, event: LeaseGrew) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -222,11 +230,11 @@ class LeaseTable:
         lease.version = max(lease.version, event.version)
         before, lease.length = lease.length, lease.length + event.num_tokens
         if self.rules.restarts and self._is_faithful(task, lease):
-            self._waste("regenerated", min(lease.length, task.committed) - before, commands)
+            yield from self._waste("regenerated", min(lease.length, task.committed) - before)
         if self._commits(task, lease):
-            self._commit(task, lease, commands)
+            yield from self._commit(task, lease)
 
-    def _finished(self, event: LeaseFinished, commands: list[Command]) -> None:
+    def _finished(self, event: LeaseFinished) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -234,62 +242,62 @@ class LeaseTable:
         prefix, is_faithful = task.committed, self._is_faithful(task, lease)
         self._forget(lease)
         if is_faithful:
-            self._commit(task, lease, commands)
-            commands.append(Finish(task.number, lease.number))
+            yield from self._commit(task, lease)
+            yield Finish(task.number, lease.number)
         else:
-            commands.append(Replace(task.number, lease.number))
+            yield Replace(task.number, lease.number)
         for other in [one for one in task.leases if one is not lease]:
             if event.at_s - other.granted_s >= self.rules.relief_after_s:
                 self._charge(other)
-            commands.append(Drop(other.worker, other.number))
+            yield Drop(other.worker, other.number)
             self._forget(other)
             task.rested.append(other)
         for other in task.rested:
-            self._overtaken(task, other, prefix, commands)
+            yield from self._overtaken(task, other, prefix)
 
-    def _put_down(self, event: LeasePutDown, commands: list[Command]) -> None:
+    def _put_down(self, event: LeasePutDown) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
         if not task.is_aborting and worker.serves(*task.ask):  # it refused: else it would be given the same at once
             worker.version = None
-        self._end(lease, commands)
+        yield from self._end(lease)
 
-    def _end(self, lease: TrackedLease, commands: list[Command]) -> None:
+    def _end(self, lease: TrackedLease) -> Iterator[Command]:
         """A lease is over, and its task is not finished."""
         task = self._tasks[lease.task]
         self._forget(lease)
         task.leases.remove(lease)
         if task.leases and not task.is_aborting:  # it is relieved: the other goes on alone
-            self._overtaken(task, lease, task.committed, commands)
+            yield from self._overtaken(task, lease, task.committed)
             if self._commits(task, task.leases[0]):
-                self._commit(task, task.leases[0], commands)
+                yield from self._commit(task, task.leases[0])
         elif task.leases:
             task.rested.append(lease)
         else:
-            self._overtake_all(task, lease, commands)
+            yield from self._overtake_all(task, lease)
             if task.is_aborting:
-                self._rest(task, commands)
+                yield from self._rest(task)
             else:
                 self._queue(task)
 
-    def _overtake_all(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
+    def _overtake_all(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
         """Keep the longest of the branches that were put down."""
         branches = (*task.rested, lease)
         found = [one for one in branches if self._is_faithful(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
         prefix = task.committed
         if longest is not None:
-            self._commit(task, longest, commands)
+            yield from self._commit(task, longest)
         for other in branches:
             if other is not longest:
-                self._overtaken(task, other, prefix, commands)
+                yield from self._overtaken(task, other, prefix)
 
-    def _overtaken(self, task: TrackedTask, lease: TrackedLease, prefix: int, commands: list[Command]) -> None:
+    def _overtaken(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
         """Count what a lease made beyond the prefix that all share; with `restarts`, what one of another kind made."""
         shared = max(prefix, lease.base) if self._is_faithful(task, lease) else lease.base
-        self._waste("overtaken", lease.length - shared, commands)
+        yield from self._waste("overtaken", lease.length - shared)
 
     def _is_faithful(self, task: TrackedTask, lease: TrackedLease) -> bool:
         """Whether a lease makes, or begins with, the tokens that are committed."""
@@ -301,19 +309,19 @@ class LeaseTable:
             return self._is_faithful(task, lease)
         return len(task.leases) + len(task.rested) == 1
 
-    def _commit(self, task: TrackedTask, lease: TrackedLease, commands: list[Command]) -> None:
+    def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
         if lease.length > task.committed:
             task.commit(lease)
-            commands.append(Commit(task.number, lease.number, lease.length))
+            yield Commit(task.number, lease.number, lease.length)
 
-    def _rest(self, task: TrackedTask, commands: list[Command]) -> None:
+    def _rest(self, task: TrackedTask) -> Iterator[Command]:
         del self._tasks[task.number]
-        commands.append(PutDown(task.number))
+        yield PutDown(task.number)
 
-    def _waste(self, cause: str, num_tokens: int, commands: list[Command]) -> None:
+    def _waste(self, cause: str, num_tokens: int) -> Iterator[Command]:
         if num_tokens > 0:
             self.wasted[cause] += num_tokens
-            commands.append(Waste(cause, num_tokens))
+            yield Waste(cause, num_tokens)
 
     def _forget(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
@@ -358,7 +366,7 @@ class LeaseTable:
         self._may_grant = True
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.number)
 
-    def _grant_all(self, at_s: float, commands: list[Command]) -> None:
+    def _grant_all(self, at_s: float) -> Iterator[Command]:
         """Give what waits to whoever has a place and the right version, the oldest first."""
         if not self._may_grant:
             return
@@ -371,7 +379,7 @@ class LeaseTable:
             else:
                 heapq.heappop(self._waiting[task.ask])
                 self.num_waiting -= 1
-                self._grant(task, worker, at_s, commands)
+                yield from self._grant(task, worker, at_s)
 
     def _oldest_waiting(self, nowhere: set[Ask]) -> TrackedTask | None:
         """Return the oldest task that waits and does not ask for what nobody has room for."""
@@ -386,7 +394,7 @@ class LeaseTable:
                 oldest = task
         return oldest
 
-    def _grant(self, task: TrackedTask, worker: Worker, at_s: float, commands: list[Command]) -> None:
+    def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[Command]:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
         stem = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
@@ -403,40 +411,40 @@ class LeaseTable:
         if worker.owner is not None:
             worker.owner.num_held += 1
         self._places.offer(worker)
-        commands.append(Grant(worker.number, number, task.number, base))
+        yield Grant(worker.number, number, task.number, base)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: Tick, commands: list[Command]) -> None:
+    def _tick(self, event: Tick) -> Iterator[Command]:
         now_s, rules = event.at_s, self.rules
         for worker in list(self.workers.values()):
             worker.heard_s = min(now_s, worker.heard_s + event.delay_s)
             worker.moved_s = min(now_s, worker.moved_s + event.delay_s)
             self._credit(worker, lambda credit: credit.recover(now_s))
             if now_s - worker.heard_s > rules.silence_s:
-                self._expel(worker, f"was not heard of for {rules.silence_s:.0f} s", commands)
+                yield from self._expel(worker, f"was not heard of for {rules.silence_s:.0f} s")
             elif worker.leases and now_s - worker.moved_s > rules.wedge_s:
                 held = f"held {len(worker.leases)} leases"
                 for _ in worker.leases:
                     self._credit(worker, Credit.lose)
-                self._expel(worker, f"{held} and made no token for {rules.wedge_s:.0f} s", commands)
+                yield from self._expel(worker, f"{held} and made no token for {rules.wedge_s:.0f} s")
         for lease in list(self._leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.silence_s
             if is_unanswered or now_s - lease.grew_s > rules.starve_s:
                 self._charge(lease)
-                commands.append(Drop(lease.worker, lease.number))
-                self._end(lease, commands)
-        self._grant_all(now_s, commands)
+                yield Drop(lease.worker, lease.number)
+                yield from self._end(lease)
+        yield from self._grant_all(now_s)
         if rules.relief:
-            self._relieve(now_s, commands)
+            yield from self._relieve(now_s)
 
-    def _expel(self, worker: Worker, cause: str, commands: list[Command]) -> None:
-        commands.append(Expel(worker.number, cause))
-        self._remove(worker, commands)
+    def _expel(self, worker: Worker, cause: str) -> Iterator[Command]:
+        yield Expel(worker.number, cause)
+        yield from self._remove(worker)
 
-    def _relieve(self, now_s: float, commands: list[Command]) -> None:
+    def _relieve(self, now_s: float) -> Iterator[Command]:
         """Give the slowest leases to free workers too, the fastest first, where those may well be through first.
 
         Nothing that waits could go there. How long a trajectory becomes nobody knows; both are compared by the time
@@ -454,7 +462,7 @@ class LeaseTable:
             others = (w for w in reversed(able[task.ask]) if w.has_slot and w.number != task.leases[0].worker)
             worker = next(others, None)
             if worker is not None and self._is_worth(task, here_s, worker):
-                self._grant(task, worker, now_s, commands)
+                yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
         """(seconds that it may still take, task) of the tasks that the fastest worker would relieve."""
