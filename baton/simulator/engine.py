@@ -19,7 +19,7 @@ from typing import Protocol
 
 from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
-from baton.simulator.rows import Busy, Grown, Longest, Row
+from baton.simulator.rows import Busy, Grown, Longest, Row, Wish
 from baton.simulator.timing import Speed, steps_within
 from baton.simulator.tracing import trace_row
 
@@ -89,8 +89,10 @@ class SimEngine:
         """They."""
         return [*self._rows]
 
-    def submit(self, row: Row) -> None:
+    def submit(self, wish: Wish) -> None:
         """Take a lease."""
+        w = wish
+        row = Row(w.lease, w.group_id, w.sample_index, w.prompt, w.tokens, w.length, w.version, w.is_exact)
         self._rows[row.lease] = row
         self._waiting.append(row)
         if not self._width or len(self._waiting) + self._width <= self.slots:

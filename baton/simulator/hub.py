@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.simulator.clock import Clock
-from baton.simulator.port import Controller, Wish
-from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Recalled, Report, Retry, Segments, Want
+from baton.simulator.rows import Wish
+from baton.simulator.wire import Hello, Report, Segments
 from baton.simulator.worker import SimWorker
+from baton.simulator.world import World
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
-from baton.types import PolicyVersion
+from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
+from baton.types import Abort, PolicyVersion, Retry
 
 MAX_REFUSALS = 64
 """In a row, after which a worker is hung up on, as in the live desk."""
@@ -78,7 +80,7 @@ class Peer:
 class SimHub:
     """The hub of one incarnation of the controller."""
 
-    def __init__(self, table: LeaseTable, clock: Clock, controller: Controller, lineage: str, acks: bool) -> None:
+    def __init__(self, table: LeaseTable, clock: Clock, controller: World, lineage: str, acks: bool) -> None:
         """acks: whether workers are told what has come in, which only a fault makes use of."""
         self.table, self.lineage = table, lineage
         self.peers: dict[int, Peer] = {}
@@ -134,8 +136,8 @@ class SimHub:
             case Report():
                 self._alive(number, peer)
                 self._report(number, peer, message)
-            case Beat(serves=serves, decoded=decoded):
-                peer.serves, peer.decoded = self._number_of(serves), decoded
+            case Heartbeat(serves=serves, stats=stats):
+                peer.serves, peer.decoded = self._number_of(serves), stats.decoded_tokens
                 self._alive(number, peer)
             case Retry():
                 self._refused(number, peer, message)
@@ -212,8 +214,8 @@ class SimHub:
         return any(version < branch.newest for version, _ in segments)
 
     def _refused(self, number: int, peer: Peer, retry: Retry) -> None:
-        branch = self.branches.get(retry.lease)
-        if branch is None or branch.worker != number or not self.table.knows(retry.lease):
+        branch = self.branches.get(retry.lease_id)
+        if branch is None or branch.worker != number or not self.table.knows(retry.lease_id):
             return
         peer.refusals += 1
         if peer.refusals > MAX_REFUSALS:
@@ -221,7 +223,7 @@ class SimHub:
             return
         now_s = self._clock.now_s
         self._tell(ev.WorkerHeard(now_s, number, retry.has_version, self.table.workers[number].decoded_tokens))
-        self._tell(ev.LeasePutDown(now_s, retry.lease))
+        self._tell(ev.LeasePutDown(now_s, retry.lease_id))
 
     def _alive(self, number: int, peer: Peer) -> None:
         self._tell(ev.WorkerHeard(self._clock.now_s, number, peer.serves, peer.decoded))
@@ -285,7 +287,7 @@ class SimHub:
                 self._forget(task)
                 self._to_say.append((self._controller.finished, task))
             case ev.Recall(worker=worker, lease=lease):
-                self._send(worker, Recalled(lease))
+                self._send(worker, Abort(lease))
             case ev.Drop(worker=worker, lease=lease):
                 self._send(worker, Dropped(lease))
             case ev.PutDown(task=task):
@@ -307,19 +309,8 @@ class SimHub:
         task.branches.append(grant.lease)
         if len(task.branches) > 1:
             self.outcomes("trajectory leased again")
-        self._send(
-            grant.worker,
-            Granted(
-                grant.lease,
-                wish.group_id,
-                wish.sample_index,
-                wish.prompt,
-                base,
-                wish.length,
-                wish.version if wish.is_exact else max(wish.version, task.newest),
-                wish.is_exact,
-            ),
-        )
+        version = wish.version if wish.is_exact else max(wish.version, task.newest)
+        self._send(grant.worker, replace(wish, lease=grant.lease, tokens=base, version=version))
 
     def _commit(self, number: int, branch: Branch, length: int) -> None:
         task = self.tasks[number]

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
-from baton.simulator.port import Controller, Wish
-from baton.simulator.rows import Busy, Grown, Row
+from baton.simulator.rows import Busy, Grown, Wish
 from baton.simulator.setting import Setting
+from baton.simulator.world import World
 
 
 class Pool:
     """A `Port` over engines of one machine."""
 
-    def __init__(self, setting: Setting, clock: Clock, controller: Controller, tracer: Tracer | None = None) -> None:
+    def __init__(self, setting: Setting, clock: Clock, controller: World, tracer: Tracer | None = None) -> None:
         self._setting, self._clock, self._controller, self._tracer = setting, clock, controller, tracer
         self.engines: list[SimEngine] = []
         self._gone: list[SimEngine] = []
-        self._queue: dict[int, Row] = {}
+        self._queue: dict[int, Wish] = {}
         self._held: dict[int, SimEngine] = {}
         self._given: Counter[int] = Counter()
         """Engine → leases that are with it or on their way."""
@@ -55,23 +55,14 @@ class Pool:
         self._queue, self._held, self._given = {}, {}, Counter()
 
     def want(self, wish: Wish) -> None:
-        self._queue[wish.lease] = Row(
-            wish.lease,
-            wish.group_id,
-            wish.sample_index,
-            wish.prompt,
-            wish.tokens,
-            wish.length,
-            wish.version,
-            wish.is_exact,
-        )
+        self._queue[wish.lease] = wish
         self._fill()
 
     def abort(self, lease: int) -> None:
         """What waits goes to an engine all the same: there is one path for aborts."""
-        row = self._queue.pop(lease, None)
-        if row is not None:
-            self._hand_over(self.engines[0], row)
+        wish = self._queue.pop(lease, None)
+        if wish is not None:
+            self._hand_over(self.engines[0], wish)
         engine = self._held.get(lease)
         if engine is not None:
             self._tell(engine.abort, lease)
@@ -123,10 +114,10 @@ class Pool:
                     break
                 self._hand_over(engine, self._queue.pop(lease))
 
-    def _hand_over(self, engine: SimEngine, row: Row) -> None:
-        self._held[row.lease] = engine
+    def _hand_over(self, engine: SimEngine, wish: Wish) -> None:
+        self._held[wish.lease] = engine
         self._given[id(engine)] += 1
-        self._tell(engine.submit, row)
+        self._tell(engine.submit, wish)
 
     def _tell(self, what: Callable[..., None], *about: object) -> None:
         """Engine processes hear after a while, and have begun a step by then; an engine that was stopped is deaf."""

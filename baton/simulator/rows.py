@@ -1,4 +1,4 @@
-"""What goes through a simulated engine: a lease, what is said of it, and where the time went."""
+"""What goes through a simulated engine: a lease, its reports, and where the time went."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """One lease in an engine."""
+class Wish:
+    """A trajectory that is to be grown."""
 
     lease: int
     group_id: int
     sample_index: int
     prompt: int
     tokens: int
-    """After the prompt, when it was last counted."""
+    """After the prompt."""
     length: int
     """Tokens at which it ends."""
     version: int
     is_exact: bool
+    newest: int = -1
+    """Version of its last token; -1 before the first."""
+
+
+@dataclass(slots=True, eq=False)
+class Row(Wish):
+    """One lease in an engine, with the tokens that were counted last."""
+
     grown: list[tuple[int, int]] = field(default_factory=list)
     """(version, tokens) that have not been reported."""
     end_step: int = -1

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.hub import SimHub, TableWatch
-from baton.simulator.port import Wish
-from baton.simulator.rows import Busy
+from baton.simulator.rows import Busy, Wish
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.trouble import Trouble
 from baton.simulator.wire import Line

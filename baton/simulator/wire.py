@@ -1,4 +1,6 @@
-"""What the hub and a worker say to each other, and how it gets there: in order, after a while, if at all.
+"""How messages get from the hub to a worker and back: in order, after a while, if at all.
+
+The messages are those of `swarm/messages.py`, but for those that carry tokens: here they have counts of them.
 
 A connection is TCP's: messages come in order, and one that is lost takes the connection with it. Faults may break that
 on purpose: a message is delayed beyond others (reordered), comes twice, or is lost.
@@ -34,77 +36,12 @@ class Report:
 
 
 @dataclass(slots=True, eq=False)
-class Retry:
-    """It does not serve what a lease asks for."""
-
-    lease: int
-    has_version: int
-
-
-@dataclass(slots=True, eq=False)
-class Beat:
-    """A sign of life."""
-
-    serves: PolicyVersion | None
-    decoded: int
-
-
-@dataclass(slots=True, eq=False)
 class Hello:
     """A worker is connected, for the first time or again."""
 
     serves: PolicyVersion | None
     leases: list[int]
     """That it holds, or of whose end nobody has told it that it is known."""
-
-
-@dataclass(slots=True, eq=False)
-class Leaving:
-    """It goes."""
-
-
-@dataclass(slots=True, eq=False)
-class Granted:
-    """A lease for a worker."""
-
-    lease: int
-    group_id: int
-    sample_index: int
-    prompt: int
-    base: int
-    length: int
-    version: int
-    is_exact: bool
-
-
-@dataclass(slots=True, eq=False)
-class Recalled:
-    """Put a lease down, and say what there is."""
-
-    lease: int
-
-
-@dataclass(slots=True, eq=False)
-class Dropped:
-    """Forget a lease."""
-
-    lease: int
-
-
-@dataclass(slots=True, eq=False)
-class Ack:
-    """So much of a lease is known."""
-
-    lease: int
-    length: int
-    has_ended: bool
-
-
-@dataclass(slots=True, eq=False)
-class Want:
-    """Serve a version."""
-
-    version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

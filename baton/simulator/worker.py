@@ -10,13 +10,15 @@ from typing import Protocol
 
 from baton.clock import retry_wait_s
 from baton.records.trace import ASIDE, Tracer
+from baton.rollout.engine import EngineStats
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
-from baton.simulator.rows import Grown, Row
+from baton.simulator.rows import Grown, Wish
 from baton.simulator.setting import EngineSpec, SwarmSpec
-from baton.simulator.wire import Ack, Beat, Dropped, Granted, Hello, Leaving, Line, Recalled, Report, Retry, Want
+from baton.simulator.wire import Hello, Line, Report
 from baton.swarm import version_sync as hw
-from baton.types import PolicyVersion
+from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
+from baton.types import Abort, PolicyVersion, Retry
 
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
@@ -183,7 +185,7 @@ class SimWorker:
 
     def _say_beat(self) -> None:
         if self.is_connected:
-            self.up.send(Beat(self.have_want.have, self.engine.decoded()))
+            self.up.send(Heartbeat(self.have_want.have, EngineStats(decoded_tokens=self.engine.decoded())))
 
     # ---- what the hub says -------------------------------------------------------------------------------------------
 
@@ -195,37 +197,26 @@ class SimWorker:
             self._clock.after(1.0, self.hear, message)  # it lies in the socket's buffer
             return
         match message:
-            case Granted():
+            case Wish():
                 self._granted(message)
-            case Recalled(lease=lease):
+            case Abort(lease_id=lease):
                 self.engine.abort(lease)
-            case Dropped(lease=lease):
+            case Dropped(lease_id=lease):
                 self._outbox.pop(lease, None)
                 self._said.pop(lease, None)
                 self.engine.drop(lease)
-            case Ack(lease=lease, length=length, has_ended=has_ended):
+            case Ack(lease_id=lease, length=length, has_ended=has_ended):
                 self._confirmed(lease, length, has_ended=has_ended)
             case Want(version=version):
                 self._consider(hw.Wanted(self._clock.now_s, version))
 
-    def _granted(self, grant: Granted) -> None:
-        if grant.lease in self._said:
+    def _granted(self, wish: Wish) -> None:
+        if wish.lease in self._said:
             return  # said twice
-        self._said[grant.lease] = grant.base
+        self._said[wish.lease] = wish.tokens
         if self._remembers:
-            self._outbox[grant.lease] = []
-        self.engine.submit(
-            Row(
-                grant.lease,
-                grant.group_id,
-                grant.sample_index,
-                grant.prompt,
-                grant.base,
-                grant.length,
-                grant.version,
-                grant.is_exact,
-            )
-        )
+            self._outbox[wish.lease] = []
+        self.engine.submit(wish)
 
     def _confirmed(self, lease: int, length: int, *, has_ended: bool) -> None:
         reports = self._outbox.get(lease)

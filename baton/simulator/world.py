@@ -39,8 +39,9 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.tracked import State, TrackedGroup
 from baton.simulator.clock import Clock
 from baton.simulator.judges import Judges
-from baton.simulator.port import Port, Wish
+from baton.simulator.port import Port
 from baton.simulator.record import Record
+from baton.simulator.rows import Wish
 from baton.simulator.script import Script
 from baton.simulator.setting import Setting
 
@@ -208,19 +209,8 @@ class World:
         self._key_of[lease], self._lease_of[key] = key, lease
         script = self.script
         tokens, newest = self._tokens.get(key, _NOTHING)
-        self.port.want(
-            Wish(
-                lease,
-                group_id,
-                sample_index,
-                script.prompt(group_id),
-                tokens,
-                script.length(group_id, sample_index),
-                command.version,
-                command.is_exact,
-                newest,
-            )
-        )
+        prompt, length = script.prompt(group_id), script.length(group_id, sample_index)
+        self.port.want(Wish(lease, *key, prompt, tokens, length, command.version, command.is_exact, newest))
 
     # ---- what the port says ------------------------------------------------------------------------------------------
 
