@@ -77,6 +77,12 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     return rows
 
 
+def memory_directory() -> Path | None:
+    """Return the directory whose files lie in memory, or None where there is none."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else None
+
+
 def make_directory(path: Path) -> list[Path]:
     """Make a directory and those above it. They outlive a power cut. Return those that were not there, lowest first."""
     missing = [each for each in (path, *path.absolute().parents) if not each.exists()]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.rollout.engine import EngineSettings, EngineStats
-from baton.rollout.engines.slot_table import LeaseBook, Row
-from baton.types import FromWorker, Lease, PolicyVersion
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.slot_table import Row, SlotEngine
+from baton.types import FromWorker, PolicyVersion
 
 END_ID = 0
 """Ends every scripted trajectory; no other token is 0."""
 
 
-class FakeEngine:
+class FakeEngine(SlotEngine):
     """An `Engine` whose token is a pure function of (group id, sample index, position, version).
 
     `length(group_id, sample_index)` scripts how many tokens a trajectory has, its end id included. A trajectory's text,
@@ -28,44 +28,13 @@ class FakeEngine:
         *,
         vocabulary: int = 100,
     ) -> None:
-        self._book = LeaseBook(settings, version, (END_ID,), lambda ids: " ".join(map(str, ids)))
+        super().__init__(settings, version, (END_ID,), lambda ids: " ".join(map(str, ids)))
         self._length = length
         self._vocabulary = vocabulary
-        self._prefilled_tokens = self._decoded_tokens = self._decode_steps = 0
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The version that is written on the next tokens."""
-        return self._book.version
-
-    @property
-    def slots(self) -> int:
-        """Trajectories generated at once."""
-        return len(self._book.rows)
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters since the start; siblings share no prefill here, and the decode width is the running rows."""
-        return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decoded_tokens)
-
-    def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
-        self._book.submit(lease)
-
-    def abort(self, lease_id: int) -> None:
-        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
-        self._book.abort(lease_id)
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to a new version; the tensors are not looked at."""
         self._book.switch(version)
-
-    def flush(self) -> list[FromWorker]:
-        """Report what running leases have grown since their last report."""
-        return self._book.flush()
-
-    def close(self) -> None:
-        """Nothing runs on its behalf."""
 
     def step(self) -> list[FromWorker]:
         """Admit what fits, give every running lease its next scripted token, and return what is to be reported."""
@@ -75,6 +44,7 @@ class FakeEngine:
         if book.num_running:
             self._decode_steps += 1
             self._decoded_tokens += book.num_running
+            self._decode_rows += book.num_running
             tokens = [self._token(row) if row is not None else END_ID for row in book.rows]
             reports += book.commit(tokens, [-(1 + token % 8) / 8 for token in tokens])
         return reports

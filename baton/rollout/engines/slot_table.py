@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from baton.errors import EngineFault, UserError
-from baton.rollout.engine import EngineSettings
+from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Author, FinishReason, FromWorker, Lease, PolicyVersion, Report, Retry, Segment
 
 Text = Callable[[Sequence[int]], str]
@@ -22,22 +22,6 @@ Text = Callable[[Sequence[int]], str]
 
 class Row:
     """One lease being grown."""
-
-    __slots__ = (
-        "_closed",
-        "_end_ids",
-        "_from_offset",
-        "_logprobs",
-        "_max_length",
-        "_routing",
-        "_stop",
-        "_tokens",
-        "last_id",
-        "lease",
-        "length",
-        "position",
-        "prefix_ids",
-    )
 
     def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
         trajectory = lease.trajectory
@@ -52,7 +36,7 @@ class Row:
         self.position = len(ids) - 1
         """Of `last_id`, from the start of the prompt."""
         self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
-        self._end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
+        self.end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
         self._stop = stop
         self._closed: list[Segment] = []
         self._tokens: list[int] = []
@@ -61,19 +45,9 @@ class Row:
         self._from_offset = self.length
 
     @property
-    def is_spent(self) -> bool:
-        """Whether budget or context leave no room for another token."""
-        return self.length >= self._max_length
-
-    @property
     def room(self) -> int:
         """Tokens that budget and context still allow."""
         return self._max_length - self.length
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Ids that end the trajectory."""
-        return self._end_ids
 
     @property
     def num_unreported(self) -> int:
@@ -89,9 +63,9 @@ class Row:
         self.last_id = token
         self.position += 1
         self.length += 1
-        if token in self._end_ids or (self._stop is not None and self._stop.ends_with(token)):
+        if token in self.end_ids or (self._stop is not None and self._stop.ends_with(token)):
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.length >= self._max_length else None
+        return None if self.room > 0 else FinishReason.LENGTH
 
     def close_segment(self, version: int) -> None:
         """End the open segment, whose tokens were all drawn under `version`."""
@@ -163,7 +137,7 @@ class LeaseBook:
             return
         stop = StopText(lease, self._text) if lease.sampling.stop else None
         row = Row(lease, self._end_ids, room, stop)
-        if row.is_spent:
+        if row.room <= 0:
             self._outbox.append(row.report(self.version.number, FinishReason.LENGTH))
             return
         self._waiting[lease.lease_id] = row
@@ -283,3 +257,35 @@ class LeaseBook:
 
 def _serves(lease: Lease, number: int) -> bool:
     return lease.version == number if lease.is_exact else lease.version <= number
+
+
+class SlotEngine:
+    """What every `Engine` over a `LeaseBook` has in common; see there."""
+
+    def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
+        self._book = LeaseBook(settings, version, end_ids, text)
+        self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._book.version
+
+    @property
+    def slots(self) -> int:
+        return len(self._book.rows)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)
+
+    def submit(self, lease: Lease) -> None:
+        self._book.submit(lease)
+
+    def abort(self, lease_id: int) -> None:
+        self._book.abort(lease_id)
+
+    def flush(self) -> list[FromWorker]:
+        return self._book.flush()
+
+    def close(self) -> None:
+        """Nothing runs on its behalf."""

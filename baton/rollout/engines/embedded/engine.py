@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.policy.memory import held_bytes
 from baton.policy.routing import Routing, RoutingReplay, routing_bytes
-from baton.rollout.engine import EngineSettings, EngineStats
+from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import Prefix
 from baton.rollout.engines.embedded.network import Network, prefill_shape
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
-from baton.rollout.engines.slot_table import LeaseBook, Row
-from baton.types import FromWorker, Lease, PolicyVersion
+from baton.rollout.engines.slot_table import Row, SlotEngine
+from baton.types import FromWorker, PolicyVersion
 
 if TYPE_CHECKING:
     from baton.policy.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ _KEPT_CONTEXTS = 8
 """Prefixes kept for waiting leases hold at most this many times max_context_tokens."""
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(SlotEngine):
     """An `Engine` that owns its model. Single-threaded: the caller drives it with `step`."""
 
     def __init__(
@@ -62,6 +62,7 @@ class EmbeddedEngine:
             raise UserError(f"engine.slots: got {settings.slots}, allowed a positive multiple of {_SLOTS_MULTIPLE}")
         dtype = str(model.dtype).removeprefix("torch.")
         assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
+        super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._routers = RoutingReplay(model) if settings.report_routing else None
         self.network = Network(
             model,
@@ -70,7 +71,6 @@ class EmbeddedEngine:
             uses_graphs=settings.cuda_graphs and not settings.report_routing,  # in a graph nobody sees the routers
             attends_by_row=settings.row_attention and model.device.type == "cuda",
         )
-        self._book = LeaseBook(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
@@ -81,30 +81,6 @@ class EmbeddedEngine:
         """None after the rows have changed."""
         self._needs_version = False
         """Whether it has rested since weights were loaded."""
-        self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The weights that produce the next logits."""
-        return self._book.version
-
-    @property
-    def slots(self) -> int:
-        """Trajectories generated at once."""
-        return len(self._book.rows)
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters since the start."""
-        return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)
-
-    def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
-        self._book.submit(lease)
-
-    def abort(self, lease_id: int) -> None:
-        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
-        self._book.abort(lease_id)
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
@@ -137,13 +113,6 @@ class EmbeddedEngine:
     def wake(self) -> None:
         """Come back; the next call is `load_weights`. Does nothing where it is awake."""
         self.network.wake()
-
-    def flush(self) -> list[FromWorker]:
-        """Report what running leases have grown since their last report."""
-        return self._book.flush()
-
-    def close(self) -> None:
-        """Nothing runs on its behalf."""
 
     def step(self) -> list[FromWorker]:
         """Admit what fits, decode one token for every running lease, and return what is to be reported."""

@@ -1,8 +1,7 @@
-"""An SGLang server behind calls that wait: its streams are read by an event loop in a thread of its own.
+"""An SGLang server as an `EngineClient`.
 
-| task / thread      | consumes         | produces        | waits for           | unblocked by                   |
+| task               | consumes         | produces        | waits for           | unblocked by                   |
 |--------------------|------------------|-----------------|---------------------|--------------------------------|
-| caller's thread    | the inbox        | requests, calls | tokens, an answer   | the loop, its deadline         |
 | loop: one per row  | a /generate      | `Grown`, `Lost` | the server          | events, its end, answer_timeout|
 | loop: the ender    | rows to be ended | /abort_request  | their streams' ends | the ends; it asks until then   |
 
@@ -18,33 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 
 from baton.errors import DeadlineExceeded, EngineFault
-from baton.rollout.engines.sglang.wire import (
-    LOADS,
-    MODEL_INFO,
-    SERVER_INFO,
-    Event,
-    Server,
-    abort_body,
-    events,
-    generate_body,
-    load_of,
-    read_json,
-    read_server,
-)
+from baton.rollout.engines.client import EngineClient, Lost, Request
+from baton.rollout.engines.sglang import wire
 
-T = TypeVar("T")
 _ASK_AGAIN_S = 0.1
 """Between two aborts of what has not ended, and two looks at the load."""
 _CLOSE_S = 5.0
@@ -54,82 +35,27 @@ _LACKS = object()
 """Said in the stead of a server that does not know a path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One row to be grown."""
-
-    key: int
-    """Never used twice."""
-    token_ids: tuple[int, ...]
-    """[prompt + L] all ids so far."""
-    max_tokens: int
-    temperature: float
-    """0 is greedy."""
-    stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """New tokens of a request, in order, and whether they are its last."""
-
-    key: int
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A request that the server gave up, or whose stream was cut."""
-
-    key: int
-    error: str
-
-
-class SglangLine:
+class SglangLine(EngineClient):
     """One server: asked from one thread."""
 
     def __init__(
         self, url: str, *, key: str | None, longest_event: int, start_timeout_s: float, answer_timeout_s: float
     ) -> None:
         """Connect. longest_event: bytes. Raises DeadlineExceeded naming the server when it does not come up."""
-        self.name = f"the SGLang server at {url}"
+        super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
-        self._answer_timeout_s = answer_timeout_s
-        self._session_name = secrets.token_hex(4)
-        self._inbox: SimpleQueue[Grown | Lost] = SimpleQueue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ending: set[int] = set()
-        self._server = Server()
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._run, name="sglang", daemon=True)
-        self._thread.start()
-        try:
-            self._call(self._start(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to come up")
-        except BaseException:
-            self.close()
-            raise
+        self._ending: set[str] = set()
+        self._server = wire.Server()
+        self._start_with(self._start(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to come up")
 
     @property
     def max_context_tokens(self) -> int | None:
         """What the server says that a request may have; None where it does not say."""
         return self._server.context_length
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Have rows grown; their tokens come by `take`."""
-        self._loop.call_soon_threadsafe(self._begin, list(requests))
-
-    def end(self, keys: Sequence[int]) -> None:
+    def end(self, keys: Sequence[str]) -> None:
         """Have the server let go of requests. Each still ends by `take`, with all that was made of it."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
-
-    def take(self, timeout_s: float) -> list[Grown | Lost]:
-        """Return what has come in, waiting at most `timeout_s` for the first."""
-        found: list[Grown | Lost] = []
-        with contextlib.suppress(Empty):
-            found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
-            while True:
-                found.append(self._inbox.get_nowait())
-        return found
 
     def quiesce(self) -> None:
         """Abort everything until no stream is open and the server's load is zero; `take` then has all that was made."""
@@ -142,21 +68,7 @@ class SglangLine:
         """
         self._call(self._load(directory, label), self._answer_timeout_s, "to take new weights")
 
-    def close(self) -> None:
-        """Let go of all requests; the server stays. May be called twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     async def _start(self, key: str | None, timeout_s: float) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -176,7 +88,7 @@ class SglangLine:
                     f"{self.name} was not up within {timeout_s:.0f} s (engine.sglang.start_timeout_s)"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
-        self._server = read_server(await self._ask_either(SERVER_INFO))
+        self._server = wire.read_server(await self._ask_either(wire.SERVER_INFO))
         self._ender = self._loop.create_task(self._keep_ending())
 
     async def _stop(self) -> None:
@@ -184,40 +96,28 @@ class SglangLine:
             self._ender.cancel()
             for key in list(self._tasks):
                 with contextlib.suppress(EngineFault):
-                    await self._ask("POST", "/abort_request", abort_body(self._rid(key)))
+                    await self._ask("POST", "/abort_request", wire.abort_body(key))
         for task in list(self._tasks.values()):
             task.cancel()
         if hasattr(self, "_http"):
             await self._http.close()
 
-    def _begin(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._tasks[request.key] = self._loop.create_task(self._grow(request))
-
-    def _rid(self, key: int) -> str:
-        return f"{self._session_name}-{key:012x}"
-
     async def _grow(self, request: Request) -> None:
-        body = generate_body(
-            self._rid(request.key),
-            request.token_ids,
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            stop_token_ids=request.stop_token_ids,
-        )
-        said: Grown | Lost | None = None
+        finish = None
         try:
-            async with self._http.post(f"{self._url}/generate", json=body, allow_redirects=False) as answer:
+            async with self._http.post(
+                self._url + "/generate", json=wire.generate_body(request), allow_redirects=False
+            ) as answer:
                 if answer.status != 200:
                     text = (await answer.content.read(500)).decode(errors="replace")
                     raise EngineFault(f"HTTP {answer.status}: {text}")
-                stream = events(answer.content, self._longest_event, is_incremental=self._server.is_incremental)
-                async for event in stream:
-                    said = Grown(request.key, event)
+                is_incremental = self._server.is_incremental
+                async for said in wire.events(request.key, answer.content, self._longest_event, is_incremental):
                     self._inbox.put(said)
-                    if event.finish is not None:
+                    finish = said.finish
+                    if finish is not None:
                         break
-            if not isinstance(said, Grown) or said.event.finish is None:
+            if finish is None:
                 raise EngineFault("its stream ended in the middle")
         except TimeoutError:
             text = f"not a word in {self._answer_timeout_s:.0f} s (engine.sglang.answer_timeout_s)"
@@ -233,14 +133,14 @@ class SglangLine:
         while True:
             for key in list(self._ending & self._tasks.keys()):
                 with contextlib.suppress(EngineFault):  # a dead server shows in the streams
-                    await self._ask("POST", "/abort_request", abort_body(self._rid(key)))
+                    await self._ask("POST", "/abort_request", wire.abort_body(key))
             self._ending &= self._tasks.keys()
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _quiesce(self) -> None:
         while True:
-            await self._ask("POST", "/abort_request", abort_body(None))
-            if not self._tasks and load_of(await self._ask_either(LOADS)) == 0:
+            await self._ask("POST", "/abort_request", wire.abort_body(None))
+            if not self._tasks and wire.load_of(await self._ask_either(wire.LOADS)) == 0:
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
 
@@ -250,7 +150,7 @@ class SglangLine:
         if not isinstance(answer, dict) or not answer.get("success"):
             raise EngineFault(f"{self.name} did not take the weights in {directory}: {answer}")
         await self._ask("POST", "/flush_cache", is_json=False)
-        info = await self._ask_either(MODEL_INFO)
+        info = await self._ask_either(wire.MODEL_INFO)
         holds = info.get("weight_version") if isinstance(info, dict) else None
         if holds != label:
             raise EngineFault(f"{self.name} was given weights {label} and says that it holds {holds}")
@@ -276,17 +176,6 @@ class SglangLine:
                 if answer.status != 200:
                     said = (await answer.content.read(500)).decode(errors="replace").strip()
                     raise EngineFault(f"{what}: HTTP {answer.status}: {said}")
-                return await read_json(answer.content, _LONGEST_ANSWER) if is_json else None
+                return await wire.read_json(answer.content, _LONGEST_ANSWER) if is_json else None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineFault(f"{what}: {type(error).__name__}: {error}") from error
-
-    # ---- in the caller's thread --------------------------------------------------------------------------------------
-
-    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Have something done in the loop. Raises DeadlineExceeded naming the server."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout as error:
-            future.cancel()
-            raise DeadlineExceeded(f"{self.name} was asked {what} and did not in {timeout_s:.0f} s") from error

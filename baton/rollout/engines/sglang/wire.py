@@ -13,7 +13,7 @@ new ones, but all of them once more where a request was aborted while it waited.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import StreamReader
 
 from baton.errors import EngineFault
+from baton.rollout.engines.client import Grown, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +32,6 @@ class Server:
     """Whether the events of a stream have new tokens only."""
     context_length: int | None = None
     """Tokens that a request may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one event of a stream has that is new."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Of these tokens, at the sampling temperature."""
-    finish: str | None
-    """stop, length or abort where it is the last."""
-    weights: str | None
-    """The label of the weights that the server held."""
-    prefilled: int
-    """Tokens of the prompt that were computed for it."""
 
 
 class _MetaInfo(msgspec.Struct):
@@ -69,17 +55,15 @@ LOADS = ("/v1/loads?include=core", "/get_load")
 _EVENT = msgspec.json.Decoder(_Event)
 
 
-def generate_body(
-    rid: str, token_ids: Sequence[int], *, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]
-) -> dict[str, Any]:
+def generate_body(request: Request) -> dict[str, Any]:
     """Return the body of `/generate` for ids in and a stream of ids and logprobs out."""
     return {
-        "rid": rid,
-        "input_ids": list(token_ids),
+        "rid": request.key,
+        "input_ids": list(request.token_ids),
         "sampling_params": {
-            "max_new_tokens": max_tokens,
-            "temperature": temperature,
-            "stop_token_ids": list(stop_token_ids),
+            "max_new_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "stop_token_ids": list(request.stop_token_ids),
             "skip_special_tokens": False,
         },
         "return_logprob": True,
@@ -133,7 +117,7 @@ async def read_json(stream: StreamReader, longest: int) -> Any:
     return msgspec.json.decode(found) if found.strip() else None
 
 
-async def events(stream: StreamReader, longest: int, *, is_incremental: bool) -> AsyncIterator[Event]:
+async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[Grown]:
     """Yield what is new in each event. Raises ValueError for an event too long, malformed, or that says an error."""
     known = 0
     async for line in _lines(stream, longest):
@@ -145,11 +129,12 @@ async def events(stream: StreamReader, longest: int, *, is_incremental: bool) ->
         said = _EVENT.decode(text)
         if said.meta_info is None:
             raise ValueError(f"the server says {said.error}")
-        event, known = _read(said.meta_info, known, is_incremental=is_incremental)
-        yield event
+        grown = _read(key, said.meta_info, known, is_incremental=is_incremental)
+        known += len(grown.token_ids)
+        yield grown
 
 
-def _read(meta: _MetaInfo, known: int, *, is_incremental: bool) -> tuple[Event, int]:
+def _read(key: str, meta: _MetaInfo, known: int, *, is_incremental: bool) -> Grown:
     entries = meta.output_token_logprobs
     has_all = not is_incremental or len(entries) == meta.completion_tokens
     new = entries[known:] if has_all else entries
@@ -158,7 +143,7 @@ def _read(meta: _MetaInfo, known: int, *, is_incremental: bool) -> tuple[Event, 
     prefilled = 0 if known else max(0, meta.prompt_tokens - meta.cached_tokens)
     finish = None if meta.finish_reason is None else str(meta.finish_reason.get("type"))
     ids, logprobs = tuple(token for _, token, _ in new), tuple(logprob for logprob, _, _ in new)
-    return Event(ids, logprobs, finish, meta.weight_version, prefilled if new else 0), known + len(new)
+    return Grown(key, ids, logprobs, finish, prefilled if new else 0, meta.weight_version)
 
 
 async def _lines(stream: StreamReader, longest: int) -> AsyncIterator[bytes]:

@@ -1,0 +1,188 @@
+"""Another program behind the `Engine` protocol: Baton's book keeps the leases, the program makes the tokens.
+
+    submit ─▶ book: waiting ─▶ slot ═ Request ═▶ program ═ Grown ═▶ book: token by token ─▶ Report
+
+`LeaseBook` decides what runs, when it ends and what is reported, as for every engine here; the program is asked for ids
+and logprobs alone. It has as many places as the book has slots, so nothing waits in two queues. Its tokens come as they
+are made: what it makes beyond a stop string is thrown away.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+from baton.errors import EngineFault, UserError
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.client import EngineClient, Grown, Lost, Request
+from baton.rollout.engines.sampling import noise_key
+from baton.rollout.engines.slot_table import Row, SlotEngine, Text
+from baton.rollout.engines.whole_weights import WholeWeights
+from baton.types import FromWorker, Lease, PolicyVersion
+
+_WAIT_S = 0.05
+"""`step` waits so long for the first token: short enough for what else its caller has to do."""
+Client = TypeVar("Client", bound=EngineClient)
+
+
+@dataclass(slots=True)
+class Running:
+    """A row that the program grows."""
+
+    slot: int
+    row: Row
+    ids: list[int]
+    """All so far."""
+    by_weights: Counter[str] = field(default_factory=Counter)
+    """Tokens noted here, by the label of the weights that they were noted under."""
+    is_ending: bool = False
+    """Whether the program was asked to let go of it, and is to say when it has."""
+
+
+class ExternalEngine(SlotEngine, Generic[Client]):
+    """An `Engine` whose tokens another program makes. The caller drives it with `step`."""
+
+    _only_temperature: str
+    """Why top-p and top-k are refused."""
+
+    def __init__(
+        self,
+        line: Client,
+        weights: WholeWeights,
+        settings: EngineSettings,
+        version: PolicyVersion,
+        end_ids: tuple[int, ...],
+        text: Text,
+    ) -> None:
+        """line: to a program that serves `version`, with as many places as there are slots."""
+        super().__init__(settings, version, end_ids, text)
+        self._line, self._weights, self._settings = line, weights, settings
+        self.running: dict[str, Running] = {}
+        """By request."""
+        self._name = secrets.token_hex(4)
+        self._keys = (f"{self._name}-{number:012x}" for number in count())
+        self._num_loads = 0
+        self._label = ""
+        """Of the weights, as the program knows them; empty before the first load."""
+        self._outbox: list[FromWorker] = []
+        """What was to be reported outside of `step`."""
+        self._heard_s = time.monotonic()
+
+    def submit(self, lease: Lease) -> None:
+        """Queue a lease. Raises UserError when its prompt leaves no room for a token, and for top-p and top-k."""
+        if lease.sampling.top_p < 1 or lease.sampling.top_k:
+            raise UserError(
+                f"trajectory {lease.trajectory.name}: got top_p {lease.sampling.top_p} and top_k "
+                f"{lease.sampling.top_k}, but {self._only_temperature}"
+            )
+        super().submit(lease)
+
+    def step(self) -> list[FromWorker]:
+        """Take what has come, fill free slots, and return what is to be reported; wait shortly where that is nothing.
+
+        Raises EngineFault when the program gives a trajectory up, or is silent for its answer_timeout_s.
+        """
+        reports, self._outbox = self._outbox, []
+        reports += [*self._take(0.0), *self._put_down()]
+        self._fill()
+        if not reports and self.running:
+            reports = [*self._take(_WAIT_S), *self._put_down()]
+            self._fill()
+        return reports
+
+    def flush(self) -> list[FromWorker]:
+        return [*self._take(0.0), *super().flush()]
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _take(self, timeout_s: float) -> list[FromWorker]:
+        """Note the tokens that have come; return what is to be reported of them."""
+        reports: list[FromWorker] = []
+        steps: Counter[str] = Counter()
+        for said in self._line.take(timeout_s):
+            self._heard_s = time.monotonic()
+            running = self.running.get(said.key)
+            if running is None:
+                continue  # of a lease that has ended here, by a stop string, its budget or an abort
+            if isinstance(said, Lost):
+                self._line.check()
+                name = running.row.lease.trajectory.name
+                raise EngineFault(f"{self._line.name} gave up trajectory {name}: {said.error}")
+            self._prefilled_tokens += said.prefilled
+            steps[said.key] += len(said.token_ids)
+            reports += self._grow(said, running)
+        self._decode_steps += max(steps.values(), default=0)  # its steps are not seen: the longest row stands for them
+        return reports
+
+    def _grow(self, said: Grown, running: Running) -> list[FromWorker]:
+        reports: list[FromWorker] = []
+        for token, logprob in zip(said.token_ids, said.logprobs, strict=True):
+            self._decoded_tokens += 1
+            self._decode_rows += 1
+            running.ids.append(token)
+            running.by_weights[self._label] += 1
+            report = self._book.grow(running.slot, token, logprob)
+            if report is not None:
+                reports.append(report)
+            if not self._is_held(running):  # it has ended: what the program made beyond that is not wanted
+                del self.running[said.key]
+                if said.finish is None:
+                    self._line.end([said.key])
+                return reports
+        if said.finish is not None:
+            self._ended_early(said, running)
+        return reports
+
+    def _ended_early(self, said: Grown, running: Running) -> None:
+        """Called when the program ended a row that the book has not ended."""
+        row = running.row
+        raise EngineFault(
+            f"{self._line.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
+            f"({said.finish}), which nobody asked for: it has room for {row.room} more"
+        )
+
+    def _is_held(self, running: Running) -> bool:
+        return self._book.rows[running.slot] is running.row
+
+    def _put_down(self) -> list[FromWorker]:
+        """Report what was aborted, and have the program let go of it."""
+        reports = self._book.open_step()
+        ended = [key for key, running in self.running.items() if not self._is_held(running)]
+        for key in ended:
+            del self.running[key]
+        if ended:
+            self._line.end(ended)
+        return reports
+
+    def _fill(self) -> None:
+        """Give free slots to waiting leases."""
+        self._begin([Running(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()])
+
+    def _begin(self, rows: Sequence[Running]) -> None:
+        """Ask for rows from the ids that they have."""
+        requests = []
+        for running in rows:
+            key, row = next(self._keys), running.row
+            self.running[key] = running
+            trajectory = row.lease.trajectory
+            noise = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
+            requests.append(
+                Request(
+                    key,
+                    tuple(running.ids),
+                    row.room,
+                    row.lease.sampling.temperature,
+                    tuple(sorted(row.end_ids)),
+                    seed=noise_key(noise, row.length, 0) >> 1,
+                    cache_salt=self._label or self._name,
+                )
+            )
+        if requests:
+            self._heard_s = time.monotonic()
+            self._line.begin(requests)
