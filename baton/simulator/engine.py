@@ -20,7 +20,8 @@ from typing import Protocol
 from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
 from baton.simulator.rows import Busy, Grown, Longest, Row, Wish
-from baton.simulator.timing import Speed, steps_within
+from baton.simulator.setting import EngineSpec
+from baton.simulator.timing import steps_within
 from baton.simulator.tracing import trace_row
 
 WATERMARK = 0.01
@@ -33,7 +34,6 @@ class Owner(Protocol):
 
     def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
         """The engine reports. May submit, abort and switch at once."""
-        ...
 
 
 class SimEngine:
@@ -42,30 +42,25 @@ class SimEngine:
     def __init__(
         self,
         clock: Clock,
-        name: str,
-        speed: Speed,
-        slots: int,
+        spec: EngineSpec,
         owner: Owner,
         *,
-        kv_tokens: float = math.inf,
         report_every_s: float = math.inf,
         shares_prefill: bool = True,
-        pads: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        self.name, self.slots, self.busy = name, slots, Busy()
+        self.name, self.slots, self.busy = spec.name, spec.slots, Busy()
         self.version: int | None = None
-        self._clock, self._speed, self._owner, self._tracer = clock, speed, owner, tracer
-        self._kv_tokens, self._report_every_s = kv_tokens, report_every_s
-        self._shares_prefill, self._longest = shares_prefill, Longest() if pads else None
-        """The latter where a step reads as far for every row as for the longest."""
+        self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
+        self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
+        self._shares_prefill, self._longest = shares_prefill, Longest() if spec.pads else None
         self._heap: list[tuple[int, int, Row]] = []
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
         """Every lease that is here, running or waiting."""
         self._here: Counter[int] = Counter()
         """Groups among what runs."""
-        self._lanes: list[int] = list(range(slots))
+        self._lanes: list[int] = list(range(spec.slots))
         self._aborting: dict[int, None] = {}
         self._dropping: dict[int, None] = {}
         self._switch: tuple[int, bool, float] | None = None

@@ -25,13 +25,9 @@ from pydantic import Field, model_validator
 from baton.errors import UserError
 from baton.settings import Settings
 from baton.simulator.seeds import choices
-from baton.simulator.swarm import Swarm
-from baton.simulator.trouble import Storm
-from baton.simulator.worker import SimWorker
 
 Kind = Literal["crash", "hang", "slow", "join", "leave", "restart", "partition", "storm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_LASTING = ("slow", "partition", "storm", "hang")
 
 
 class FaultSettings(Settings):
@@ -142,79 +138,3 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
             except ValueError as error:
                 raise UserError(f"{spot.trace}, line {rows.line_num}: at_s and for_s are seconds, got {row}") from error
     return found
-
-
-def storms(faults: list[FaultSettings]) -> list[Storm]:
-    """Return the trouble on the wires among them."""
-    return [
-        Storm(
-            fault.at_s,
-            fault.at_s + fault.for_s,
-            fault.worker,
-            fault.loss,
-            fault.duplicate,
-            fault.reorder,
-            fault.delay_s,
-            fault.corrupt,
-            fault.kind == "partition",
-        )
-        for fault in faults
-        if fault.kind in ("partition", "storm")
-    ]
-
-
-class Fate:
-    """Lets faults happen to a swarm."""
-
-    def __init__(self, swarm: Swarm, faults: list[FaultSettings], random: Random) -> None:
-        """Raises UserError for a worker that there is not."""
-        self._swarm, self._random = swarm, random
-        self._specs = {spec.name: spec for spec in swarm.setting.engines}
-        for fault in faults:
-            if fault.worker and fault.worker not in self._specs:
-                known = ", ".join([*self._specs][:8]) + (", …" if len(self._specs) > 8 else "")
-                raise UserError(f"fault at {fault.at_s:g} s: worker: got {fault.worker!r}, the workers are {known}")
-            swarm.clock.at(fault.at_s, self._happen, fault)
-
-    def _happen(self, fault: FaultSettings) -> None:
-        swarm = self._swarm
-        swarm.count(f"fault: {fault.kind}")
-        if fault.kind in ("partition", "storm"):
-            return
-        if fault.kind == "restart":
-            if not swarm.is_down:
-                swarm.world.restart(fault.for_s)
-            return
-        if fault.kind == "join":
-            name = fault.worker or self._random.choice([*self._specs])
-            swarm.join(self._specs[name])
-            return
-        worker = self._victim(fault)
-        if worker is not None:
-            self._strike(worker, fault)
-
-    def _victim(self, fault: FaultSettings) -> SimWorker | None:
-        alive = [w for w in self._swarm.alive() if fault.worker in ("", w.spec.name)]
-        return self._random.choice(alive) if alive else None
-
-    def _strike(self, worker: SimWorker, fault: FaultSettings) -> None:
-        clock = self._swarm.clock
-        match fault.kind:
-            case "hang":
-                worker.freeze()
-                clock.after(fault.for_s, worker.thaw)
-            case "slow":
-                self._slow(worker, fault.factor)
-                if fault.for_s:
-                    clock.after(fault.for_s, self._slow, worker, 1.0)
-            case "crash" | "leave":
-                worker.die() if fault.kind == "crash" else worker.leave()
-                if fault.for_s:
-                    clock.after(fault.for_s, self._replace, worker)
-
-    def _replace(self, worker: SimWorker) -> None:
-        self._swarm.join(worker.spec)
-
-    def _slow(self, worker: SimWorker, factor: float) -> None:
-        worker.slowness = factor
-        worker.engine.slow(factor)

@@ -30,15 +30,12 @@ class TableWatch(Protocol):
 
     def heard_lease(self, event: ev.Event) -> None:
         """The table is told."""
-        ...
 
     def said_lease(self, command: ev.Command) -> None:
         """It wants something done."""
-        ...
 
     def settled_lease(self, event: ev.Event) -> None:
         """That is done."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

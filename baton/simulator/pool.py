@@ -32,17 +32,7 @@ class Pool:
     def begin(self) -> None:
         setting = self._setting
         self.engines = [
-            SimEngine(
-                self._clock,
-                spec.name,
-                spec.speed,
-                spec.slots,
-                self,
-                kv_tokens=spec.kv_tokens,
-                shares_prefill=setting.shares_prefill,
-                pads=spec.pads,
-                tracer=self._tracer,
-            )
+            SimEngine(self._clock, spec, self, shares_prefill=setting.shares_prefill, tracer=self._tracer)
             for spec in setting.engines
         ]
         self._controller.capacity(setting.slots)

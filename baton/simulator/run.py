@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from baton.errors import UserError
 from baton.records.trace import Tracer
 from baton.rollout.scheduler import RolloutScheduler
-from baton.simulator.faults import Fate, FaultSettings, storms
+from baton.simulator.faults import FaultSettings
 from baton.simulator.invariants import Laws
 from baton.simulator.log import Log
 from baton.simulator.pool import Pool
 from baton.simulator.record import Record
 from baton.simulator.seeds import choices
 from baton.simulator.setting import Setting
-from baton.simulator.swarm import Swarm
+from baton.simulator.swarm import Fate, Swarm
 from baton.simulator.trouble import Trouble
 from baton.simulator.world import World
 from baton.swarm.leases import LeaseTable
@@ -48,11 +48,9 @@ def build(setting: Setting, options: Options | None = None) -> World:
             )
         world.port = Pool(setting, world.clock, world, options.tracer)
     else:
-        faults = list(options.faults)
-        random = choices(options.seed, "messages")
-        trouble = Trouble(storms(faults), world.clock, random) if faults else None
+        trouble = Trouble(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
         world.port = swarm = Swarm(setting, world, trouble, options.tracer, options.make_table)
-        Fate(swarm, faults, choices(options.seed, "victims"))
+        Fate(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)
         if swarm is not None:

@@ -63,7 +63,6 @@ class Source(Protocol):
 
     def setting(self, wishes: Wishes) -> Setting:
         """Return the setting. Raises UserError."""
-        ...
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 
+from baton.errors import UserError
 from baton.records.trace import Tracer
 from baton.simulator.clock import Clock
+from baton.simulator.faults import FaultSettings
 from baton.simulator.hub import SimHub, TableWatch
 from baton.simulator.rows import Busy, Wish
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
@@ -101,29 +104,17 @@ class Swarm:
 
     # ---- workers come and go -----------------------------------------------------------------------------------------
 
-    def join(self, spec: EngineSpec, slowness: float = 1.0) -> SimWorker:
+    def join(self, spec: EngineSpec) -> None:
         """A worker process is started."""
-        worker = SimWorker(
-            len(self.workers),
-            spec,
-            self.spec,
-            self.clock,
-            self,
-            resumes=self.setting.rules.on_new_version == "resume",
-            remembers=self.trouble is not None,
-            shares_prefill=self.setting.shares_prefill,
-            tracer=self._tracer,
-        )
+        remembers = self.trouble is not None
+        worker = SimWorker(self.setting, spec, self.clock, self, remembers=remembers, tracer=self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
         worker.up = Line(self.clock, self.spec.link_s, lambda message: self._hear(worker, message), worker.cut, fate)
         worker.down = Line(self.clock, self.spec.link_s, worker.hear, worker.cut, fate)
         same = sum(other.spec.name == spec.name for other in self.workers)
         worker.engine.name += f" ({same + 1})" if same else ""
-        worker.slowness = slowness
-        worker.engine.slow(slowness)
         self.workers.append(worker)
         worker.start()
-        return worker
 
     def alive(self) -> list[SimWorker]:
         """Workers whose process runs."""
@@ -159,3 +150,60 @@ class Swarm:
 
     def lost(self, num_tokens: int) -> None:
         self.world.record.unreported += num_tokens
+
+
+class Fate:
+    """Lets faults happen to a swarm."""
+
+    def __init__(self, swarm: Swarm, faults: Sequence[FaultSettings], random: Random) -> None:
+        """Raises UserError for a worker that there is not."""
+        self._swarm, self._random = swarm, random
+        self._specs = {spec.name: spec for spec in swarm.setting.engines}
+        for fault in faults:
+            if fault.worker and fault.worker not in self._specs:
+                known = ", ".join([*self._specs][:8]) + (", …" if len(self._specs) > 8 else "")
+                raise UserError(f"fault at {fault.at_s:g} s: worker: got {fault.worker!r}, the workers are {known}")
+            swarm.clock.at(fault.at_s, self._happen, fault)
+
+    def _happen(self, fault: FaultSettings) -> None:
+        swarm = self._swarm
+        swarm.count(f"fault: {fault.kind}")
+        if fault.kind in ("partition", "storm"):
+            return
+        if fault.kind == "restart":
+            if not swarm.is_down:
+                swarm.world.restart(fault.for_s)
+            return
+        if fault.kind == "join":
+            name = fault.worker or self._random.choice([*self._specs])
+            swarm.join(self._specs[name])
+            return
+        worker = self._victim(fault)
+        if worker is not None:
+            self._strike(worker, fault)
+
+    def _victim(self, fault: FaultSettings) -> SimWorker | None:
+        alive = [w for w in self._swarm.alive() if fault.worker in ("", w.spec.name)]
+        return self._random.choice(alive) if alive else None
+
+    def _strike(self, worker: SimWorker, fault: FaultSettings) -> None:
+        clock = self._swarm.clock
+        match fault.kind:
+            case "hang":
+                worker.freeze()
+                clock.after(fault.for_s, worker.thaw)
+            case "slow":
+                self._slow(worker, fault.factor)
+                if fault.for_s:
+                    clock.after(fault.for_s, self._slow, worker, 1.0)
+            case "crash" | "leave":
+                worker.die() if fault.kind == "crash" else worker.leave()
+                if fault.for_s:
+                    clock.after(fault.for_s, self._replace, worker)
+
+    def _replace(self, worker: SimWorker) -> None:
+        self._swarm.join(worker.spec)
+
+    def _slow(self, worker: SimWorker, factor: float) -> None:
+        worker.slowness = factor
+        worker.engine.slow(factor)

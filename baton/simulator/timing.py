@@ -32,20 +32,16 @@ class Speed(Protocol):
     @property
     def trajectory_s(self) -> float:
         """Of its time, for each trajectory that it takes, beside prefill and decode."""
-        ...
 
     @property
     def prefill_overhead_s(self) -> float:
         """Of one prefill, however many sequences it has."""
-        ...
 
     def step_s(self, rows: int, context: float) -> float:
         """Time in which each of `rows` trajectories of this mean context grows by a token."""
-        ...
 
     def prefill_s(self, tokens: int) -> float:
         """Time of prefilling one sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from baton.rollout.engine import EngineStats
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
 from baton.simulator.rows import Grown, Wish
-from baton.simulator.setting import EngineSpec, SwarmSpec
+from baton.simulator.setting import EngineSpec, Setting
 from baton.simulator.wire import Hello, Line, Report
 from baton.swarm import version_sync as hw
 from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
@@ -32,19 +32,15 @@ class Surroundings(Protocol):
 
     def connects(self, worker: SimWorker) -> bool:
         """Whether the hub can be reached now."""
-        ...
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
         """Why a version that was fetched is not whole; empty where it is."""
-        ...
 
     def cut(self, worker: SimWorker) -> None:
         """The worker's connection has ended."""
-        ...
 
     def lost(self, num_tokens: int) -> None:
         """Tokens have died with their worker."""
-        ...
 
 
 class SimWorker:
@@ -52,41 +48,35 @@ class SimWorker:
 
     def __init__(
         self,
-        index: int,
+        setting: Setting,
         spec: EngineSpec,
-        swarm: SwarmSpec,
         clock: Clock,
         around: Surroundings,
         *,
-        resumes: bool,
         remembers: bool,
-        shares_prefill: bool,
         tracer: Tracer | None,
     ) -> None:
         """remembers: whether unconfirmed reports are kept, which only a fault makes use of."""
-        self.index, self.spec, self.number = index, spec, -1
+        assert setting.swarm is not None, "a swarm has its numbers"
+        self.spec, self.number = spec, -1
         self.is_up = self.is_connected = False
         self.up: Line
         """To the hub."""
         self.down: Line
         """From it."""
-        self.have_want = hw.HaveWant(swarm.have_want)
+        self.have_want = hw.HaveWant(setting.swarm.have_want)
         self.engine = SimEngine(
             clock,
-            spec.name,
-            spec.speed,
-            spec.slots,
+            spec,
             self,
-            kv_tokens=spec.kv_tokens,
-            report_every_s=swarm.report_every_s,
-            shares_prefill=shares_prefill,
-            pads=spec.pads,
+            report_every_s=setting.swarm.report_every_s,
+            shares_prefill=setting.shares_prefill,
             tracer=tracer,
         )
         self.slowness = 1.0
         self.is_frozen = False
-        self._swarm, self._clock, self._around, self._tracer = swarm, clock, around, tracer
-        self._resumes, self._remembers = resumes, remembers
+        self._swarm, self._clock, self._around, self._tracer = setting.swarm, clock, around, tracer
+        self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
         self._outbox: dict[int, list[Report]] = {}
         self._said: dict[int, int] = {}
         """Lease → tokens that were reported, with those it was given."""

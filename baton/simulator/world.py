@@ -40,7 +40,7 @@ from baton.rollout.tracked import State, TrackedGroup
 from baton.simulator.clock import Clock
 from baton.simulator.judges import Judges
 from baton.simulator.port import Port
-from baton.simulator.record import Record
+from baton.simulator.record import Record, Step
 from baton.simulator.rows import Wish
 from baton.simulator.script import Script
 from baton.simulator.setting import Setting
@@ -60,15 +60,12 @@ class Watch(Protocol):
 
     def heard(self, event: Event) -> None:
         """The scheduler is told."""
-        ...
 
     def said(self, command: Command) -> None:
         """It wants something done."""
-        ...
 
     def settled(self) -> None:
         """An event and all that it led to are dealt with."""
-        ...
 
 
 class World:
@@ -287,7 +284,8 @@ class World:
         if self.rules.mode == "async" and self.setting.engine_slowdown > 1:
             self.port.slow(self.setting.engine_slowdown)
         counts = self.scheduler.take_step_counts()
-        self.record.batch(self.clock.now_s, self._wanted_s, sum(lengths), made, self.version, counts)
+        staleness = {self.version - of: num for of, num in sorted(made.items(), reverse=True)}
+        self.record.steps.append(Step(self._wanted_s, self.clock.now_s, sum(lengths), counts, staleness))
         self._is_training = True
         self._since_checkpoint.append(seconds)
         self.clock.after(seconds * slowdown, self._trained, self.lineage, self.clock.now_s)
@@ -348,7 +346,7 @@ class World:
             if member.state is State.LEASED:
                 member.state = State.PENDING
             if member.state is State.PENDING and self.rules.mode == "sync" and member.num_tokens:
-                self.record.forget(member.num_tokens)
+                self.record.lose("restart", member.num_tokens)
                 member.forget()
                 self._tokens.pop((group.group_id, member.sample_index), None)
         self._made[group.group_id] = {}

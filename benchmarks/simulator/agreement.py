@@ -80,6 +80,7 @@ def simulated(path: Path, calibration: Path, changes: Sequence[str] = ()) -> Fig
         source = RecipeSource(copy, efficiencies, workload_of_run(path))
         setting = source.setting(Wishes(recorded=recorded_groups(path)))
     steps = simulate(setting).steps
+    counts = [step.counts for step in steps]
     ends = [step.end_s for step in steps]
     each = [after - before for before, after in itertools.pairwise(ends)][WARM - 1 :]
     carried = [step.carried_groups for step in steps]
@@ -88,9 +89,9 @@ def simulated(path: Path, calibration: Path, changes: Sequence[str] = ()) -> Fig
         "step_s": statistics.median(each),
         "wait_s": statistics.median(step.begin_s - step.wanted_s for step in steps),
         "train_s": statistics.median(step.train_s for step in steps),
-        "occupancy": statistics.median(step.busy_slot_s / step.slot_s for step in steps if step.slot_s),
+        "occupancy": statistics.median(c.busy_slot_s / c.slot_s for c in counts if c.slot_s),
         "carried_groups": statistics.median(step.carried_groups for step in steps),
-        "resumed": statistics.median(step.resumed for step in steps),
+        "resumed": statistics.median(c.resumed for c in counts),
         **_staleness([Counter(step.staleness) for step in steps]),
         "carried_by_step": carried,
     }

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from baton.simulator.clock import Clock
 from baton.simulator.engine import SimEngine
-from baton.simulator.rows import Grown, Row
+from baton.simulator.rows import Grown, Wish
+from baton.simulator.setting import EngineSpec
 from baton.simulator.timing import FlatSpeed
 
 
@@ -27,14 +28,15 @@ class Heard:
 
 def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Clock, SimEngine, Heard]:
     clock = Clock()
+    of_spec = {key: options.pop(key) for key in ("kv_tokens", "pads") if key in options}
     heard = Heard(clock)
-    made = SimEngine(clock, "e", speed, slots, heard, **options)
+    made = SimEngine(clock, EngineSpec("e", slots, speed, **of_spec), heard, **options)
     made.version = 0
     return clock, made, heard
 
 
-def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> Row:
-    return Row(lease, lease if group is None else group, 0, prompt, tokens, length, 0, False)
+def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> Wish:
+    return Wish(lease, lease if group is None else group, 0, prompt, tokens, length, 0, False)
 
 
 def run(clock: Clock) -> None:

@@ -97,10 +97,10 @@ def test_littles_law_of_what_is_carried() -> None:
     """Groups carried over a batch = groups per version × versions from opening to batch, to the group."""
     of = replace(setting("partial", slots=16, steps=60), rules=rules("partial", overprovision=3.0, max_staleness=50))
     steps = simulate(of, Options(0)).steps
-    carried = sum(step.carried_groups for step in steps)
-    ages = sum(step.carry_age * of.rules.batch_groups for step in steps)
+    carried = sum(step.counts.carried_groups for step in steps)
+    ages = sum(sum(step.counts.ages) for step in steps)
     assert carried > 200
-    assert steps[-1].carried_groups == 0, "nothing is begun that the last step does not need"
+    assert steps[-1].counts.carried_groups == 0, "nothing is begun that the last step does not need"
     assert ages == pytest.approx(carried)
 
 
