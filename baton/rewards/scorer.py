@@ -355,7 +355,8 @@ class Judge:
                 return self._remote(reward)
             case "function":
                 return self._function(reward)
-        return None
+            case "correct" | "score":
+                return None
 
     def _function(self, reward: RewardSettings) -> _Asked | _Here:
         path = reward.function or ""

@@ -142,6 +142,8 @@ class SimHub:
                 del self.peers[number]
                 self._tell(ev.WorkerLeft(self._clock.now_s, number, "left"))
                 self._count_slots()
+            case _:
+                raise AssertionError(f"a worker sends no {type(message).__name__}")
 
     def cut(self, worker: SimWorker) -> None:
         """A connection has ended: nothing new for it, and its leases wait for it."""
@@ -292,6 +294,8 @@ class SimHub:
                 self._to_say.append((self._controller.put_down, task))
             case ev.Waste(cause=cause, num_tokens=num_tokens):
                 self._to_say.append((self._controller.lost, cause, num_tokens))
+            case ev.Replace():
+                raise AssertionError("simulated workers are of one kind: none makes other tokens than another")
             case ev.Expel(worker=worker):
                 peer = self.peers.pop(worker, None)
                 if peer is not None:

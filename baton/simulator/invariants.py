@@ -102,6 +102,8 @@ class Laws:
                 self._wanted = True
             case ro.Capacity(slots=slots, queue=queue):
                 self._places = slots + queue
+            case _:
+                pass
 
     def _grew(self, event: ro.Grew) -> None:
         key, version = (event.group_id, event.sample_index), event.version
@@ -156,6 +158,8 @@ class Laws:
             case ro.Restart(group_id=g, sample_index=s):
                 self._counts["lost"] += self._own[g, s].num_tokens
                 self._own[g, s] = _Own()
+            case ro.Abort():
+                pass
 
     @property
     def _leased(self) -> int:
@@ -271,6 +275,8 @@ class _TableLaws:
                 self._reported += count
             case ev.WorkerJoined(worker=worker, at_s=at_s) | ev.WorkerHeard(worker=worker, at_s=at_s):
                 self._heard_s[worker] = at_s
+            case _:
+                pass
 
     def said(self, command: ev.Command) -> None:
         match command:
@@ -288,6 +294,8 @@ class _TableLaws:
                 self._aborted.discard(task)
             case ev.Waste(cause=cause, num_tokens=count):
                 self._wasted[cause] += count
+            case _:
+                pass
 
     def settled(self, event: ev.Event, swarm: Swarm) -> None:
         must, hub = self._must, swarm.hub

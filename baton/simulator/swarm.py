@@ -200,6 +200,8 @@ class Fate:
                 worker.die() if fault.kind == "crash" else worker.leave()
                 if fault.for_s:
                     clock.after(fault.for_s, self._replace, worker)
+            case _:
+                raise AssertionError(f"{fault.kind} has no worker as its victim")
 
     def _replace(self, worker: SimWorker) -> None:
         self._swarm.join(worker.spec)

@@ -199,6 +199,8 @@ class SimWorker:
                 self._confirmed(lease, length, has_ended=has_ended)
             case Want(version=version):
                 self._consider(hw.Wanted(self._clock.now_s, version))
+            case _:
+                raise AssertionError(f"a hub sends no {type(message).__name__}")
 
     def _granted(self, wish: Wish) -> None:
         if wish.lease in self._said:

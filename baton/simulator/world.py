@@ -23,6 +23,7 @@ from baton.rollout.events import (
     Capacity,
     Command,
     Deliver,
+    Discard,
     Event,
     Finished,
     Grew,
@@ -179,13 +180,11 @@ class World:
             self._obey(command)
 
     def _obey(self, command: Command) -> None:
-        kind = type(command)
-        if kind is Assign:
-            self._assign(command)  # type: ignore[arg-type]
-            return
         match command:
-            case Open():
-                self._made[command.group_id] = {}
+            case Assign():
+                self._assign(command)
+            case Open(group_id=group_id):
+                self._made[group_id] = {}
             case Abort(group_id=group_id, sample_index=sample_index):
                 lease = self._lease_of.get((group_id, sample_index))
                 if lease is not None:
@@ -197,8 +196,8 @@ class World:
                 self._train_when_free()
             case Load(version=version):
                 self.port.load(version)
-            case _:  # Discard
-                del self._made[command.group_id]
+            case Discard(group_id=group_id):
+                del self._made[group_id]
 
     def _assign(self, command: Assign) -> None:
         group_id, sample_index = key = (command.group_id, command.sample_index)

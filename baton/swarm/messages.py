@@ -205,6 +205,8 @@ def _check_bounds(message: FromWorker) -> None:
             if len(text) > MAX_TEXT or not all(0 <= number < 2**63 for number in numbers):
                 raise Malformed("a Heartbeat with too long a text or counters out of range")
             _check_version(message.serves)
+        case Report() | Retry() | Leaving():
+            pass  # checked by their types, and by the lease broker
 
 
 def _check_version(version: PolicyVersion | None) -> None:

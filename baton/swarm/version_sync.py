@@ -11,6 +11,7 @@ nothing that it should not, and no failure is for ever. The old version serves u
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import msgspec
 
@@ -111,15 +112,28 @@ class HaveWant:
             case Wanted(version=version):
                 self._wanted(version)
             case Fetched(version=version):
-                return self._fetched(version)
+                if version == self.fetching:  # else of an attempt that was given up
+                    self.fetching, self.failures, self.last_cause = None, 0, ""
+                    if self._is_of_use(version):
+                        self.activating = version
+                        return [Activate(version)]
             case FetchFailed(at_s=at_s, version=version, cause=cause):
-                return self._failed(at_s, version, cause)
+                if version == self.fetching:
+                    self.fetching, self.last_cause = None, cause
+                    if version == self.want:  # else a newer one is fetched at once
+                        self.failures += 1
+                        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
+                        wait_s = retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
+                        self._retry_s = at_s + wait_s
+                        return [WakeAt(self._retry_s)]
             case Activated(version=version):
                 if version == self.activating:
                     self.have, self.activating = version, None
             case Woken(at_s=at_s):
                 if self._retry_s is not None and at_s >= self._retry_s:
                     self._retry_s = None
+            case _:
+                assert_never(event)
         return self._go_on()
 
     def _wanted(self, version: PolicyVersion) -> None:
@@ -128,26 +142,6 @@ class HaveWant:
         if known is not None and known.lineage == version.lineage and version.number <= known.number:
             return
         self.want, self.failures, self._retry_s = version, 0, None
-
-    def _fetched(self, version: PolicyVersion) -> list[Command]:
-        if version != self.fetching:
-            return self._go_on()  # of an attempt that was given up
-        self.fetching, self.failures, self.last_cause = None, 0, ""
-        if not self._is_of_use(version):
-            return self._go_on()
-        self.activating = version
-        return [Activate(version)]
-
-    def _failed(self, at_s: float, version: PolicyVersion, cause: str) -> list[Command]:
-        if version != self.fetching:
-            return self._go_on()
-        self.fetching, self.last_cause = None, cause
-        if version != self.want:
-            return self._go_on()  # a newer one is wanted anyway
-        self.failures += 1
-        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
-        self._retry_s = at_s + retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
-        return [WakeAt(self._retry_s)]
 
     def _is_of_use(self, version: PolicyVersion) -> bool:
         """Whether to serve it: it may not be the newest any more, but it is newer than what is served."""

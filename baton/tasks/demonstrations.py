@@ -158,4 +158,5 @@ def _apply(symbol: str, left: int, right: int) -> int:
             return left - right
         case "*":
             return left * right
-    return left // right if right else 0  # reasoning-gym divides with //; a slip may have made a divisor zero
+        case _:
+            return left // right if right else 0  # reasoning-gym divides with //; a slip may have made a divisor zero

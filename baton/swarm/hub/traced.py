@@ -84,6 +84,8 @@ class TracedDesk(Desk):
                 self._trace.leases.ended(lease, "dropped")
             case ev.Expel(worker=worker):
                 self._end_all(worker)
+            case _:
+                pass
         super()._obey(command)
         if isinstance(command, ev.Grant) and command.worker in self._names:  # else it has been hung up on meanwhile
             slots = self.table.workers[command.worker].slots

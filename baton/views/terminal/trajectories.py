@@ -119,7 +119,8 @@ def ordered(members: Sequence[tuple[Group, Judged]], order: str | None) -> list[
             return sorted(members, key=lambda m: (not m[1].judgement.is_judged, m[1].judgement.reward))
         case "longest":
             return sorted(members, key=lambda m: -m[1].trajectory.num_tokens)
-    return list(members)
+        case _:
+            return list(members)
 
 
 def reading(tokenizer: Tokenizer, step: int, group: Group, member: Judged) -> Reading:
