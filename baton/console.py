@@ -35,7 +35,7 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, for scripts; characters that `visible` spells out become JSON's escapes."""
-    text = msgspec.json.format(msgspec.json.encode(value)).decode()
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=lambda settings: settings.model_dump())).decode()
     try:
         out.file.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
         out.file.flush()

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import tomli_w
 from msgspec import inspect
+from pydantic import BaseModel
 
 import baton
 from baton import files, types
@@ -135,6 +136,8 @@ def _describe(kind: Any, place: str, found: dict[str, str]) -> None:
         found[here or "."] = " ".join([*shape, *(field.encode_name for field in kind.fields)])
         for field in kind.fields:
             _describe(field.type, f"{here}.{field.encode_name}".lstrip("."), found)
+    elif isinstance(kind, inspect.CustomType) and issubclass(kind.cls, BaseModel):
+        found[place or "."] = " ".join(kind.cls.model_fields)
     elif isinstance(kind, inspect.DataclassType):
         raise AssertionError(f"{kind.cls} is sent or written: make it a Struct, whose fields keep their names")
     elif isinstance(kind, inspect.EnumType):

@@ -84,7 +84,7 @@ def with_rollout(
     """Return the efficiencies with an overhead for each trajectory that explains a whole batch, and the batch so."""
     rest_s = point.seconds - rollout_s(model, work, place, engines, point)
     overhead_s = max(0.0, rest_s * engines / point.batch)
-    found = msgspec.structs.replace(place.efficiency, trajectory_overhead_s=overhead_s)
+    found = place.efficiency.model_copy(update={"trajectory_overhead_s": overhead_s})
     tried = msgspec.structs.replace(place, efficiency=found)
     return found, msgspec.structs.replace(point, predicted_s=rollout_s(model, work, tried, engines, point))
 
@@ -108,9 +108,8 @@ def with_beside(
     tokens = work.prompt.mean + work.output.mean
     train_s = train_step_s(model, work, place, beside.threads, work.num_trajectories, tokens, 1.0) * share
     tokens_per_s = engines * replica_cost(model, work, place, 1, 1, work.max_batch).tokens_per_s / share
-    found = msgspec.structs.replace(
-        place.efficiency, train_beside=beside.train_s / train_s, engine_beside=tokens_per_s / beside.tokens_per_s
-    )
+    extra = {"train_beside": beside.train_s / train_s, "engine_beside": tokens_per_s / beside.tokens_per_s}
+    found = place.efficiency.model_copy(update=extra)
     token_s = engines * work.max_batch / beside.tokens_per_s
     points = [
         Measured("train_beside", work.num_trajectories, round(tokens), beside.train_s, beside.train_s),
@@ -160,10 +159,10 @@ def _fit_train(model: ModelSpec, work: Workload, place: Place, devices: int, poi
     if not points:
         return place.efficiency
     given = place.efficiency.backward
-    bare = msgspec.structs.replace(place.efficiency, train=1.0, train_overhead_s=0.0)
+    bare = place.efficiency.model_copy(update={"train": 1.0, "train_overhead_s": 0.0})
 
     def times(backward: float) -> NDArray[np.float64]:
-        tried = msgspec.structs.replace(place, efficiency=msgspec.structs.replace(bare, backward=backward))
+        tried = msgspec.structs.replace(place, efficiency=bare.model_copy(update={"backward": backward}))
         return np.array([predicted_s(model, work, tried, devices, point) for point in points])
 
     is_told = len({point.trained_share for point in points}) > 1
@@ -172,9 +171,8 @@ def _fit_train(model: ModelSpec, work: Workload, place: Place, devices: int, poi
     overhead_s, slower, *rest = _least_squares([np.ones(len(points)), *columns], seconds)
     slower = max(1.0 / MOST, slower)
     backward = min(BACKWARD[1], max(BACKWARD[0], rest[0] / slower)) if is_told else given
-    return msgspec.structs.replace(
-        place.efficiency, train=1 / slower, backward=backward, train_overhead_s=max(0.0, overhead_s)
-    )
+    found = {"train": 1 / slower, "backward": backward, "train_overhead_s": max(0.0, overhead_s)}
+    return place.efficiency.model_copy(update=found)
 
 
 def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
@@ -190,18 +188,18 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float]) -> Efficiency:
     """Change one share after the other by a factor that shrinks: coordinate descent in logarithms."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
-    best = error(msgspec.structs.replace(start, **values))
+    best = error(start.model_copy(update=values))
     factor = 4.0
     for _ in range(ROUNDS):
         improved = False
         for key in keys:
             for change in (factor, 1 / factor):
                 tried = {**values, key: min(MOST, max(LEAST * 1e-3, values[key] * change))}
-                now = error(msgspec.structs.replace(start, **tried))
+                now = error(start.model_copy(update=tried))
                 if now < best - 1e-12:
                     values, best, improved = tried, now, True
         if not improved:
             factor = math.sqrt(factor)
             if factor < 1.0005:
                 break
-    return msgspec.structs.replace(start, **values)
+    return start.model_copy(update=values)

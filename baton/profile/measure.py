@@ -74,7 +74,8 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     )
     place = Place(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
     found, shown = fit(spec, recipe_workload(recipe), place, devices, [*points, *turns.train])
-    found = msgspec.structs.replace(found, publish=1.0, publish_latency_s=turns.publish_s, handover_s=turns.handover_s)
+    ways = {"publish": 1.0, "publish_latency_s": turns.publish_s, "handover_s": turns.handover_s}
+    found = found.model_copy(update=ways)
     fitted = msgspec.structs.replace(place, efficiency=found)
     engines = max(1, recipe.engine.processes)
     found, whole = with_rollout(spec, turns.lengths, fitted, engines, turns.rollout)
@@ -95,7 +96,7 @@ def write_calibration(found: Profile, path: Path) -> None:
             "cores": os.cpu_count() or 0,
             "torch": torch.__version__,
         },
-        "efficiency": {found.gpu: msgspec.to_builtins(found.efficiency)},
+        "efficiency": {found.gpu: found.efficiency.model_dump()},
         "measured": [msgspec.to_builtins(point) for point in found.points],
     }
     write_whole(path, tomli_w.dumps(tree).encode("utf-8"))

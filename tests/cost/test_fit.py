@@ -12,15 +12,15 @@ from tests.cost.round_numbers import IDEAL, MODEL, PLACE, WORK
 
 
 def test_efficiencies_are_recovered_from_what_they_predict() -> None:
-    true = msgspec.structs.replace(
-        IDEAL, train=0.3, prefill=0.4, decode=0.6, step_overhead_s=1e-4, row_overhead_s=1e-6, train_overhead_s=0.01
-    )
+    shares = {"train": 0.3, "prefill": 0.4, "decode": 0.6}
+    times = {"step_overhead_s": 1e-4, "row_overhead_s": 1e-6, "train_overhead_s": 0.01}
+    true = IDEAL.model_copy(update=shares | times)
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
     asked = [Measured("decode", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
     asked += [Measured("prefill", 4, c, 1.0) for c in (50, 400)]
     asked += [Measured("train", 64, c, 1.0) for c in (20, 100, 400)]
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]
-    start = msgspec.structs.replace(PLACE, efficiency=msgspec.structs.replace(IDEAL, train=0.5, row_overhead_s=1e-5))
+    start = msgspec.structs.replace(PLACE, efficiency=IDEAL.model_copy(update={"train": 0.5, "row_overhead_s": 1e-5}))
     found, shown = fit(MODEL, WORK, start, 2, points)
     assert (found.train, found.prefill) == (pytest.approx(0.3, rel=0.02), pytest.approx(0.4, rel=0.01))
     assert all(point.predicted_s == pytest.approx(point.seconds, rel=0.03) for point in shown)
@@ -29,18 +29,18 @@ def test_efficiencies_are_recovered_from_what_they_predict() -> None:
 def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
     """A backward pass takes as long as 3 forward ones. Without half-taught batches it counts as the 2 it is given."""
     work = msgspec.structs.replace(WORK, has_proximal_forward=False, recompute=False)
-    true = msgspec.structs.replace(IDEAL, train=0.3, backward=3.0, train_overhead_s=0.01)
+    true = IDEAL.model_copy(update={"train": 0.3, "backward": 3.0, "train_overhead_s": 0.01})
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
     asked = [Measured("train", 64, c, 1.0, trained_share=share) for c in (100, 400, 900) for share in (1.0, 0.5)]
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, work, hidden, 2, p)) for p in asked]
-    start = msgspec.structs.replace(PLACE, efficiency=msgspec.structs.replace(IDEAL, train=0.5))
+    start = msgspec.structs.replace(PLACE, efficiency=IDEAL.model_copy(update={"train": 0.5}))
     found, _ = fit(MODEL, work, start, 2, points)
     assert (found.backward, found.train) == (pytest.approx(3.0, rel=0.05), pytest.approx(0.3, rel=0.05))
     assert fit(MODEL, work, start, 2, points[::2])[0].backward == 2.0
 
 
 def test_one_sequence_alone_tells_the_fixed_time_of_a_prefill() -> None:
-    true = msgspec.structs.replace(IDEAL, prefill=0.4, prefill_overhead_s=0.003)
+    true = IDEAL.model_copy(update={"prefill": 0.4, "prefill_overhead_s": 0.003})
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
     asked = [Measured("prefill", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]

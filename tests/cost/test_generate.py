@@ -120,7 +120,7 @@ def test_fixed_times_of_prefills_and_of_handing_over_slow_a_replica() -> None:
     """A prefill of 10 for 20 ms, and a slot that stays empty for one step of its 200."""
     plain = replica_cost(MODEL, WORK, PLACE, 1, 1, 8)
     step = decode_s(MODEL, WORK, PLACE, 1, (10,), 8, 200)
-    changed = msgspec.structs.replace(IDEAL, prefill_overhead_s=0.02, handover_s=step / 10)
+    changed = IDEAL.model_copy(update={"prefill_overhead_s": 0.02, "handover_s": step / 10})
     slower = replica_cost(MODEL, WORK, msgspec.structs.replace(PLACE, efficiency=changed), 1, 1, 8)
     assert 1 / slower.tokens_per_s == pytest.approx(1 / plain.tokens_per_s + (step / 8 + 0.002) / 200)
     assert slower.pause_s == pytest.approx(plain.pause_s + 0.02)
@@ -130,7 +130,7 @@ def test_without_overlap_a_batch_empties_to_its_longest() -> None:
     """Half of two trajectories have 100 tokens, half 300. With time per token t(m) = m·a the same work takes the same
     time in any order, so nothing is lost; with t constant the batch waits for its longest: E[max of 2] = 250 tokens."""
     work = msgspec.structs.replace(WORK, max_staleness=0, output=measured([100, 300]), prompt=constant(1))
-    overhead = msgspec.structs.replace(PLACE, efficiency=msgspec.structs.replace(IDEAL, step_overhead_s=1.0))
+    overhead = msgspec.structs.replace(PLACE, efficiency=IDEAL.model_copy(update={"step_overhead_s": 1.0}))
     assert drain_s(MODEL, work, overhead, 1, (10,), 2) == pytest.approx(250, rel=0.02)
     assert replica_cost(MODEL, work, overhead, 1, 1, 2).pause_s == pytest.approx(250 - 200, rel=0.1)
 

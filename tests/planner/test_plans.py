@@ -142,10 +142,11 @@ def test_everything_faster_by_a_factor_is_throughput_by_that_factor(factor: floa
     links = tuple(tuple(rate * factor for rate in row) for row in of.bytes_per_s)
     faster = msgspec.structs.replace(of, nodes=nodes, bytes_per_s=links)
     default = QUICK.default
-    quick = msgspec.structs.replace(
-        default,
-        step_overhead_s=default.step_overhead_s / factor,
-        publish_latency_s=default.publish_latency_s / factor,
+    quick = default.model_copy(
+        update={
+            "step_overhead_s": default.step_overhead_s / factor,
+            "publish_latency_s": default.publish_latency_s / factor,
+        }
     )
     scaled = make_plan(Inputs(faster, model(), work(), Efficiencies(quick)))
     assert scaled.tokens_per_s == pytest.approx(base.tokens_per_s * factor, rel=1e-9)
