@@ -51,6 +51,11 @@ class WeightsFault(BatonError):
     """A policy version cannot be published, or not be had whole and verified; what was held before is untouched."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for our own sentence about it: some libraries' texts are pages long."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 MAX_TEXT: Final = 2000
 """Characters of an error's text that are sent."""
 

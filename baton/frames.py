@@ -7,11 +7,15 @@ middle of a frame, or that does not read, cannot block its parent, which waits i
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import struct
+import subprocess
+import sys
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!Q")
 _MAX_RECEIVE_BYTES = 4 * 1024**2
@@ -108,6 +112,45 @@ def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
 def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
     """Return a child's end, from the descriptor that it was started with."""
     return FrameSocket(socket.socket(fileno=descriptor), max_frame_bytes)
+
+
+def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[FrameSocket, subprocess.Popen[bytes]]:
+    """Start `python -m baton COMMAND DESCRIPTOR` with so many torch threads, at the other end of a socket pair."""
+    ours, theirs = frame_sockets(max_frame_bytes)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if threads == 1:  # with more, threads that sleep at once make a step half as long again
+        environment["OMP_WAIT_POLICY"] = "passive"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "baton", command, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
+    theirs.close()
+    return ours, process
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a child that has closed its socket; None where it does not end."""
+    try:
+        return process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def end_children(
+    sockets: Iterable[FrameSocket], processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float
+) -> None:
+    """Close the sockets, upon which the children end, and see them end; kill those that have not in `grace_s`."""
+    for one in sockets:
+        one.close()
+    deadline_s = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]:

@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 MEGABYTE = 1_000_000
 CHILD = """
 import os, signal, sys
-from baton.launch.frames import frame_socket_of
+from baton.frames import frame_socket_of
 parent = frame_socket_of(int(sys.argv[1]), 100_000_000)
 {body}
 """

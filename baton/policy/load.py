@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from baton.errors import UserError
+from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.settings import DTypeName
-from baton.policy.tokenizer import Tokenizer, check_model_path, first_line
+from baton.policy.tokenizer import Tokenizer, check_model_path
 
 logger = logging.getLogger(__name__)
 

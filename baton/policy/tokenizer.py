@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from baton.errors import UserError
+from baton.errors import UserError, first_line
 from baton.files import verify
 from baton.types import Message
 
@@ -75,8 +75,3 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
         raise UserError(
             f"model.path: {path!r} is no directory and not in the Hugging Face cache: run `hf download {path}`"
         )
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, for our own sentence about it."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -53,11 +53,9 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of one step; a step may come in several parts, and again after a resume."""
-        ...
 
     def close(self) -> None:
         """Bring everything to its place."""
-        ...
 
 
 class MetricsWriter:

@@ -100,20 +100,16 @@ class ScoredTask(Protocol):
     @property
     def name(self) -> str:
         """The name the recipe gives it."""
-        ...
 
     @property
     def scorer(self) -> Scorer:
         """Where `score` may be called."""
-        ...
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return what `score` may be given in place of `metadata` in another process, to save it work."""
-        ...
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Score an extracted answer in 0..1; only 1 is correct, less is partial credit."""
-        ...
 
 
 class Setup(msgspec.Struct, frozen=True, tag="Setup"):

@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,9 +151,11 @@ def _wait(child: int, wake: int) -> int:
 def _kill_descendants(session: int) -> None:
     """Kill until nobody is left: the orphans of those that are killed become children of this process."""
     while True:
-        _kill_group(session)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(session, signal.SIGKILL)
         for pid in _children():
-            _kill(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -170,20 +173,6 @@ def _children() -> list[int]:
         if int(fields[1]) == os.getpid():
             found.append(int(stat.parent.name))
     return found
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _reap(child: int) -> int:
@@ -226,11 +215,8 @@ def _raise_loopback() -> None:
     import socket
     import struct
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        try:
-            fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
-        except OSError:
-            return  # then without
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
 
 
 def _mount_proc() -> None:

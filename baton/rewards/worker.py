@@ -15,13 +15,13 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from baton.rewards.calls import (
-    HEADER_BYTES,
     Answer,
     Ask,
     Call,
@@ -32,7 +32,6 @@ from baton.rewards.calls import (
     Setup,
     Spec,
     failed,
-    frame,
 )
 from baton.rewards.functions import call_function, import_function, told
 from baton.rewards.isolation import keep
@@ -45,7 +44,7 @@ Message = TypeVar("Message", Setup, Ask)
 def main() -> None:
     """Serve until the input closes."""
     isolation = keep(network="--network" in sys.argv)
-    inbox, outbox = os.dup(0), os.dup(1)
+    inbox, outbox = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a reward function prints must not meet our messages
     sys.stdout = os.fdopen(1, "w", buffering=1)  # line by line: this process may be ended before it has filled a block
@@ -67,7 +66,7 @@ def main() -> None:
     asyncio.run(_serve(judges, inbox, outbox))
 
 
-async def _serve(judges: list[Judge], inbox: int, outbox: int) -> None:
+async def _serve(judges: list[Judge], inbox: Connection, outbox: Connection) -> None:
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
@@ -84,7 +83,7 @@ async def _serve(judges: list[Judge], inbox: int, outbox: int) -> None:
     await asyncio.Event().wait()
 
 
-async def _answer(judge: Judge, ask: Ask, outbox: int) -> None:
+async def _answer(judge: Judge, ask: Ask, outbox: Connection) -> None:
     limit = asyncio.timeout(ask.deadline_s)  # of asynchronous judges; the run kills those that never let go
     try:
         async with limit:
@@ -118,27 +117,16 @@ def _scorer(score: Callable[[Call], Outcome]) -> Judge:
     return scored
 
 
-def _receive(inbox: int, kind: type[Message]) -> Message | None:
+def _receive(inbox: Connection, kind: type[Message]) -> Message | None:
     """Read one message; None when the other side is gone."""
-    header = _read_exactly(inbox, HEADER_BYTES)
-    body = header and _read_exactly(inbox, int.from_bytes(header, "big"))
-    return msgspec.msgpack.decode(body, type=kind) if body else None
+    try:
+        return msgspec.msgpack.decode(inbox.recv_bytes(), type=kind)
+    except (EOFError, OSError):
+        return None
 
 
-def _read_exactly(inbox: int, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        part = os.read(inbox, count - len(data))
-        if not part:
-            return None
-        data += part
-    return data
-
-
-def _send(outbox: int, message: msgspec.Struct) -> None:
-    left = memoryview(frame(message))
-    while left:
-        left = left[os.write(outbox, left) :]
+def _send(outbox: Connection, message: msgspec.Struct) -> None:
+    outbox.send_bytes(msgspec.msgpack.encode(message))
 
 
 def _limit_memory(memory_bytes: int) -> None:

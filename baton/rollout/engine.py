@@ -80,41 +80,32 @@ class Engine(Protocol):
     @property
     def version(self) -> PolicyVersion:
         """The weights that produce the next logits."""
-        ...
 
     @property
     def slots(self) -> int:
         """Trajectories generated at once."""
-        ...
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError for what no engine of this shape can serve (longer than its context)."""
-        ...
 
     def abort(self, lease_id: int) -> None:
         """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
-        ...
 
     def step(self) -> list[FromWorker]:
         """Admit what fits, decode one token for every running lease, and return what is to be reported."""
-        ...
 
     def flush(self) -> list[FromWorker]:
         """Report what running leases have grown since their last report."""
-        ...
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
 
         Leases that asked for exactly another version are put down (an aborted report) or, where they wait, refused.
         """
-        ...
 
     @property
     def stats(self) -> EngineStats:
         """Counters since the start."""
-        ...
 
     def close(self) -> None:
         """End whatever runs on its behalf. What is still growing is lost. May be called twice."""
-        ...

@@ -19,11 +19,9 @@ class Source(Protocol):
     @property
     def position(self) -> dict[str, int]:
         """How far it has got."""
-        ...
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """Return the next prompts."""
-        ...
 
 
 class Judges(Protocol):
@@ -34,11 +32,9 @@ class Judges(Protocol):
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
         """Have finished trajectories of one prompt judged."""
-        ...
 
     def collect(self, timeout_s: float = 0.0) -> list[Judged]:
         """Return what has been judged, waiting at most `timeout_s` for the first."""
-        ...
 
 
 @dataclass(slots=True)

@@ -20,12 +20,10 @@ class WorkerPort(Protocol):
     @property
     def name(self) -> str:
         """Who is waited for, in error messages."""
-        ...
 
     @property
     def slots(self) -> int:
         """Trajectories that it generates at once."""
-        ...
 
     @property
     def absence_s(self) -> float:
@@ -34,19 +32,15 @@ class WorkerPort(Protocol):
 
     def send(self, message: FromHub) -> None:
         """Hand over a lease or an abort; does not wait."""
-        ...
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Return what has come in, waiting at most `timeout_s` for the first message; an empty list is no error."""
-        ...
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Have the worker switch to a version, and return once it serves it, or a swarm once it can fetch it."""
-        ...
 
     def stats(self) -> EngineStats:
         """The engine's counters."""
-        ...
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """A train step has consumed its batch."""
@@ -58,7 +52,6 @@ class WorkerPort(Protocol):
 
     def close(self, *, is_over: bool = False) -> None:
         """End the worker. May be called twice. is_over: the run is complete, and workers need not wait for it."""
-        ...
 
 
 class LocalPort(WorkerPort):

@@ -8,11 +8,11 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from baton.errors import UserError
+from baton.errors import UserError, first_line
 from baton.policy.adapters import add_adapters, base_of_adapter
 from baton.policy.load import check_weight_files, torch_device, torch_dtype
 from baton.policy.memory import available_bytes
-from baton.policy.tokenizer import first_line, load_tokenizer
+from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import Judge

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton.errors import UserError
+from baton.errors import UserError, first_line
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ def _parquet_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
                     number += 1
                     yield f"{file}, row {number}", _plain(row)
     except (ArrowException, OSError) as error:
-        raise UserError(f"{what}: {file} is not a parquet file: {_first_line(error)}") from error
+        raise UserError(f"{what}: {file} is not a parquet file: {first_line(error)}") from error
 
 
 def _dataset_rows(what: str, directory: Path, split: str) -> Iterator[tuple[str, Row]]:
@@ -70,7 +70,7 @@ def _dataset_rows(what: str, directory: Path, split: str) -> Iterator[tuple[str,
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(
             f"{what}: {directory} is a directory, but not one that Hugging Face datasets wrote with save_to_disk: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     if isinstance(found, DatasetDict):
         if split not in found:
@@ -89,7 +89,3 @@ def _plain(row: Row) -> Row:
 def _require(what: str, package: str, path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{what}: reading {path} needs {package}: run `pip install 'baton-rl[data]'`")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -44,4 +44,3 @@ class Task(ScoredTask, Protocol):
 
     def draw(self, seed: int, index: int) -> Problem:
         """Return draw `index` of stream `seed`: the same one each time; draws may repeat a problem."""
-        ...

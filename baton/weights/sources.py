@@ -23,11 +23,9 @@ class Source(Protocol):
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""
-        ...
 
     def chunk(self, digest: str, size: int) -> bytes:
         """Return the chunk of a digest."""
-        ...
 
 
 class StoreSource:

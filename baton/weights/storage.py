@@ -54,27 +54,21 @@ class Place(Protocol):
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file that is whole or absent whenever the process dies. Raises StorageFault when it cannot be."""
-        ...
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
         """Return a file's bytes from `offset` on, at most `limit` + 1. Raises OSError when there is none."""
-        ...
 
     def size(self, name: str) -> int | None:
         """Return a file's size, or None when there is none."""
-        ...
 
     def names(self, folder: str) -> list[str]:
         """Return the names of all files below a folder, unfinished ones included."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        ...
 
     def settle(self) -> None:
         """Return once everything written so far outlives a power cut."""
-        ...
 
 
 class LocalPlace:

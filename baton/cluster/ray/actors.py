@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 import baton
+from baton.files import memory_directory
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
@@ -46,8 +47,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 def own_directory(what: str) -> Path:
     """Make a directory of this process in memory, and remove those that killed ones of this machine have left."""
-    memory = Path("/dev/shm")
-    where = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    where = memory_directory() or Path(tempfile.gettempdir())
     prefix = f"baton-{what}-{socket.gethostname()}-"
     for old in where.glob(f"{prefix}*"):
         pid = old.name.removeprefix(prefix).split("-")[0]

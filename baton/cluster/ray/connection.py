@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from baton.errors import UserError
+from baton.errors import UserError, first_line
 
 _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
@@ -44,8 +44,9 @@ class RayCluster:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise UserError(
-                f"--ray {address}: no Ray cluster can be joined there: {first_line(error)}; allowed is HOST:PORT of a "
-                "cluster that this machine is part of (ray start --head, or ray start --address HOST:PORT), or auto"
+                f"--ray {address}: no Ray cluster can be joined there: {first_line(error)[:200]}; allowed is HOST:PORT "
+                "of a cluster that this machine is part of (ray start --head, or ray start --address HOST:PORT), "
+                "or auto"
             ) from error
         if threading.current_thread() is threading.main_thread():  # Ray takes SIGTERM over: no checkpoint, no exit code
             signal.signal(signal.SIGTERM, before)
@@ -144,12 +145,6 @@ def import_ray() -> Any:
     except ImportError as error:
         raise UserError("--ray needs Ray, which is not installed: pip install 'baton-rl[ray]'") from error
     return ray
-
-
-def first_line(error: BaseException) -> str:
-    """Return the beginning of what an error says: Ray's errors are pages long."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
 
 
 def check_address(address: str) -> None:

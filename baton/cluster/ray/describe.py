@@ -12,15 +12,10 @@ from baton.specs.cluster import ClusterSettings
 
 def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> Described:
     """Return what the planner is to know of a cluster. Raises UserError; see `inventory.describe`."""
-    known = read_base(base)
+    known = None if base is None else load_recipe(ClusterSettings, base)
     cluster = RayCluster(address)
     try:
         found = machines(cluster.rows(), types=known.gpu if known is not None else ())
     finally:
         cluster.leave()
     return describe(found, name=name, base=known, with_cpus=with_cpus)
-
-
-def read_base(path: Path | None) -> ClusterSettings | None:
-    """Read a cluster file whose links, prices and types hold, where one is given."""
-    return None if path is None else load_recipe(ClusterSettings, path)

@@ -13,17 +13,18 @@ from typing import Any, Final
 from baton.cluster.inventory import Machine
 from baton.cluster.placement import Post
 from baton.cluster.ray.actors import RankSeat
-from baton.cluster.ray.connection import GET_S, RayCluster, first_line
-from baton.errors import BatonError, Fault, RankLost
+from baton.cluster.ray.connection import GET_S, RayCluster
+from baton.errors import Fault, RankLost, first_line
+from baton.files import memory_directory
 from baton.trainer.parallel.messages import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
     FromRank,
     Place,
     ToRank,
+    cause_of,
     decode_from_rank,
     encode,
-    error_of,
 )
 
 START_DEADLINE_S: Final = 120.0
@@ -69,8 +70,7 @@ class RayRanks:
         if self._is_here:
             return Path(path)
         data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]
-        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        handle, name = tempfile.mkstemp(prefix="baton-version-", dir=shared)
+        handle, name = tempfile.mkstemp(prefix="baton-version-", dir=memory_directory())
         with os.fdopen(handle, "wb") as file:
             file.write(memoryview(data))
         return Path(name)
@@ -117,7 +117,8 @@ class RayRanks:
                         deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
         except RankLost as lost:
             self.close()
-            raise _cause(lost, answers) from lost
+            said = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
+            raise cause_of(lost, said) from lost
         return [answers[rank] for rank in range(len(futures))]
 
     def _get(self, future: Any, rank: int) -> Any:
@@ -126,7 +127,7 @@ class RayRanks:
         except self._cluster.ray.exceptions.RayTaskError as error:
             raise RankLost(f"trainer {self._name(rank)} cannot go on: {error.cause}; {HOW_TO_GO_ON}") from error
         except self._cluster.ray.exceptions.RayError as error:
-            raise RankLost(f"trainer {self._name(rank)} is gone: {first_line(error)}; {HOW_TO_GO_ON}") from error
+            raise RankLost(f"trainer {self._name(rank)} is gone: {first_line(error)[:200]}; {HOW_TO_GO_ON}") from error
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._posts[rank].machine}"
@@ -134,13 +135,6 @@ class RayRanks:
 
 def _is_fault(answer: Any) -> bool:
     return isinstance(answer, bytes) and isinstance(decode_from_rank(answer), Fault)
-
-
-def _cause(lost: RankLost, answers: Mapping[int, Any]) -> BatonError | OSError:
-    """Return the named error that another rank had answered with, else the loss itself."""
-    said = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
-    error = error_of(said)
-    return lost if error is None or isinstance(error, RankLost) else error
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

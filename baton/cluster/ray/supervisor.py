@@ -24,9 +24,9 @@ from baton.cluster import supervision as sv
 from baton.cluster.inventory import Machine
 from baton.cluster.placement import Placement, Post
 from baton.cluster.ray.actors import GRACE_S, WorkerSeat, WorkerStart
-from baton.cluster.ray.connection import GET_S, RayCluster, first_line
+from baton.cluster.ray.connection import GET_S, RayCluster
 from baton.cluster.replanning import Answer
-from baton.errors import EngineFault, RankLost
+from baton.errors import EngineFault, RankLost, first_line
 from baton.swarm.listen import is_loopback
 from baton.swarm.supervisor import HubAccess
 from baton.trainer.parallel.messages import HOW_TO_GO_ON
@@ -225,7 +225,7 @@ class RayCrew:
         try:
             words: str = ray.get(future, timeout=GET_S)
         except ray.exceptions.RayError as error:
-            return f"ended with its actor: {first_line(error)}"
+            return f"ended with its actor: {first_line(error)[:200]}"
         return words
 
     def _ended(self, name: str, cause: str) -> None:

@@ -33,7 +33,6 @@ class Tracer(Protocol):
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
         """Something was done from then to then."""
-        ...
 
 
 def stretches(spans: Iterable[Span]) -> list[list[Span]]:

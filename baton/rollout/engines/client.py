@@ -19,8 +19,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, DeadlineExceeded, EngineFault
-from baton.policy.tokenizer import first_line
+from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 _HEARTBEAT_S = 0.5

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault
 
 
-def check_fit(model: PreTrainedModel, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
+def check_fit(
+    model: PreTrainedModel, own: Mapping[str, Tensor], tensors: Mapping[str, Any], which: str = "new weights do"
+) -> None:
     """Raise EngineFault naming parameters that are missing, names that the model does not have, shapes that differ.
 
     own: the model's `state_dict(keep_vars=True)`. Tied parameters may come under one of their names or all.
@@ -31,5 +33,5 @@ def check_fit(model: PreTrainedModel, own: Mapping[str, Tensor], tensors: Mappin
         if names
     ]
     if faults:
-        raise EngineFault(f"new weights do not fit the {type(model).__name__}: {'; '.join(faults)}")
+        raise EngineFault(f"{which} not fit the {type(model).__name__}: {'; '.join(faults)}")
     assert given >= parameters

@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from baton.errors import EngineFault
-from baton.policy.adapters import BaseWeights, is_adapter
+from baton.policy.adapters import BaseWeights, base_of_adapter, is_adapter
+from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
+from baton.policy.tensors import policy_tensors
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fit import check_fit
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
 """Returns the tensors that adapters are published for, by the names of `state_dict`."""
+
+
+class Skeleton:
+    """All of a model but its weights, read from a directory."""
+
+    def __init__(self, directory: Path, settings: EngineSettings) -> None:
+        meta = torch.device("meta")
+        with meta:
+            self.model = load_skeleton(directory, dtype=torch_dtype(settings.dtype), device=meta, attention="sdpa")
+        self._tokenizer = load_tokenizer(str(directory))
+        self.end_ids = end_ids(self.model, self._tokenizer)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens kept."""
+        return self._tokenizer.text(ids, keep_special=True)
+
+    def save(self, directory: Path) -> None:
+        save_skeleton(self.model, self._tokenizer, directory)
+
+
+class ModelFiles:
+    """A model in a directory or the local cache, and the base model of a checkpoint of an adapter."""
+
+    def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
+        self.path = path
+        self.base_path = base_of_adapter(Path(path)) or path
+        self._dtype, self._attention = torch_dtype(settings.dtype), attention
+
+    def load(self) -> PreTrainedModel:
+        """Load the model on the host, an adapter merged."""
+        return self._load(self.path)
+
+    def read_base(self) -> Mapping[str, Tensor]:
+        return policy_tensors(self._load(self.base_path))
+
+    def base_directory(self) -> Path:
+        directory = Path(self.base_path)
+        return directory if directory.is_dir() else Path(snapshot_download(self.base_path, local_files_only=True))
+
+    def _load(self, path: str) -> PreTrainedModel:
+        return load_model(path, dtype=self._dtype, device=torch.device("cpu"), attention=self._attention)
 
 
 class WholeWeights:

@@ -10,10 +10,7 @@ Where a trajectory runs makes no difference to its tokens (law 5): all processes
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -24,7 +21,8 @@ from typing import Any
 import msgspec
 
 from baton.errors import DeadlineExceeded, EngineFault, Fault, UserError
-from baton.frames import frame_sockets, ready
+from baton.files import memory_directory
+from baton.frames import end_children, exit_code, ready, start_child
 from baton.records.trace import ASIDE, LeaseTrace, TraceWriter
 from baton.rollout.engine import EngineStats
 from baton.rollout.processes.protocol import (
@@ -50,19 +48,11 @@ class EngineProcess:
     """One child process and what it has been given."""
 
     def __init__(self, index: int) -> None:
-        self.socket, theirs = frame_sockets(MAX_FRAME_BYTES)
         self.name = f"engine process {index}"
         self.leases: set[int] = set()
         self.stats = EngineStats()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "engine", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        self.pid = self._process.pid
-        theirs.close()
+        self.socket, self.process = start_child("engine", threads=1, max_frame_bytes=MAX_FRAME_BYTES)
+        self.pid = self.process.pid
 
     def tell(self, message: ToEngine) -> None:
         """Send a message, or queue what the process does not read at once. Raises EngineFault when it has ended."""
@@ -83,23 +73,8 @@ class EngineProcess:
             raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
         return message
 
-    def hang_up(self) -> None:
-        """Close the socket, upon which the process ends."""
-        self.socket.close()
-
-    def await_end(self, deadline_s: float) -> None:
-        """See the process end; kill it when it has not ended by then."""
-        try:
-            self._process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
     def _ended(self) -> EngineFault:
-        try:
-            code: int | None = self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            code = None
+        code = exit_code(self.process)
         return EngineFault(
             f"{self.name} (pid {self.pid}) ended with exit code {code} while it held {len(self.leases)} "
             "leases; nothing finished is lost: go on with --resume"
@@ -127,8 +102,7 @@ class EnginePool(WorkerPort):
         self.timeout_s = timeout_s
         """Within which all processes must serve a version."""
         self._trace = trace or LeaseTrace(TraceWriter())
-        shared = Path("/dev/shm")
-        self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         self._queue: deque[Lease] = deque()
         self.processes: list[EngineProcess] = []
         try:
@@ -191,11 +165,8 @@ class EnginePool(WorkerPort):
 
     def close(self, *, is_over: bool = False) -> None:
         """End all processes. May be called twice."""
-        for process in self.processes:
-            process.hang_up()
-        deadline_s = time.monotonic() + CLOSE_GRACE_S
-        for process in self.processes:
-            process.await_end(deadline_s)
+        sockets, processes = [one.socket for one in self.processes], [one.process for one in self.processes]
+        end_children(sockets, processes, grace_s=CLOSE_GRACE_S)
         self.processes = []
         shutil.rmtree(self.directory, ignore_errors=True)
 

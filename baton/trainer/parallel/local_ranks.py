@@ -7,7 +7,6 @@ it is, within a collective or not.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -17,17 +16,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.errors import BatonError, Fault, RankLost
-from baton.frames import FrameSocket, frame_sockets, ready
+from baton.errors import Fault, RankLost
+from baton.files import memory_directory
+from baton.frames import FrameSocket, end_children, exit_code, ready, start_child
 from baton.trainer.parallel.messages import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
     FromRank,
     Place,
     ToRank,
+    cause_of,
     decode_from_rank,
     encode,
-    error_of,
 )
 
 MAX_FRAME_BYTES = 4 * 1024**3
@@ -47,8 +47,7 @@ class LocalRanks:
         self._size = size
         self._sockets: list[FrameSocket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        shared = Path("/dev/shm")
-        self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=shared if shared.is_dir() else None))
+        self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         try:
             for rank in range(size):
                 scratch = str(self._scratch)
@@ -80,7 +79,7 @@ class LocalRanks:
                         deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
         except RankLost as lost:
             self.close()
-            raise _cause(lost, answers) from lost
+            raise cause_of(lost, answers) from lost
         return [answers[rank] for rank in range(self._size)]
 
     def bring(self, path: str) -> Path:
@@ -89,30 +88,12 @@ class LocalRanks:
 
     def close(self, grace_s: float = 2.0) -> None:
         """End all ranks: those that do not end when they are hung up on are killed. May be called twice."""
-        for socket in self._sockets:
-            socket.close()
-        deadline_s = time.monotonic() + grace_s
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end_children(self._sockets, self._processes, grace_s=grace_s)
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self, place: Place) -> None:
-        ours, theirs = frame_sockets(MAX_FRAME_BYTES)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
-        if place.threads == 1:  # with more, threads that sleep at once make a step half as long again
-            environment["OMP_WAIT_POLICY"] = "passive"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "rank", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        theirs.close()
+        ours, process = start_child("rank", threads=place.threads, max_frame_bytes=MAX_FRAME_BYTES)
         self._sockets.append(ours)
         self._processes.append(process)
         self.pids.append(process.pid)
@@ -142,15 +123,6 @@ class LocalRanks:
         return RankLost(f"trainer rank {names} did not answer {what}{unread and f' ({unread})'}; {HOW_TO_GO_ON}")
 
     def _ended(self, rank: int) -> RankLost:
-        try:
-            code: int | None = self._processes[rank].wait(2.0)
-        except subprocess.TimeoutExpired:
-            code = None
+        code = exit_code(self._processes[rank])
         how = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
         return RankLost(f"trainer rank {rank} (pid {self.pids[rank]}) ended {how}; {HOW_TO_GO_ON}")
-
-
-def _cause(lost: RankLost, answers: dict[int, FromRank]) -> BatonError | OSError:
-    """Return the named error that another rank had answered with, else the loss itself."""
-    error = error_of(answers)
-    return lost if error is None or isinstance(error, RankLost) else error

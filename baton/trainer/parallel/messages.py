@@ -165,6 +165,12 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
     return None
 
 
+def cause_of(lost: RankLost, answers: Mapping[int, FromRank]) -> BatonError | OSError:
+    """Return the named error that another rank had answered with, else the loss itself."""
+    error = error_of(answers)
+    return lost if error is None or isinstance(error, RankLost) else error
+
+
 HOW_TO_GO_ON = "go on from the last checkpoint with --resume, by as many ranks or another number of them"
 """For the end of a RankLost's sentence."""
 

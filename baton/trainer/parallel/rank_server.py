@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import BatonError, fault_of
-from baton.files import writing
+from baton.files import memory_directory, writing
 from baton.policy.load import torch_device
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
@@ -154,8 +154,7 @@ class RankServer:
         if self._place.rank:
             return Published(weights.version, "")
         if self._scratch is None:
-            shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
-            self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=shared))
+            self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         path = self._scratch / f"{weights.version.lineage}-{weights.version.number}.safetensors"
         with writing(path):
             save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, path)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from baton.errors import first_line
+
 logger = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, int], Tensor]
 """(ids [W], positions [W], scanned positions) → logits [W, V]."""
@@ -27,7 +29,6 @@ class Captured(Protocol):
 
     def __call__(self, ids_W: Tensor, position_W: Tensor) -> Tensor:
         """Run it; return the logits [W, V], which the next run overwrites."""
-        ...
 
 
 Capture = Callable[[Step, Tensor, Tensor, int], Captured]
@@ -64,7 +65,7 @@ class GraphedSteps:
             captured = self._capture(self._step, ids_W, position_W, kv_length)
             same = torch.equal(captured(ids_W, position_W), expected_WV)
         except RuntimeError as error:
-            logger.warning("%s: %s", what, (str(error).splitlines() or [""])[0])
+            logger.warning("%s: %s", what, first_line(error))
             return None
         if not same:
             logger.warning("%s: its bits differ", what)

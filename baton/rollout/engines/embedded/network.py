@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
-from baton.errors import EngineFault, UserError
+from baton.errors import EngineFault, UserError, first_line
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.memory import held_bytes
 from baton.rollout.engines.embedded.cache import (
@@ -224,10 +224,9 @@ class Network:
         try:
             cache, difference = self._probe()
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-            line = (str(error).strip().splitlines() or [""])[0]
             raise UserError(
                 f"model.path: the embedded engine cannot drive {self.model.config.model_type!r} through a KV cache of "
-                f"its own: {type(error).__name__}: {line}"
+                f"its own: {type(error).__name__}: {first_line(error)}"
             ) from error
         allowed = 0.2 if self.model.dtype == torch.bfloat16 else 1e-3
         if not difference <= allowed:

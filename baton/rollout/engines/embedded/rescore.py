@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from baton.errors import EngineFault
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.head import find_head
 from baton.policy.logprobs import hidden_states
+from baton.rollout.engines.fit import check_fit
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
 from baton.rollout.rescored import Claim, Rescored
 
@@ -87,16 +87,7 @@ class Rescorer:
         if is_adapter(tensors):
             self._copy(own, self._base.merged(own, tensors))
         else:
-            given = {id(own[name]) for name in tensors if name in own}
-            faults = [f"missing {n}" for n, p in self.model.named_parameters() if id(p) not in given]
-            faults += [f"unexpected {name}" for name in tensors if name not in own]
-            faults += [
-                f"{name} is {tuple(tensor.shape)} for {tuple(own[name].shape)}"
-                for name, tensor in tensors.items()
-                if name in own and tensor.shape != own[name].shape
-            ]
-            if faults:
-                raise EngineFault(f"version {version} does not fit the rescoring model: {'; '.join(faults[:5])}")
+            check_fit(self.model, own, tensors, f"version {version} does")
             self._base.forget()
             self._copy(own, tensors)
         self.version = version

@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
-
 from baton.errors import UserError
-from baton.policy.adapters import base_of_adapter
-from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
 from baton.policy.tensors import policy_tensors
-from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.sglang.client import SglangLine
 from baton.rollout.engines.sglang.engine import SglangEngine
-from baton.rollout.engines.whole_weights import ReadBase, WholeWeights
+from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
 from baton.types import PolicyVersion
 
-_CPU = torch.device("cpu")
 _BYTES_PER_TOKEN = 256
 """A stream's event says at most so much of a token: id, logprob, text."""
 
 
 def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
     """Have the recipe's server serve the model in a directory, a checkpoint of an adapter included, as `version`."""
-    dtype = torch_dtype(settings.dtype)
-    base_path = base_of_adapter(Path(path)) or path
-
-    def read_base() -> Mapping[str, torch.Tensor]:
-        return policy_tensors(load_model(base_path, dtype=dtype, device=_CPU, attention=attention))
-
-    directory = (
-        Path(base_path) if Path(base_path).is_dir() else Path(snapshot_download(base_path, local_files_only=True))
-    )
-    engine = _engine(directory, settings, read_base)
+    files = ModelFiles(path, settings, attention)
+    engine = _engine(files.base_directory(), settings, files.read_base)
     try:
-        engine.load_weights(policy_tensors(load_model(path, dtype=dtype, device=_CPU, attention=attention)), version)
+        engine.load_weights(policy_tensors(files.load()), version)
     except BaseException:
         engine.close()
         raise
@@ -65,11 +49,7 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
     key = None if own.key_variable is None else os.environ.get(own.key_variable)
     if own.key_variable is not None and not key:
         raise UserError(f"engine.sglang.key_variable: the environment has no {own.key_variable}")
-    with torch.device("meta"):
-        model = load_skeleton(
-            directory, dtype=torch_dtype(settings.dtype), device=torch.device("meta"), attention="sdpa"
-        )
-    tokenizer = load_tokenizer(str(directory))
+    skeleton = Skeleton(directory, settings)
     line = SglangLine(
         own.url,
         key=key,
@@ -84,12 +64,5 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
             f"engine.max_context_tokens: got {settings.max_context_tokens}, but {line.name} was started with "
             f"--context-length {has}"
         )
-    ends = end_ids(model, tokenizer)
-    return SglangEngine(
-        line,
-        WholeWeights(model, read_base),
-        settings,
-        ends,
-        lambda ids: tokenizer.text(ids, keep_special=True),
-        partial(save_skeleton, model, tokenizer),
-    )
+    weights = WholeWeights(skeleton.model, read_base)
+    return SglangEngine(line, weights, settings, skeleton.end_ids, skeleton.text, skeleton.save)

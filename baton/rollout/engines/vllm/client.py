@@ -15,8 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from baton.clock import in_thread
-from baton.errors import EngineFault, UserError
-from baton.policy.tokenizer import first_line
+from baton.errors import EngineFault, UserError, first_line
 from baton.rollout.engines.client import EngineClient, Grown, Lost, Request
 
 _CLOSE_S = 20.0

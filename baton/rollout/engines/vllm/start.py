@@ -8,22 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
-
 from baton.errors import UserError
-from baton.policy.adapters import base_of_adapter
-from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
-from baton.policy.tensors import policy_tensors
+from baton.policy.load import save_skeleton, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.vllm.client import VllmLine, set_up_environment
 from baton.rollout.engines.vllm.engine import VllmEngine
-from baton.rollout.engines.whole_weights import ReadBase, WholeWeights
+from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
 from baton.specs.model import read_model
 from baton.types import PolicyVersion
 
-_CPU = torch.device("cpu")
 _CPU_BLOCK = 128
 """Tokens in a block of vLLM's KV cache on a CPU: every sequence takes whole ones."""
 
@@ -33,20 +27,14 @@ def vllm_of_model(
 ) -> VllmEngine:
     """Build an engine that serves the model in a directory, a checkpoint of an adapter included, as `version`."""
     _check_vllm(device)
-    dtype = torch_dtype(settings.dtype)
-    base_path = base_of_adapter(Path(path)) or path
-
-    def read_base() -> Mapping[str, torch.Tensor]:
-        return policy_tensors(load_model(base_path, dtype=dtype, device=_CPU, attention=attention))
-
-    directory = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
+    files = ModelFiles(path, settings, attention)
+    if files.base_path == path:
+        return _engine(files.base_directory(), settings, version, files.read_base, load_format="auto")
     with tempfile.TemporaryDirectory(prefix="baton-model-") as scratch:
-        if base_path != path:
-            directory = Path(scratch)
-            model = load_model(path, dtype=dtype, device=_CPU, attention=attention)
-            save_skeleton(model, load_tokenizer(path), directory)
-            model.save_pretrained(directory)
-        return _engine(directory, settings, version, read_base, load_format="auto")
+        model = files.load()
+        save_skeleton(model, load_tokenizer(path), Path(scratch))
+        model.save_pretrained(scratch)
+        return _engine(Path(scratch), settings, version, files.read_base, load_format="auto")
 
 
 def vllm_from_skeleton(
@@ -64,10 +52,7 @@ def vllm_from_skeleton(
 def _engine(
     directory: Path, settings: EngineSettings, version: PolicyVersion, read_base: ReadBase | None, *, load_format: str
 ) -> VllmEngine:
-    dtype, own = torch_dtype(settings.dtype), settings.vllm
-    with torch.device("meta"):
-        model = load_skeleton(directory, dtype=dtype, device=torch.device("meta"), attention="sdpa")
-    tokenizer = load_tokenizer(str(directory))
+    own, skeleton = settings.vllm, Skeleton(directory, settings)
     arguments = {
         **_arguments(settings),
         "model": str(directory),
@@ -76,9 +61,8 @@ def _engine(
     }
     line = VllmLine(arguments, start_timeout_s=own.start_timeout_s, answer_timeout_s=own.answer_timeout_s)
     try:
-        ends = end_ids(model, tokenizer)
-        weights = WholeWeights(model, read_base)
-        return VllmEngine(line, weights, settings, version, ends, lambda ids: tokenizer.text(ids, keep_special=True))
+        weights = WholeWeights(skeleton.model, read_base)
+        return VllmEngine(line, weights, settings, version, skeleton.end_ids, skeleton.text)
     except BaseException:
         line.close()
         raise
