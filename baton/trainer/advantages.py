@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.errors import UserError
-from baton.types import Group, Judged
-
 EPSILON = 1e-6
 """Added to a standard deviation (GRPO leaves the size open; most implementations take this)."""
 
@@ -113,36 +110,6 @@ def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> 
     """
     zone = frac * longest
     return -penalty * min(1.0, max(0.0, (length - (longest - zone)) / zone)) if zone else 0.0
-
-
-def rewards(group: Group) -> list[float]:
-    """Rewards of the judged members, ordered by sample_index."""
-    return [member.judgement.reward for member in group.members if member.judgement.is_judged]
-
-
-def is_comparable(group: Group, fewest: int = 2) -> bool:
-    """Whether enough members have a judgement; a group without teaches nothing and gets no gradient."""
-    return len(rewards(group)) >= fewest
-
-
-def is_trained(group: Group, member: Judged, fewest: int = 2) -> bool:
-    """Whether a trajectory may get a gradient: it has a judgement, and others to be compared with where it must."""
-    return member.judgement.is_judged and is_comparable(group, fewest)
-
-
-def has_equal_rewards(group: Group) -> bool:
-    """Whether all judged members got the same reward, so that nothing can be learnt by comparing them."""
-    return len(set(rewards(group))) <= 1
-
-
-def check_groups(groups: Sequence[Group], fewest: int) -> None:
-    """Raise UserError for a group that could never be trained: it is empty, or too small for its algorithm."""
-    for group in groups:
-        if len(group.members) < max(1, fewest):
-            raise UserError(
-                f"group {group.group_id} has {len(group.members)} members, allowed are {max(1, fewest)} or more "
-                "(rollout.group_size): group-relative advantages compare a trajectory with its group"
-            )
 
 
 def _within_groups(outcomes: Sequence[Outcome], compare: Callable[[FloatArray], FloatArray]) -> list[FloatArray]:

@@ -126,6 +126,11 @@ class AlgorithmSettings(Settings):
         return self.advantage == "gae" or (self.advantage == "return_to_go" and (self.gamma < 1 or self.has_reward_kl))
 
     @property
+    def needs_model_for_advantages(self) -> bool:
+        """Whether advantages need a forward pass: a critic's values, or a KL divergence in the reward."""
+        return self.advantage == "gae" or self.has_reward_kl
+
+    @property
     def has_reward_kl(self) -> bool:
         """Whether a KL divergence is taken off the reward."""
         return self.kl_coef > 0 and self.kl_in == "reward"

@@ -22,12 +22,16 @@ To join: write a function with `Correction`'s signature and name it in `CORRECTI
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from baton.trainer.losses import MAX_LOG_RATIO, Anchor, LossInputs, log_ratio
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.losses import MAX_LOG_RATIO, Anchor, LossInputs, k3, log_ratio
+
+Scalar = TypeVar("Scalar", torch.Tensor, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,48 @@ def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> f
     means = squares.double().cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     num_kept = int((means <= limit).sum())  # means of ascending numbers ascend
     return float(squares[num_kept - 1]) if num_kept else -1.0
+
+
+def correction_shape(
+    algorithm: AlgorithmSettings,
+    at_start: Iterable[LossInputs],
+    all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
+) -> CorrectionShape:
+    """Return what a correction is told of a whole minibatch.
+
+    `second_moment` needs the minibatch's loss inputs `at_start` of the train step, and `all_of`, which returns the
+    vectors of all ranks.
+    """
+    cutoff = math.inf
+    if algorithm.correction == "second_moment":
+        own = [(inputs.proximal_logprobs - inputs.behavior_logprobs)[inputs.mask] for inputs in at_start]
+        cutoff = second_moment_cutoff(all_of(torch.cat(own) if own else torch.zeros(0)), algorithm.second_moment_limit)
+    return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)
+
+
+class BehaviorDistance(NamedTuple, Generic[Scalar]):
+    """How far the proximal policy is from the behavior policy: sums over trained tokens."""
+
+    weight: Scalar
+    """π_proximal / π_behavior before truncation, and its square."""
+    weight_square: Scalar
+    current: Scalar
+    """Tokens of the trainer's own version: engine and trainer hold equal weights. The next three are of these."""
+    mismatch: Scalar
+    """k3 of KL(behavior ‖ proximal)."""
+    abs_diff: Scalar
+    max_diff: Scalar
+    """A maximum, not a sum."""
+
+
+def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
+    """Return the sums over a microbatch; `is_current` [B, K] marks tokens of the trainer's own version."""
+    is_current = inputs.mask & is_current
+    diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
+    raw = torch.where(inputs.mask, weights(inputs), 0.0)
+    # In KL(behavior ‖ proximal) k3's x is log π_behavior − log π_proximal.
+    sums = raw.sum(), raw.square().sum(), is_current.sum(), k3(-diff).sum(), diff.abs().sum()
+    return BehaviorDistance(*sums, diff.abs().max())
 
 
 def weights(inputs: LossInputs) -> torch.Tensor:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from baton.policy.logprobs import hidden_states
 from baton.policy.packing import packed_hidden_states
+
+Scalar = TypeVar("Scalar", torch.Tensor, float)
 
 
 class Critic(torch.nn.Module):
@@ -68,3 +70,25 @@ def value_loss(
     loss = torch.where(mask, torch.maximum(free_error, held_error) / 2, 0.0).sum()
     is_outside = (values - old_values).abs() > clip  # within, the two errors differ by rounding alone
     return loss, (mask & is_outside & (held_error > free_error)).detach()
+
+
+class ValueSums(NamedTuple, Generic[Scalar]):
+    """Sums over trained tokens."""
+
+    tokens: Scalar
+    clipped: Scalar
+    """Tokens whose gradient the clip has cut."""
+    error: Scalar
+    """Squared, of the values at the start of the step. The next two are of the returns."""
+    total: Scalar
+    square: Scalar
+
+
+@torch.no_grad()
+def value_sums(
+    is_clipped: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+) -> ValueSums[torch.Tensor]:
+    """Return the sums over a microbatch."""
+    kept = torch.where(mask, returns, 0.0)
+    error = torch.where(mask, returns - old_values, 0.0).square().sum()
+    return ValueSums(mask.sum(), is_clipped.sum(), error, kept.sum(), kept.square().sum())

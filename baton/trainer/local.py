@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,19 +23,9 @@ from baton.policy.settings import LoraSettings
 from baton.policy.sharding import sharded_like
 from baton.policy.tensors import as_published, published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
-from baton.trainer.advantages import check_groups
 from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import (
-    ANY_SHAPE,
-    FEW_SHAPES,
-    MiniBatch,
-    cut,
-    oldest_trained,
-    rows,
-    split_evenly,
-    with_advantages,
-)
+from baton.trainer.batch import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut
 from baton.trainer.checkpoint import (
     Parts,
     State,
@@ -47,11 +39,11 @@ from baton.trainer.checkpoint import (
     write_shards,
 )
 from baton.trainer.fitting import even_tokens, fit_attention, make_critic, trade_time_and_memory
-from baton.trainer.measures import batch_metrics
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import Alone
-from baton.trainer.passes import Passes, depends_on_model
+from baton.trainer.passes import Passes
+from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals
 from baton.trainer.trainer import Weights
@@ -171,13 +163,14 @@ class LocalTrainer:
         )
         for learner in self.learners:
             set_learning_rate(learner.optimizer, learner.lr * rate)
-        oldest = oldest_trained(batch, self._max_staleness)
-        parts = self._cut(batch, oldest)
+        oldest = 0 if self._max_staleness is None else max(0, start.number - self._max_staleness)
+        samples = minibatches(batch, algorithm, oldest=oldest, longest=self._max_new_tokens)
+        parts = [self._cut(part) for part in samples]
         prepared = self.passes.prepare(parts)
         # A copy to go back to is needed only where there are several updates: divergence is noticed before the weights
         # change.
         before = [learner.snapshot() for learner in self.learners] if algorithm.num_updates > 1 else None
-        totals = Totals(version=start.number)
+        totals = Totals(self.passes.reference is not None, self.passes.critic is not None)
         update = Update(self.passes, self.learners, totals, batch.step, self._max_new_tokens)
         try:
             for _ in range(algorithm.num_epochs):
@@ -193,7 +186,7 @@ class LocalTrainer:
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
         metrics = {
-            **batch_metrics(batch, algorithm, oldest=oldest, longest=self._max_new_tokens),
+            **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
             "policy/lr": self.learners[0].lr * rate,
         }
@@ -201,29 +194,20 @@ class LocalTrainer:
             self._alarms.watch(metrics)
         return metrics
 
-    def _cut(self, batch: Batch, oldest: int) -> list[MiniBatch]:
-        """Cut a batch into minibatches of microbatches, with the advantages that no model is needed for."""
+    def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
-        check_groups(batch.groups, algorithm.fewest_judged)
-        parts = [
-            rows(part, algorithm, oldest=oldest, longest=self._max_new_tokens)
-            for part in split_evenly(batch.groups, algorithm.num_minibatches)
-        ]
-        if not depends_on_model(algorithm):
-            parts = with_advantages(parts, algorithm)
-        return [
-            cut(
-                part,
-                max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-                device=self.model.device,
-                multiples=self._multiples(),
-                is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self.passes.critic is not None),
-                keeps_masked=depends_on_model(algorithm),
-                is_packed=self.passes.is_packed,
-                share=self._share,
-            )
-            for part in parts
-        ]
+        # On a CPU, bfloat16 kernels are made anew for each shape that is met.
+        makes_kernels = settings.dtype == "bfloat16" and self.model.device.type == "cpu"
+        return cut(
+            samples,
+            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+            device=self.model.device,
+            multiples=FEW_SHAPES if makes_kernels else ANY_SHAPE,
+            is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self.passes.critic is not None),
+            keeps_masked=algorithm.needs_model_for_advantages,
+            is_packed=self.passes.is_packed,
+            share=self._share,
+        )
 
     def publish(self) -> Weights:
         """Return a copy of the current weights, or of the adapter alone, on the trainer's device, by name.
@@ -308,11 +292,6 @@ class LocalTrainer:
 
     def close(self) -> None:
         """Nothing was started."""
-
-    def _multiples(self) -> tuple[int, int]:
-        """On a CPU, bfloat16 kernels are made anew for each shape that is met."""
-        makes_kernels = self._settings.dtype == "bfloat16" and self.model.device.type == "cpu"
-        return FEW_SHAPES if makes_kernels else ANY_SHAPE
 
 
 def _libraries() -> dict[str, str]:

@@ -16,10 +16,11 @@ from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import MicroBatch, MiniBatch, Row, estimate
+from baton.trainer.batch import MicroBatch, MiniBatch
 from baton.trainer.critic import Critic
 from baton.trainer.losses import kl
 from baton.trainer.parallel.group import Alone
+from baton.trainer.samples import TrainingSample, estimate
 from baton.trainer.settings import TrainerSettings
 
 
@@ -100,7 +101,7 @@ class Passes:
     def prepare(self, parts: Sequence[MiniBatch]) -> list[list[Prepared]]:
         """Run what must be known before the first update, and estimate the advantages where they depend on it."""
         found = [[self._prepared(micro) for micro in part.microbatches] for part in parts]
-        if not depends_on_model(self.algorithm):
+        if not self.algorithm.needs_model_for_advantages:
             return found
         everything = [prepared for part in found for prepared in part]
         filled = iter(self._with_advantages(everything, [row for part in parts for row in part.rows]))
@@ -114,7 +115,7 @@ class Passes:
                 reference = self.scores(micro, self.reference, is_update=False).logprobs
         given = self._given_routing(micro)
         wants_proximal = (
-            algorithm.num_updates > 1 or algorithm.correction == "second_moment" or depends_on_model(algorithm)
+            algorithm.num_updates > 1 or algorithm.correction == "second_moment" or algorithm.needs_model_for_advantages
         )
         if not wants_proximal:
             return Prepared(micro, reference_logprobs=reference, routing=given)
@@ -144,7 +145,7 @@ class Passes:
             return None
         return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
 
-    def _with_advantages(self, everything: Sequence[Prepared], rows: Sequence[Row]) -> list[Prepared]:
+    def _with_advantages(self, everything: Sequence[Prepared], rows: Sequence[TrainingSample]) -> list[Prepared]:
         """Estimate advantages over all rows of the batch, of all ranks, from what the models said of them."""
         algorithm = self.algorithm
         raw = estimate(
@@ -169,7 +170,10 @@ class Passes:
         return filled
 
     def _of_all(
-        self, everything: Sequence[Prepared], rows: Sequence[Row], read: Callable[[Prepared], list[FloatArray]]
+        self,
+        everything: Sequence[Prepared],
+        rows: Sequence[TrainingSample],
+        read: Callable[[Prepared], list[FloatArray]],
     ) -> list[FloatArray]:
         """[P] of each of `rows`, of which each rank reads its own from its microbatches."""
         own = {
@@ -195,11 +199,6 @@ def _values(prepared: Prepared) -> list[FloatArray]:
     """[P] of each row: what the critic expects."""
     assert prepared.values is not None
     return prepared.micro.gather(prepared.values)
-
-
-def depends_on_model(algorithm: AlgorithmSettings) -> bool:
-    """Whether advantages need a forward pass: a critic's values, or a KL divergence in the reward."""
-    return algorithm.advantage == "gae" or algorithm.has_reward_kl
 
 
 def _unpacked(micro: MicroBatch, scores: TokenScores) -> TokenScores:

@@ -13,15 +13,15 @@ from baton.errors import TrainingDiverged
 from baton.policy.logprobs import TokenScores
 from baton.policy.sharding import local
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import MiniBatch, Row
-from baton.trainer.corrections import CORRECTIONS, CorrectionShape, second_moment_cutoff
-from baton.trainer.critic import Critic, value_loss
-from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, kl
+from baton.trainer.batch import MiniBatch
+from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_distance, correction_shape
+from baton.trainer.critic import Critic, value_loss, value_sums
+from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
-from baton.trainer.parallel.group import Alone
 from baton.trainer.passes import Passes, Prepared
+from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
-from baton.trainer.totals import Totals, ValueTotals
+from baton.trainer.totals import TokenSums, Totals
 
 CRITIC_LR_RATIO = 10.0
 """Learning rate of a separate critic to the policy's, where the recipe does not say."""
@@ -101,11 +101,10 @@ class Update:
     def run(self, part: MiniBatch, prepared: Sequence[Prepared]) -> None:
         """Make one update from a minibatch, or raise TrainingDiverged before the weights change."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
-        shape, correction = self._shape(part), correction_shape(algorithm, prepared, parallel)
+        at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.proximal_logprobs) is not None)
+        shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
-        if critic is not None and self.totals.values is None:
-            self.totals.values = ValueTotals()
         policy_sum = value_sum = 0.0
         num_backward = sum(each.micro.has_gradient for each in prepared)  # they come first
         for place, each in enumerate(prepared):
@@ -123,8 +122,8 @@ class Update:
         parallel.after_backward()
         self._move(part, has_gradient=num_backward > 0)
         self.totals.losses.append(policy_sum)
-        if self.totals.values is not None:
-            self.totals.values.losses.append(value_sum)
+        if critic is not None:
+            self.totals.value_losses.append(value_sum)
 
     def _shape(self, part: MiniBatch) -> LossShape:
         algorithm = self.passes.algorithm
@@ -141,35 +140,45 @@ class Update:
         """Return a microbatch's share of the loss, with its KL term and entropy bonus, and the same as a number."""
         algorithm, micro = self.passes.algorithm, each.micro
         assert scores.entropy is not None
-        inputs = LossInputs(
-            logprobs=scores.logprobs,
-            proximal_logprobs=scores.logprobs.detach() if each.proximal_logprobs is None else each.proximal_logprobs,
-            behavior_logprobs=micro.behavior_logprobs,
-            advantages=micro.advantages,
-            mask=micro.mask,
-        )
+        inputs = micro.loss_inputs(scores.logprobs, each.proximal_logprobs)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
-        loss, apart = found.loss, None
+        loss, reference_kl = found.loss, None
         if each.reference_logprobs is not None:
-            apart = kl(scores.logprobs, each.reference_logprobs, micro.mask, algorithm.kl_estimator)
-        if apart is not None and algorithm.has_loss_kl:
-            loss = loss + algorithm.kl_coef * aggregate(apart.nats, micro.mask, shape.aggregation) / shape.divisor
+            reference_kl = kl(scores.logprobs, each.reference_logprobs, micro.mask, algorithm.kl_estimator)
+            if algorithm.has_loss_kl:
+                nats = aggregate(reference_kl.nats, micro.mask, shape.aggregation)
+                loss = loss + algorithm.kl_coef * nats / shape.divisor
         if algorithm.entropy_coef:
             bonus = aggregate(scores.entropy, micro.mask, shape.aggregation) / shape.divisor
             loss = loss - algorithm.entropy_coef * bonus
-        value = self.totals.add(micro, inputs, anchor, loss.detach(), found, scores.entropy.detach(), apart)
+        with torch.no_grad():
+            none = torch.zeros_like(loss)
+            sums = TokenSums(
+                loss=loss,
+                tokens=micro.mask.sum(),
+                entropy=torch.where(micro.mask, scores.entropy, 0.0).sum(),
+                clipped=found.is_clipped.sum(),
+                # In KL(proximal ‖ current) k3's x is log π_proximal − log π_θ.
+                moved=k3(-log_ratio(inputs.logprobs, inputs.proximal_logprobs, micro.mask)).sum(),
+                weight=anchor.weights.sum(),
+                cut=anchor.is_cut.sum(),
+                reference_kl=none if reference_kl is None else reference_kl.nats.sum(),
+                clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
+            )
+            distance = behavior_distance(inputs, micro.policy_versions == self.step - 1)
+        num_places = micro.input_ids.numel()  # of idle ones too: they are computed
+        value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
     def _value_loss(self, each: Prepared, scores: TokenScores) -> torch.Tensor:
         """Return the summed value loss of a microbatch's trained tokens."""
         assert each.values is not None
         assert each.returns is not None
-        assert self.totals.values is not None
         values = self.passes.values(each.micro, scores)
         clip = self.passes.algorithm.value_clip
         loss, is_clipped = value_loss(values, each.values, each.returns, each.micro.mask, clip)
-        self.totals.values.add(is_clipped, each.values, each.returns, each.micro.mask)
+        self.totals.add_values(value_sums(is_clipped, each.values, each.returns, each.micro.mask))
         return loss
 
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
@@ -186,12 +195,13 @@ class Update:
             raise TrainingDiverged(trouble)
         self.totals.grad_norms.append(norms[0])
         if len(norms) > 1:
-            assert self.totals.values is not None
-            self.totals.values.grad_norms.append(norms[1])
+            self.totals.value_grad_norms.append(norms[1])
         for learner in self.learners:
             learner.optimizer.step()
 
-    def _checked(self, value: float, what: str, rows: Sequence[Row], inputs: LossInputs | None = None) -> float:
+    def _checked(
+        self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None
+    ) -> float:
         """Return a value, and note the first that is not finite."""
         if math.isfinite(value) or self.trouble is not None:
             return value
@@ -205,19 +215,3 @@ class Update:
             )
         self.trouble = f"train step {self.step}: {what} is {value} over groups {groups}{culprits}"
         return value
-
-
-def correction_shape(
-    algorithm: AlgorithmSettings, prepared: Sequence[Prepared], parallel: Alone | None = None
-) -> CorrectionShape:
-    """Return what a correction is told of a whole minibatch; `second_moment` needs its proximal logprobs."""
-    cutoff = math.inf
-    if algorithm.correction == "second_moment":
-        apart = [
-            (each.proximal_logprobs - each.micro.behavior_logprobs)[each.micro.mask]
-            for each in prepared
-            if each.proximal_logprobs is not None
-        ]
-        own = torch.cat(apart) if apart else torch.zeros(0)
-        cutoff = second_moment_cutoff((parallel or Alone()).all_of(own), algorithm.second_moment_limit)
-    return CorrectionShape(algorithm.weight_cap, algorithm.weight_floor, algorithm.opsm_delta, cutoff)

@@ -30,12 +30,13 @@ from baton.policy.settings import ScratchSettings
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import Row, under_budget
+from baton.trainer.batch import under_budget
 from baton.trainer.make import make_trainer
 from baton.trainer.parallel.balance import Share, balanced
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.parallel.ranked_trainer import RankedTrainer
+from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import Trainer
 from baton.types import (
@@ -92,7 +93,7 @@ def dealing() -> list[dict[str, Any]]:
 
 def places(lengths: list[int]) -> int:
     """Return the places, padding included, of a rank's microbatches of at most 32768."""
-    rows = [Row(0, "", (0,) * n, 1, (), (), (), (), 0.0) for n in lengths]
+    rows = [TrainingSample(0, "", (0,) * n, 1, (), (), (), (), 0.0) for n in lengths]
     return sum(len(chunk) * max(len(row.token_ids) for row in chunk) for chunk in under_budget(rows, 32768))
 
 

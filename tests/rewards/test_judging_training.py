@@ -17,8 +17,8 @@ from baton.rollout.eval_rollout import Sweep
 from baton.rollout.transport import LocalPort
 from baton.run.evaluation import evaluate
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import cut, rows, with_advantages
-from baton.trainer.measures import batch_metrics
+from baton.trainer.batch import cut
+from baton.trainer.samples import batch_metrics, training_samples, with_advantages
 from baton.types import (
     Batch,
     FailureCause,
@@ -68,7 +68,7 @@ def test_statistics_are_over_judged_members_alone() -> None:
     # rewards 1, 0, 1: mean 2/3; Σ = 2·(1/3)² + (2/3)² = 2/3; std = √(1/3) = 0.5773503
     # A = (1/3) / 0.5773513 = 0.5773493 and (−2/3) / 0.5773513 = −1.1546985. With zeros in place of the two failures
     # the mean would be 2/5 and the failures would be pushed down.
-    (found,) = with_advantages([rows([HALF, ALONE, NOBODY], GRPO)], GRPO)
+    (found,) = with_advantages([training_samples([HALF, ALONE, NOBODY], GRPO)], GRPO)
     assert [row.name for row in found] == ["0/0", "0/2", "0/4"]
     for row, advantage in zip(found, (0.5773493, -1.1546985, 0.5773493), strict=True):
         assert row.advantages == pytest.approx(np.full(row.num_policy, advantage), abs=1e-6)
@@ -76,7 +76,7 @@ def test_statistics_are_over_judged_members_alone() -> None:
 
 def test_only_judged_members_of_comparable_groups_reach_the_loss_and_its_divisor() -> None:
     groups = [HALF, ALONE, NOBODY]
-    (found,) = with_advantages([rows(groups, GRPO)], GRPO)
+    (found,) = with_advantages([training_samples(groups, GRPO)], GRPO)
     part = cut(found, max_tokens_per_microbatch=1000, device=torch.device("cpu"))
     assert part.num_trajectories == 3
     assert part.num_trained_tokens == 1 + 3 + 5  # members 0, 2 and 4 of the first group
@@ -84,7 +84,7 @@ def test_only_judged_members_of_comparable_groups_reach_the_loss_and_its_divisor
 
 
 def test_metrics_leave_failures_out_and_count_them() -> None:
-    found = batch_metrics(Batch(1, (HALF, ALONE, NOBODY)), GRPO)
+    found = batch_metrics(Batch(1, (HALF, ALONE, NOBODY)), training_samples([HALF, ALONE, NOBODY], GRPO), GRPO)
     assert found["reward/mean"] == pytest.approx(3 / 4)  # 1, 0, 1 and 1
     assert found["reward/correct/mean"] == pytest.approx(3 / 4)
     assert found["accuracy/mean"] == pytest.approx(3 / 4)
@@ -96,7 +96,7 @@ def test_metrics_leave_failures_out_and_count_them() -> None:
 
 
 def test_a_batch_without_any_judgement_has_no_reward() -> None:
-    found = batch_metrics(Batch(1, (NOBODY,)), GRPO)
+    found = batch_metrics(Batch(1, (NOBODY,)), training_samples([NOBODY], GRPO), GRPO)
     assert not {"reward/mean", "reward/std", "reward/zero_std_frac", "accuracy/mean"} & found.keys()
     assert found["tokens/trained"] == 0.0
 

@@ -4,28 +4,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_cases import make_group
 
-from baton.errors import UserError
 from baton.trainer.advantages import (
     ESTIMATORS,
     AdvantageShape,
     Outcome,
-    check_groups,
     gae,
     group_mean,
     group_std,
-    has_equal_rewards,
-    is_comparable,
-    is_trained,
     leave_one_out,
     normalized,
     overlong_penalty,
     return_to_go,
-    rewards,
 )
 from baton.trainer.algorithm import GROUP_RELATIVE, AlgorithmSettings
-from baton.types import Group, Judged, Judgement
 
 pytestmark = pytest.mark.numerics
 
@@ -108,46 +100,9 @@ def test_a_small_kl_is_all_there_is_in_a_group_of_equal_rewards():
     assert flat(group_mean(given_in, SHAPE)) == pytest.approx([-2.5e-4, 2.5e-4, 2.5e-4, -2.5e-4])
 
 
-def test_a_group_that_cannot_be_compared_is_refused_by_name():
-    with pytest.raises(UserError, match=r"group 5 has 1 members, allowed are 2 or more"):
-        check_groups([make_group(5, [1.0])], 2)
-    with pytest.raises(UserError, match=r"group 6 has 0 members, allowed are 1 or more"):
-        check_groups([make_group(6, [])], 1)
-    with pytest.raises(UserError, match=r"group 6 has 0 members, allowed are 1 or more"):
-        check_groups([make_group(6, [])], 0)
-    check_groups([make_group(5, [1.0])], 1)
+def test_a_group_of_one_outcome_cannot_be_compared():
     with pytest.raises(AssertionError, match="group 5 has one judged trajectory"):
         group_mean(outcomes((5, [1.0])), SHAPE)
-
-
-def without_judgement(group, *places):
-    """The same group, with some of its members not judged."""
-    failed = Judgement(0.0, {}, False, failure="the judge gave no answer")
-    members = [Judged(m.trajectory, failed) if i in places else m for i, m in enumerate(group.members)]
-    return Group(group.group_id, group.prompt, tuple(members))
-
-
-def test_a_group_is_compared_by_its_judged_members_and_needs_two_of_them():
-    group = make_group(0, [1.0, 0.0, 0.5])
-    assert rewards(without_judgement(group, 1)) == [1.0, 0.5]
-    for places, is_compared in (((), True), ((0,), True), ((0, 1), False), ((0, 1, 2), False)):
-        partly = without_judgement(group, *places)
-        assert is_comparable(partly) == is_compared
-        trained = [is_trained(partly, member) for member in partly.members]
-        assert trained == [is_compared and i not in places for i in range(3)]
-    alone = without_judgement(group, 0, 1)
-    assert is_comparable(alone, 1)
-    assert [is_trained(alone, member, 1) for member in alone.members] == [False, False, True]
-    assert not is_comparable(without_judgement(group, 0, 1, 2), 1)
-
-
-@pytest.mark.parametrize(
-    ("given_rewards", "is_equal"), [([0.5, 0.5], True), ([0.5, 0.4], False), ([0.5], True), ([0.1, 0.2, 0.3], False)]
-)
-def test_rewards_are_equal_where_the_judged_ones_are(given_rewards, is_equal):
-    assert has_equal_rewards(make_group(0, given_rewards)) == is_equal
-    assert has_equal_rewards(without_judgement(make_group(0, [*given_rewards, 9.0]), len(given_rewards))) == is_equal
-    assert has_equal_rewards(without_judgement(make_group(0, [1.0, 0.0]), 0, 1))
 
 
 # ---- token by token --------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from trainer_cases import make_group, policy
 
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import IDLE_ROW, MiniBatch, cut, rows, with_advantages
+from baton.trainer.batch import IDLE_ROW, MiniBatch, cut
 from baton.trainer.parallel.balance import Share, balanced
+from baton.trainer.samples import training_samples, with_advantages
 
 COSTS = st.lists(st.floats(0.1, 1e4), max_size=60)
 
@@ -57,7 +58,7 @@ def minibatch(rank: int, size: int, *, lengths: list[int], flat: int = 0, **chan
         rewards = (1.0, 1.0) if index // 2 >= len(lengths) // 2 - flat else (1.0, 0.0)
         groups.append(make_group(index, rewards, [[policy(*[5] * n)] for n in lengths[index : index + 2]]))
     algorithm = AlgorithmSettings(name="grpo")
-    (found,) = with_advantages([rows(groups, algorithm)], algorithm)
+    (found,) = with_advantages([training_samples(groups, algorithm)], algorithm)
     return cut(found, max_tokens_per_microbatch=16, device=torch.device("cpu"), share=Share(rank, size), **changes)
 
 

@@ -1,6 +1,5 @@
 """From a batch to padded microbatches: nothing lost, nothing moved, nothing trained that the policy did not write."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_cases import environment, make_group, policy, random_batch
 
-from baton.errors import EngineFault, UserError
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import (
-    FEW_SHAPES,
-    PASS_TOKENS,
-    Row,
-    cut,
-    first_fit,
-    pad,
-    rows,
-    split_evenly,
-    under_budget,
-    with_advantages,
-)
-from baton.trainer.measures import batch_metrics
+from baton.trainer.batch import FEW_SHAPES, PASS_TOKENS, cut, first_fit, pad, under_budget
+from baton.trainer.samples import TrainingSample, batch_metrics, split_evenly, training_samples, with_advantages
 from baton.types import Batch, FinishReason
 
 CPU = torch.device("cpu")
@@ -32,7 +19,7 @@ GRPO = AlgorithmSettings()
 
 
 def cut_of(groups, max_tokens, **choices):
-    (all_rows,) = with_advantages([rows(groups, GRPO)], GRPO)
+    (all_rows,) = with_advantages([training_samples(groups, GRPO)], GRPO)
     return cut(all_rows, max_tokens_per_microbatch=max_tokens, device=CPU, **choices)
 
 
@@ -44,7 +31,7 @@ def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
     ]
     long = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3, 4))
     short = make_group(2, [0.0, 0.0], [[policy(14)], [policy(15)]], prompt_ids=(6,))
-    all_rows = rows([long, short], GRPO)
+    all_rows = training_samples([long, short], GRPO)
     micro = pad([replace(all_rows[0], advantages=np.full(3, 0.5)), replace(all_rows[2], advantages=np.zeros(1))], CPU)
     assert micro.first == 1  # the shorter prompt
     assert micro.input_ids.tolist() == [[2, 3, 4, 10, 11, 20, 12], [6, 14, 0, 0, 0, 0, 0]]
@@ -60,7 +47,9 @@ def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
 
 def test_a_token_too_old_is_the_policys_but_not_trained():
     group = make_group(1, [1.0, 0.0], [[policy(10, version=1), policy(11, version=2)], [policy(12, version=2)]])
-    micro = pad([replace(row, advantages=np.ones(row.num_policy)) for row in rows([group], GRPO, oldest=2)], CPU)
+    micro = pad(
+        [replace(row, advantages=np.ones(row.num_policy)) for row in training_samples([group], GRPO, oldest=2)], CPU
+    )
     assert micro.mask.tolist() == [[False, True], [True, False]]
     assert micro.policy_mask.tolist() == [[True, True], [True, False]]
     assert micro.advantages.tolist() == [[1, 1], [1, 0]]
@@ -70,7 +59,7 @@ def test_a_token_too_old_is_the_policys_but_not_trained():
 def test_values_of_the_policys_tokens_go_to_their_places_and_back():
     response = [policy(10, 11), environment(20), policy(12)]
     group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
-    micro = pad(rows([group], GRPO), CPU, FEW_SHAPES)
+    micro = pad(training_samples([group], GRPO), CPU, FEW_SHAPES)
     by_row = [np.array([0.1, 0.2, 0.3]), np.array([0.4])]
     laid = micro.spread(by_row)
     assert laid[:2, :4].tolist() == pytest.approx(np.array([[0.1, 0.2, 0, 0.3], [0.4, 0, 0, 0]]))
@@ -82,7 +71,7 @@ def test_values_of_the_policys_tokens_go_to_their_places_and_back():
 def test_packed_rows_lie_one_behind_the_other():
     response = [policy(10, 11), environment(20), policy(12)]
     group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
-    ids, positions, places, lengths = pad(rows([group], GRPO), CPU).packed()
+    ids, positions, places, lengths = pad(training_samples([group], GRPO), CPU).packed()
     assert lengths == [6, 3]
     assert ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
@@ -100,9 +89,11 @@ def test_packing_holds_every_row_once_within_the_budget(lengths, budget):
             assert sum(len(row.token_ids) for row in (*chunks[one], *chunks[other])) > budget
 
 
-def row_of(length: int) -> Row:
+def row_of(length: int) -> TrainingSample:
     size = length - 1
-    return Row(0, "0/0", tuple(range(length)), 1, (True,) * size, (True,) * size, (0.0,) * size, (0,) * size, 0.0)
+    return TrainingSample(
+        0, "0/0", tuple(range(length)), 1, (True,) * size, (True,) * size, (0.0,) * size, (0,) * size, 0.0
+    )
 
 
 @given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 120))
@@ -167,18 +158,6 @@ def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
     assert (len(whole.rows), whole.has_gradient) == (9, True)
 
 
-@given(st.integers(1, 30), st.integers(1, 30))
-def test_minibatches_are_whole_groups_in_order_and_as_even_as_they_go(num_groups, num_parts):
-    groups = [make_group(i, [0.0, 1.0]) for i in range(num_groups)]
-    if num_parts > num_groups:
-        with pytest.raises(UserError, match=rf"got {num_parts}, but each needs a group and the batch has {num_groups}"):
-            split_evenly(groups, num_parts)
-        return
-    parts = split_evenly(groups, num_parts)
-    assert [group.group_id for part in parts for group in part] == list(range(num_groups))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 def test_a_trajectory_without_policy_tokens_is_counted_but_costs_no_forward():
     group = make_group(0, [1.0, 0.0], [[environment(20, 21)], [policy(5, 6)]])
     part = cut_of([group], 100)
@@ -188,7 +167,7 @@ def test_a_trajectory_without_policy_tokens_is_counted_but_costs_no_forward():
 
 def test_a_wholly_masked_trajectory_costs_a_forward_only_where_others_are_compared_with_what_it_says():
     group = make_group(0, [1.0, 0.0], [[policy(5, version=1)], [policy(6, version=3)]])
-    all_rows = rows([group], GRPO, oldest=3)
+    all_rows = training_samples([group], GRPO, oldest=3)
     (micro,) = cut(all_rows, max_tokens_per_microbatch=100, device=CPU).microbatches
     assert [row.name for row in micro.rows] == ["0/1"]
     (micro,) = cut(all_rows, max_tokens_per_microbatch=100, device=CPU, keeps_masked=True).microbatches
@@ -198,75 +177,12 @@ def test_a_wholly_masked_trajectory_costs_a_forward_only_where_others_are_compar
 def test_overlong_filtering_masks_what_was_cut_and_keeps_it_in_every_count():
     cut_off = make_group(0, [1.0, 0.0], [[policy(5, 6)], [policy(7)]], finish_reason=FinishReason.LENGTH)
     whole = make_group(1, [1.0, 0.0])
-    found = rows([cut_off, whole], AlgorithmSettings(overlong_filter=True))
+    found = training_samples([cut_off, whole], AlgorithmSettings(overlong_filter=True))
     assert [row.num_trained for row in found] == [0, 0, 1, 1]
     part = cut(found, max_tokens_per_microbatch=100, device=CPU)
     assert (part.num_trajectories, part.num_trained_tokens) == (4, 2)
-    metrics = batch_metrics(Batch(1, (cut_off, whole)), AlgorithmSettings(overlong_filter=True))
+    metrics = batch_metrics(Batch(1, (cut_off, whole)), found, AlgorithmSettings(overlong_filter=True))
     assert (metrics["tokens/filtered"], metrics["tokens/trained"], metrics["tokens/masked"]) == (3, 2, 0)
-
-
-def test_overlong_shaping_takes_the_whole_length_however_often_it_was_resumed():
-    """Of at most 20 tokens the last half is the zone: 10 tokens lose nothing, 15 half, 20 all, versions or not."""
-    responses = [
-        [policy(*range(5, 11), version=1), policy(*range(4, 8), version=2)],
-        [policy(*range(5, 13), version=1), policy(*range(4, 11), version=2)],
-        [policy(*range(5, 25), version=2)],
-    ]
-    group = make_group(0, [1.0, 1.0, 0.0], responses)
-    found = rows([group], AlgorithmSettings(overlong_frac=0.5), longest=20)
-    assert [row.reward for row in found] == [1.0, 0.5, -1.0]
-    metrics = batch_metrics(Batch(3, (group,)), AlgorithmSettings(overlong_frac=0.5), longest=20)
-    assert metrics["reward/overlong/mean"] == pytest.approx(-0.5)
-    assert metrics["reward/mean"] == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_logprob_that_is_no_number_is_refused_by_the_trajectorys_name(value):
-    group = make_group(3, [1.0, 0.0], [[policy(5)], [policy(6, 7), policy(8, version=1, logprob=value)]])
-    with pytest.raises(EngineFault, match=rf"trajectory 3/1: .* log-probability {value} for token 2 of its response"):
-        rows([group], GRPO)
-
-
-def test_batch_metrics_by_hand():
-    mixed = make_group(
-        0,
-        [1.0, 0.0],
-        [[policy(5, version=1), environment(9, version=1), policy(6, 7, version=3)], [policy(8, version=3)]],
-    )
-    equal = make_group(1, [0.5, 0.5], finish_reason=FinishReason.LENGTH)  # one token each, of version 0
-    found = batch_metrics(Batch(4, (mixed, equal)), GRPO)
-    assert found == {
-        "reward/mean": 0.5,
-        "reward/std": pytest.approx(0.125**0.5),  # deviations ½, −½, 0, 0
-        "reward/zero_std_frac": 0.5,
-        "reward/correct/mean": 0.5,
-        "accuracy/mean": 0.25,
-        "response_length/mean": 7 / 4,  # 4, 1, 1, 1, environment tokens included
-        "response_length/max": 4.0,
-        "response_length/clip_ratio": 0.5,
-        "staleness/mean": 8 / 6,  # the trainer holds version 3: ages 2, 0, 0 | 0 | 3 | 3
-        "staleness/max": 3.0,
-        "staleness/stale_frac": 0.5,
-        "staleness/masked_frac": 0.0,
-        "judge/groups_lost": 0.0,
-        "tokens/trained": 6.0,
-        "tokens/masked": 0.0,
-        "tokens/filtered": 0.0,
-    }
-    bounded = batch_metrics(Batch(4, (mixed, equal)), GRPO, oldest=1)  # the two of version 0 are too old
-    assert {name: bounded[name] for name in bounded if name.startswith(("staleness", "tokens"))} == {
-        "staleness/mean": 2 / 4,
-        "staleness/max": 2.0,
-        "staleness/stale_frac": 1 / 6,
-        "staleness/masked_frac": 2 / 6,
-        "tokens/trained": 4.0,
-        "tokens/masked": 2.0,
-        "tokens/filtered": 0.0,
-    }
-    assert {n: v for n, v in bounded.items() if n.startswith("reward")} == {
-        n: v for n, v in found.items() if n.startswith("reward")
-    }
 
 
 def test_the_same_batch_gives_the_same_microbatches():

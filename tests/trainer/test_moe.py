@@ -20,7 +20,8 @@ from baton.rollout.engines.embedded.network import Network
 from baton.rollout.eval_rollout import Request, Sweep
 from baton.rollout.transport import LocalPort
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import cut, rows
+from baton.trainer.batch import cut
+from baton.trainer.samples import training_samples
 from baton.types import Batch, Group, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Segment, Trajectory
 
 pytestmark = pytest.mark.numerics
@@ -219,7 +220,9 @@ def test_the_engines_choice_is_replayed_at_its_places_in_every_pass(packing):
     seen, free = chosen(trainer.model), chosen(own.model)
     trainer.step(batch)
     own.step(batch)
-    (micro,) = cut(rows(batch.groups, AlgorithmSettings()), max_tokens_per_microbatch=10_000, device=CPU).microbatches
+    (micro,) = cut(
+        training_samples(batch.groups, AlgorithmSettings()), max_tokens_per_microbatch=10_000, device=CPU
+    ).microbatches
     is_packed = packing == "always"
     routing, places, num_places = micro.routing(is_packed=is_packed)
     assert len(routing) == len(places) == sum(t.num_tokens for t in batch.trajectories)

@@ -1,0 +1,255 @@
+"""Batch → training samples, and the metrics that need no model. The only module of the trainer that reads groups.
+
+Shapes: L tokens of one trajectory after its prompt, of which the policy wrote P.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from baton.errors import EngineFault, UserError
+from baton.trainer.advantages import (
+    ESTIMATORS,
+    AdvantageShape,
+    FloatArray,
+    Outcome,
+    normalized,
+    overlong_penalty,
+)
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.types import Batch, FinishReason, Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One trajectory with a share in the loss."""
+
+    group_id: int
+    name: str
+    """group/sample"""
+    token_ids: tuple[int, ...]
+    """[prompt + L]"""
+    prompt_length: int
+    """Tokens."""
+    is_policy: tuple[bool, ...]
+    """[L] whether the policy wrote the token."""
+    is_trained: tuple[bool, ...]
+    """[L] whether it gets a gradient: the policy wrote it, under a version that is not too old."""
+    behavior_logprobs: tuple[float, ...]
+    """[L]"""
+    policy_versions: tuple[int, ...]
+    """[L]"""
+    reward: float
+    is_filtered: bool = False
+    """Whether `overlong_filter` excludes it from training: no token gets a gradient."""
+    routing: tuple[bytes, ...] = ()
+    """[L] experts behind each token, as the engine reported them; empty bytes, or none at all, where it did not."""
+    advantages: FloatArray | None = None
+    """[P]; None until they are known."""
+
+    @property
+    def num_policy(self) -> int:
+        """P"""
+        return sum(self.is_policy)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that get a gradient."""
+        return sum(self.is_trained)
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether an objective that is flat at advantage 0 has a gradient here. Unknown ones may be anything."""
+        return self.advantages is None or bool(self.advantages.any())
+
+
+def minibatches(
+    batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
+) -> list[list[TrainingSample]]:
+    """Return the training samples of each minibatch, with their advantages unless these need a model.
+
+    Raises UserError for a group that could never be trained, or for fewer groups than minibatches.
+    """
+    for group in batch.groups:
+        if len(group.members) < max(1, algorithm.fewest_judged):
+            raise UserError(
+                f"group {group.group_id} has {len(group.members)} members, allowed are "
+                f"{max(1, algorithm.fewest_judged)} or more (rollout.group_size): group-relative advantages compare a "
+                "trajectory with its group"
+            )
+    parts = [
+        training_samples(part, algorithm, oldest=oldest, longest=longest)
+        for part in split_evenly(batch.groups, algorithm.num_minibatches)
+    ]
+    return parts if algorithm.needs_model_for_advantages else with_advantages(parts, algorithm)
+
+
+def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+    """Cut into `num_parts` runs whose sizes differ by at most one. Raises UserError when there are fewer groups."""
+    if num_parts > len(groups):
+        raise UserError(
+            f"algorithm.num_minibatches: got {num_parts}, but each needs a group and the batch has {len(groups)}"
+        )
+    cuts = [len(groups) * part // num_parts for part in range(num_parts + 1)]
+    return [groups[start:end] for start, end in pairwise(cuts)]
+
+
+def training_samples(
+    groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
+) -> list[TrainingSample]:
+    """Return one sample per trajectory with a share in the loss, in the order of the batch.
+
+    A token of a version below `oldest` is context and part of what is rewarded, but gets no gradient; neither does
+    a trajectory that `overlong_filter` leaves out. A sample of nothing but such tokens keeps its place in the count of
+    trajectories that a loss is divided by. A trajectory without a judgement, or without the judged ones beside it
+    that its algorithm compares it with, has no sample: no gradient, and no share in those counts. `longest` is the
+    length at which a response is cut, tokens. Raises EngineFault for a logprob that is no number.
+    """
+    return [
+        _sample(member.trajectory, member.judgement.reward, algorithm, oldest, longest)
+        for group in groups
+        if len(rewards(group)) >= algorithm.fewest_judged
+        for member in group.members
+        if member.judgement.is_judged
+    ]
+
+
+def _sample(
+    trajectory: Trajectory, reward: float, algorithm: AlgorithmSettings, oldest: int, longest: int
+) -> TrainingSample:
+    assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token no logits"
+    logprobs = tuple(trajectory.behavior_logprobs)
+    for place, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob):
+            raise EngineFault(
+                f"trajectory {trajectory.name}: the engine reported log-probability {logprob} for token {place} of "
+                "its response, which cannot be trained on"
+            )
+    is_policy, versions = tuple(trajectory.is_policy), tuple(trajectory.policy_versions)
+    is_filtered = algorithm.overlong_filter and trajectory.finish_reason is FinishReason.LENGTH
+    penalty = overlong_penalty(len(logprobs), longest, algorithm.overlong_frac, algorithm.overlong_penalty)
+    return TrainingSample(
+        group_id=trajectory.group_id,
+        name=trajectory.name,
+        token_ids=(*trajectory.prompt_ids, *trajectory.token_ids),
+        prompt_length=len(trajectory.prompt_ids),
+        is_policy=is_policy,
+        is_trained=tuple(
+            own and version >= oldest and not is_filtered for own, version in zip(is_policy, versions, strict=True)
+        ),
+        behavior_logprobs=logprobs,
+        policy_versions=versions,
+        reward=reward + penalty,
+        is_filtered=is_filtered,
+        routing=tuple(trajectory.routing) if any(s.routing for s in trajectory.segments) else (),
+    )
+
+
+def estimate(
+    samples: Sequence[TrainingSample],
+    algorithm: AlgorithmSettings,
+    *,
+    token_rewards: Sequence[FloatArray] | None = None,
+    values: Sequence[FloatArray] | None = None,
+) -> list[FloatArray]:
+    """Return the [P] advantages of each sample, estimated over a whole batch; the last two are [P] of each sample."""
+    outcomes = [
+        Outcome(
+            group_id=sample.group_id,
+            name=sample.name,
+            reward=sample.reward,
+            num_tokens=sample.num_policy,
+            token_rewards=None if token_rewards is None else token_rewards[place],
+            values=None if values is None else values[place],
+        )
+        for place, sample in enumerate(samples)
+    ]
+    return ESTIMATORS[algorithm.advantage](outcomes, AdvantageShape(algorithm.gamma, algorithm.gae_lambda))
+
+
+def with_advantages(
+    parts: Sequence[Sequence[TrainingSample]], algorithm: AlgorithmSettings
+) -> list[list[TrainingSample]]:
+    """Return the samples of a batch, part by part, with advantages that no model is needed for."""
+    raw = estimate([sample for part in parts for sample in part], algorithm)
+    found = iter(normalized(raw) if algorithm.normalize_advantages else raw)
+    return [[replace(sample, advantages=next(found)) for sample in part] for part in parts]
+
+
+def rewards(group: Group) -> list[float]:
+    """Rewards of the judged members, ordered by sample_index."""
+    return [member.judgement.reward for member in group.members if member.judgement.is_judged]
+
+
+def batch_metrics(
+    batch: Batch, samples: Sequence[TrainingSample], algorithm: AlgorithmSettings, *, longest: int = 0
+) -> dict[str, float]:
+    """Return the metrics of a batch that need no model: rewards, lengths, staleness of its `samples`.
+
+    Rewards and accuracy are over judged trajectories, and absent where there is none; `reward/std` has divisor N;
+    `reward/zero_std_frac` is the share of groups whose rewards are all equal, of those with two or more judged
+    members; `judge/groups_lost` counts those with too few to be trained. Lengths count all tokens after the prompt;
+    `longest` is the one at which a response is cut.
+    """
+    members = [member for group in batch.groups for member in group.members]
+    judged = [member for member in members if member.judgement.is_judged]
+    comparable = [group for group in batch.groups if len(rewards(group)) >= 2]
+    num_lost = sum(len(rewards(group)) < algorithm.fewest_judged for group in batch.groups)
+    lengths = [member.trajectory.num_tokens for member in members]
+    by_part: dict[str, list[float]] = {}
+    for member in judged:
+        for name, value in member.judgement.parts.items():
+            by_part.setdefault(name, []).append(value)
+    num_cut = sum(member.trajectory.finish_reason is FinishReason.LENGTH for member in members)
+    found: dict[str, float] = {"judge/groups_lost": float(num_lost)}
+    if judged:
+        values = [member.judgement.reward for member in judged]
+        found["reward/mean"] = statistics.fmean(values)
+        found["reward/std"] = statistics.pstdev(values)
+        found["accuracy/mean"] = statistics.fmean(member.judgement.is_correct for member in judged)
+    if judged and algorithm.overlong_frac:
+        found["reward/overlong/mean"] = statistics.fmean(
+            overlong_penalty(m.trajectory.num_tokens, longest, algorithm.overlong_frac, algorithm.overlong_penalty)
+            for m in judged
+        )
+    if comparable:
+        found["reward/zero_std_frac"] = statistics.fmean(len(set(rewards(group))) == 1 for group in comparable)
+    return {
+        **found,
+        **{f"reward/{name}/mean": statistics.fmean(part) for name, part in sorted(by_part.items())},
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": num_cut / len(members),
+        **staleness_metrics(samples, version=batch.step - 1),
+    }
+
+
+def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dict[str, float]:
+    """Return how old the policy's tokens are, against the trainer's `version`, and how many are too old to be trained.
+
+    `staleness/mean` and `/max` of those that are trained; of all, the share that is trained though not of the
+    trainer's own version (`stale_frac`) and the share that is too old (`masked_frac`). Responses that `overlong_filter`
+    leaves out are counted apart.
+    """
+    kept = [sample for sample in samples if not sample.is_filtered]
+    ages = [
+        version - made
+        for sample in kept
+        for made, trained in zip(sample.policy_versions, sample.is_trained, strict=True)
+        if trained
+    ]
+    num_masked = sum(sample.num_policy for sample in kept) - len(ages)
+    num_tokens = max(1, len(ages) + num_masked)
+    return {
+        "staleness/mean": statistics.fmean(ages) if ages else 0.0,
+        "staleness/max": float(max(ages, default=0)),
+        "staleness/stale_frac": sum(age > 0 for age in ages) / num_tokens,
+        "staleness/masked_frac": num_masked / num_tokens,
+        "tokens/trained": float(len(ages)),
+        "tokens/masked": float(num_masked),
+        "tokens/filtered": float(sum(sample.num_policy for sample in samples if sample.is_filtered)),
+    }
