@@ -144,6 +144,17 @@ class Trajectory(msgspec.Struct, frozen=True):
                 merged.append(segment)
         return msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
 
+    def segments_between(self, start: int, end: int) -> tuple[Segment, ...]:
+        """Return the segments of the tokens from `start` to `end`, counted after the prompt."""
+        found, offset = [], 0
+        for s in self.segments:
+            first, last = max(start - offset, 0), min(end - offset, len(s.token_ids))
+            if first < last:
+                logprobs, routing = s.behavior_logprobs[first:last], s.routing[first:last]
+                found.append(Segment(s.token_ids[first:last], logprobs, s.policy_version, s.author, routing))
+            offset += len(s.token_ids)
+        return tuple(found)
+
     @property
     def name(self) -> str:
         """`group/sample`, for messages and logs."""

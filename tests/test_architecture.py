@@ -235,3 +235,81 @@ def test_only_the_console_prints() -> None:
         assert from_rich <= {"Group"}, f"{place} imports {from_rich} of rich: take baton.console.Console"
         marked = {ast.unparse(node) for node in nodes if isinstance(node, ast.keyword) and node.arg == "markup"}
         assert marked <= {"markup=False"}, place
+
+
+# ---- the way of a token's data from the engine to the loss -----------------------------------------------------------
+
+WAY = (
+    "rollout/engines/sampling.py",  # draws a token
+    "rollout/engines/embedded/engine.py",  # runs the model, one token per slot
+    "rollout/engines/slot_table.py",  # → Segment, Report
+    "types.py",  # Segment, Trajectory, Group, Batch
+    "trainer/samples.py",  # Batch → TrainingSample
+    "trainer/batch.py",  # TrainingSample → MicroBatch → LossInputs
+    "trainer/losses.py",  # LossInputs, the objective
+    "trainer/corrections.py",  # behavior → proximal: the anchor and weights of the objective
+)
+"""Files that name the behavior logprobs of a token that the embedded engine samples, in the order of a run.
+
+Every other file on the way (transport, controller, loop, `LocalTrainer`, passes, update) passes on the object that
+holds them, of one type per stage, and reads none. Not on the way: files that only verify or only show."""
+OTHER_ENGINES = {
+    "rollout/engines/client.py",
+    "rollout/engines/external.py",
+    "rollout/engines/sglang/wire.py",
+    "rollout/engines/vllm/client.py",
+}
+"""Where vLLM and SGLang are asked, instead of the first two files: three of these in a run."""
+VERIFY_OR_SHOW = ("swarm/verification/", "rollout/rescored.py", "rollout/engines/embedded/rescore.py", "views/")
+ALL_LOGPROBS_ARE_BEHAVIORS = ("rollout/", "swarm/", "run/", "records/")
+"""Elsewhere a name that says only `logprob` may be of another policy."""
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                found.add(name)
+    return found
+
+
+def test_behavior_logprobs_pass_eight_files_from_the_engine_to_the_loss() -> None:
+    assert len(WAY) <= 8
+    found = set()
+    for path in MODULES:
+        place = str(path.relative_to(PACKAGE))
+        word = "logprob" if place.startswith(ALL_LOGPROBS_ARE_BEHAVIORS) else "behavior_logprobs"
+        if not place.startswith(VERIFY_OR_SHOW) and any(word in name for name in names_of(ast.parse(path.read_text()))):
+            found.add(place)
+    assert found == {*WAY, *OTHER_ENGINES}
+
+
+def test_each_file_on_the_way_imports_only_its_neighbours_on_it() -> None:
+    """It takes the type of the stage before it and makes that of the stage after it: no value goes back and forth.
+
+    types.py is below all and imported by most, for other types."""
+    for place, file in enumerate(WAY):
+        names = {name for name, _ in imported(ast.parse((PACKAGE / file).read_text()))} - {"baton.types"}
+        for other, target in enumerate(WAY):
+            if "baton." + target.removesuffix(".py").replace("/", ".") in names:
+                assert abs(place - other) == 1, f"{file} imports {target}"
+
+
+def test_a_batch_enters_the_trainer_once() -> None:
+    """One module reads groups and trajectories; `Trainer`s and their ranks only hand the batch over to it."""
+    readers, carriers = {"trainer/samples.py"}, set()
+    for path in (PACKAGE / "trainer").rglob("*.py"):
+        place = str(path.relative_to(PACKAGE))
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module == "baton.types"
+            for alias in node.names
+        }
+        if names & {"Group", "Judged", "Judgement", "Trajectory", "Segment"}:
+            assert place in readers, f"{place} reads what is in a batch"
+        elif "Batch" in names:
+            carriers.add(place)
+    ranks = {f"trainer/parallel/{name}.py" for name in ("messages", "ranked_trainer")}
+    assert carriers == {"trainer/trainer.py", "trainer/local.py", *ranks}

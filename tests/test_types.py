@@ -164,3 +164,16 @@ def test_a_message_cut_or_changed_into_one_with_unequal_lengths_is_refused() -> 
     bad = msgspec.json.encode(Report(1, 0, (segment(4, 5),))).replace(b"[4,5]", b"[4,5,6]")
     with pytest.raises(msgspec.ValidationError, match="as many behavior_logprobs"):
         msgspec.json.decode(bad, type=FromWorker)
+
+
+def test_segments_between_two_tokens_by_hand():
+    first, second, third = segment(0, 1, 2, 3, version=1), segment(4, 5, version=2), segment(6, 7, 8, 9, version=5)
+    trajectory = Trajectory(0, 0, (1,), (first, second, third))
+    assert trajectory.segments_between(0, 10) == trajectory.segments
+    ends = segment(2, 3, version=1), second, segment(6, version=5)
+    assert trajectory.segments_between(2, 7) == ends
+    assert trajectory.segments_between(4, 6) == (second,)
+    assert trajectory.segments_between(5, 5) == ()
+    assert trajectory.segments_between(10, 99) == ()
+    routed = msgspec.structs.replace(segment(0, 1, 2), routing=(b"a", b"b", b"c"))
+    assert Trajectory(0, 0, (1,), (routed,)).segments_between(1, 2)[0].routing == (b"b",)

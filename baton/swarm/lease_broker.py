@@ -19,7 +19,7 @@ import msgspec
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
-from baton.types import Abort, FromPort, Lease, Report, Retry, Segment, Trajectory, WorkLost, WorkRevoked
+from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked
 
 MAX_REFUSALS = 64
 """In a row, after which a worker that refuses leases is hung up on."""
@@ -288,7 +288,7 @@ class Desk:
     def _commit(self, number: int, branch: _Branch, length: int) -> None:
         task, worker, grown = self._tasks[number], branch.worker, branch.trajectory
         offset = task.trajectory.num_tokens
-        segments = cut_segments(grown, offset, length)
+        segments = grown.segments_between(offset, length)
         task.trajectory = task.trajectory.extended(segments)
         is_same = bool(task.spans) and task.spans[-1][0] == worker
         first = task.spans.pop()[1] if is_same else offset
@@ -357,25 +357,6 @@ class Desk:
 
     def _say_revoked(self, key: Key, cause: str) -> None:
         self._outside.to_runner(WorkRevoked(*key, cause))
-
-
-def cut_segments(trajectory: Trajectory, start: int, end: int) -> tuple[Segment, ...]:
-    """Return the segments of the tokens from `start` to `end`, after the prompt."""
-    found, at = [], 0
-    for segment in trajectory.segments:
-        first, last = max(start - at, 0), min(end - at, len(segment.token_ids))
-        if first < last:
-            found.append(
-                Segment(
-                    segment.token_ids[first:last],
-                    segment.behavior_logprobs[first:last],
-                    segment.policy_version,
-                    segment.author,
-                    segment.routing[first:last],
-                )
-            )
-        at += len(segment.token_ids)
-    return tuple(found)
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:

@@ -144,6 +144,7 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
     """A maximum, not a sum."""
 
 
+@torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
     """Return the sums over a microbatch; `is_current` [B, K] marks tokens of the trainer's own version."""
     is_current = inputs.mask & is_current

@@ -142,6 +142,7 @@ class Update:
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.proximal_logprobs)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
+        distance = behavior_distance(inputs, micro.policy_versions == self.step - 1)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
         if each.reference_logprobs is not None:
@@ -166,7 +167,6 @@ class Update:
                 reference_kl=none if reference_kl is None else reference_kl.nats.sum(),
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
-            distance = behavior_distance(inputs, micro.policy_versions == self.step - 1)
         num_places = micro.input_ids.numel()  # of idle ones too: they are computed
         value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from baton.records.trace import LeaseTrace
 from baton.swarm import lease_events as ev
 from baton.swarm.hub.traced import DeskTrace, TracedDesk
-from baton.swarm.lease_broker import Desk, Outside, cut_segments
+from baton.swarm.lease_broker import Desk, Outside
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
@@ -210,17 +209,6 @@ def test_what_is_said_again_after_any_cut_arrives_once(data):
     assert counter.grown(7).finish_reason is FinishReason.LENGTH
     assert box.leases == ()
     assert not [message for message in counter.heard if isinstance(message, WorkLost)]
-
-
-def test_segments_are_cut_by_hand():
-    trajectory = Trajectory(0, 0, (1,), (segment(0, 4, 1), segment(4, 6, 2), segment(6, 10, 5)))
-    assert cut_segments(trajectory, 0, 10) == trajectory.segments
-    assert cut_segments(trajectory, 2, 7) == (segment(2, 4, 1), segment(4, 6, 2), segment(6, 7, 5))
-    assert cut_segments(trajectory, 4, 6) == (segment(4, 6, 2),)
-    assert cut_segments(trajectory, 5, 5) == ()
-    assert cut_segments(trajectory, 10, 99) == ()
-    routed = msgspec.structs.replace(segment(0, 3), routing=(b"a", b"b", b"c"))
-    assert cut_segments(Trajectory(0, 0, (1,), (routed,)), 1, 2)[0].routing == (b"b",)
 
 
 def test_after_a_cut_both_sides_agree_on_what_is_held():
