@@ -15,14 +15,18 @@ import numpy as np
 import pytest
 
 from baton.rollout.engines.sampling import noise_key, uniforms
+from baton.rollout.rescored import Claim
 from baton.simulator.seeds import Concern, choices, generator
+from baton.swarm.auth import Grant, Role
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.verification.policy import InspectionSettings, Inspector
+from baton.swarm.verification.policy import Author, InspectionSettings, Inspector, TrajectoryFinished
+from baton.swarm.verification.verify import WorkerClass
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
 from baton.tasks.gym import GymTask
 from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
 from baton.tasks.task import Problem
+from baton.types import SamplingParams, Trajectory
 
 SIMULATED: dict[Concern, tuple[int, int]] = {
     "day": (373925529, 9550708),
@@ -91,7 +95,12 @@ def test_the_noise_of_sampling() -> None:
 
 def test_which_trajectories_are_checked() -> None:
     inspector = Inspector(InspectionSettings(first=0, share=0.2), b"secret")
-    checked = [number for number in range(40) if inspector.finished("worker", f"{number}/0@7")]
+    author = Author("worker", Grant("worker", Role.WORKER, False), "", WorkerClass("cpu", "float32", "fake"))
+    checked = []
+    for number in range(40):
+        claim = Claim(Trajectory(number, 0, (5,)), SamplingParams(1), 7)
+        if inspector.handle(TrajectoryFinished(0.0, (7, number, 0), claim, ((author, 0, 1),))):
+            checked.append(number)
     assert checked == [0, 5, 12, 15, 24, 29, 31, 32, 36, 38, 39]
 
 

@@ -39,9 +39,9 @@ from baton.swarm.throughput import Pace
 from baton.swarm.transfer import model_digest, pack_model
 from baton.swarm.transport import PortParts, SwarmPort
 from baton.swarm.verification.checks import Limits, check_report
-from baton.swarm.verification.policy import Conviction, Inspector
+from baton.swarm.verification.policy import Author, Conviction, Inspector
 from baton.swarm.verification.quarantine import Quarantine
-from baton.swarm.verification.service import Author, Examiner, Scorer
+from baton.swarm.verification.service import Examiner, Scorer
 from baton.swarm.verification.verify import Calibration, unseen_draws
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
 from baton.weights.publish import Published, Publisher

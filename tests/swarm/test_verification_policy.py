@@ -1,4 +1,4 @@
-"""Who is checked, how often, and what a conviction takes with it."""
+"""Who is checked, how often, and what a conviction takes with it: events in, commands out."""
 
 from __future__ import annotations
 
@@ -6,37 +6,82 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.swarm.verification.policy import InspectionSettings, Inspector
-from baton.swarm.verification.verify import Outcome, Tolerance, Verdict, violation
+from baton.rollout.rescored import Claim
+from baton.swarm.auth import Grant, Role
+from baton.swarm.verification import policy
+from baton.swarm.verification.policy import (
+    Author,
+    BatchConsumed,
+    CheckFailed,
+    CheckTrajectory,
+    InspectionSettings,
+    Inspector,
+    QuarantineLifted,
+    QuarantineWorker,
+    ReleaseTrajectory,
+    RemakeTrajectory,
+    ReportViolated,
+    TrajectoryFinished,
+    TrajectoryJudged,
+    VerificationTick,
+    WarnUser,
+)
+from baton.swarm.verification.verify import Outcome, Tolerance, Verdict, WorkerClass
+from baton.types import SamplingParams, Segment, Trajectory
 
 TOLERANCE = Tolerance(logprob=0.1, draw_gap=0.2)
 HONEST = Verdict(Outcome.HONEST, "", num_tokens=100, beyond_typical=20)
 SUSPECT = Verdict(Outcome.SUSPECT, "a few tokens", "draw", num_tokens=100, beyond_draw=3)
 BAD = Verdict(Outcome.BAD, "token 3 is forged", "logprob", num_tokens=1)
+KIND = WorkerClass("cpu", "float32", "embedded")
+LENGTH = 10
+CLAIM = Claim(Trajectory(0, 0, (5,), (Segment((3,) * LENGTH, (-1.0,) * LENGTH, 0),)), SamplingParams(LENGTH), 9)
 
 
 def inspector(secret=b"secret", **settings):
     return Inspector(InspectionSettings(**settings), secret)
 
 
-def checked(found, worker, count, prefix="t"):
-    return [found.finished(worker, f"{prefix}{i}") for i in range(count)]
+def author(worker, *, is_trusted=False):
+    return Author(worker, Grant("token", Role.WORKER, is_trusted, digest="digest"), f"label of {worker}", KIND)
+
+
+def finished(found, worker, number, at_s=0.0, *, is_trusted=False, group=0):
+    """The commands after a worker has finished the trajectory of a number."""
+    key, parts = (9, group, number), ((author(worker, is_trusted=is_trusted), 0, LENGTH),)
+    return found.handle(TrajectoryFinished(at_s, key, CLAIM, parts))
+
+
+def name(number, group=0):
+    return f"{group}/{number}@9"
+
+
+def checked(found, worker, count, *, is_trusted=False, group=0):
+    return [bool(finished(found, worker, i, is_trusted=is_trusted, group=group)) for i in range(count)]
+
+
+def judged(found, worker, number, verdict, group=0):
+    """The record of the worker's quarantine where this verdict decides."""
+    case = policy.Case((9, group, number), CLAIM, (), False)
+    event = TrajectoryJudged(case, ((author(worker), verdict, TOLERANCE),))
+    records = [one.conviction for one in found.handle(event) if isinstance(one, QuarantineWorker)]
+    return records[0] if records else None
+
+
+def violated(found, worker, sentence):
+    return [one.conviction for one in found.handle(ReportViolated(author(worker), "a report", sentence))]
 
 
 def test_a_new_workers_first_trajectories_are_all_checked_and_then_the_share():
     """Of 4000 draws at 5 % 200 ± 14 (one σ) are checked."""
-    found = inspector(first=8, share=0.05)
-    drawn = checked(found, "w", 4008)
+    drawn = checked(inspector(first=8, share=0.05), "w", 4008)
     assert all(drawn[:8])
     assert 140 < sum(drawn[8:]) < 260
-    assert found.standing("w").num_finished == 4008
 
 
 def test_a_trusted_worker_is_checked_less_but_checked():
     """Of 4000 at 1 %: 40 ± 6."""
-    found = inspector(first=0)
-    found.joined("w", is_trusted=True)
-    assert 10 < sum(checked(found, "w", 4000)) < 80
+    assert 10 < sum(checked(inspector(first=0), "w", 4000, is_trusted=True)) < 80
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 100)])
@@ -47,7 +92,7 @@ def test_none_and_all(share, expected):
 def test_which_ones_follows_from_the_secret_the_worker_and_the_name_alone():
     drawn = checked(inspector(first=0, share=0.5), "w", 200)
     again = inspector(first=0, share=0.5)
-    assert [again.finished("w", f"t{i}") for i in reversed(range(200))][::-1] == drawn
+    assert [bool(finished(again, "w", i)) for i in reversed(range(200))][::-1] == drawn
     assert checked(inspector(b"other", first=0, share=0.5), "w", 200) != drawn
     assert checked(inspector(first=0, share=0.5), "v", 200) != drawn
 
@@ -55,91 +100,121 @@ def test_which_ones_follows_from_the_secret_the_worker_and_the_name_alone():
 def test_a_suspect_verdict_has_the_next_ones_all_checked():
     found = inspector(first=0, share=0.0, after_suspect=5)
     assert not any(checked(found, "w", 3))
-    assert found.judged("w", "t0", SUSPECT, TOLERANCE) is None
-    assert checked(found, "w", 7, "u") == [True] * 5 + [False] * 2
-    assert found.standing("w").num_suspect == 1
-    assert not any(checked(found, "v", 3, "v")), "another worker is not concerned"
+    assert judged(found, "w", 0, SUSPECT) is None
+    assert checked(found, "w", 7, group=1) == [True] * 5 + [False] * 2
+    assert not any(checked(found, "v", 3, group=2)), "another worker is not concerned"
 
 
 def test_a_conviction_requeues_what_is_not_trained_and_lists_what_is():
     found = inspector(first=0, share=0.0)
     checked(found, "w", 5)
-    checked(found, "v", 2, "v")
-    found.consumed(["t0", "t1", "v0"], step=7)
-    found.lost(["t2"])
-    conviction = found.judged("w", "t4", BAD, TOLERANCE)
+    checked(found, "v", 2, group=1)
+    assert found.handle(BatchConsumed((name(0), name(1), name(0, group=1)), step=7)) == []
+    finished(found, "v", 2)  # made again by another
+    conviction = judged(found, "w", 4, BAD)
     assert conviction is not None
-    assert conviction.requeue == ("t3", "t4")
-    assert conviction.trained == (("t0", 7), ("t1", 7))
+    assert conviction.requeue == (name(3), name(4))
+    assert conviction.trained == ((name(0), 7), (name(1), 7))
     assert (conviction.num_trained, conviction.num_finished, conviction.num_checked) == (2, 5, 1)
     assert conviction.verdict.reason == "token 3 is forged"
-    assert found.quarantine == {"w": conviction}
-    assert found.standing("w").is_quarantined
-    assert not found.standing("v").is_quarantined
+    assert (conviction.token, conviction.label) == ("digest", "label of w")
 
 
 def test_a_worker_is_convicted_once_and_then_finishes_nothing():
     found = inspector()
     checked(found, "w", 2)
-    assert found.judged("w", "t0", BAD, TOLERANCE) is not None
-    assert found.judged("w", "t1", BAD, TOLERANCE) is None
-    assert found.violated("w", "t1", violation("nonsense")) is None
-    found.joined("w")
-    with pytest.raises(AssertionError, match="worker w is in quarantine"):
-        found.finished("w", "t2")
+    assert judged(found, "w", 0, BAD) is not None
+    assert judged(found, "w", 1, BAD) is None
+    assert violated(found, "w", "nonsense") == []
+    assert finished(found, "w", 2) == []
+    assert finished(found, "v", 2) != []
+    assert found.handle(QuarantineLifted(("w",))) == []
+    assert finished(found, "w", 3) != []
+
+
+def test_who_is_banned_by_its_token_is_not_checked():
+    event = TrajectoryFinished(0.0, (9, 0, 0), CLAIM, ((author("w"), 0, LENGTH),), banned=frozenset({"w"}))
+    assert inspector().handle(event) == []
 
 
 def test_a_report_no_honest_worker_sends_convicts_at_once():
-    found = inspector()
-    conviction = found.violated("w", "t0", violation("token 0 has the id -1"))
+    (conviction,) = violated(inspector(), "w", "token 0 has the id -1")
     assert (conviction.verdict.test, conviction.verdict.reason) == ("report", "token 0 has the id -1")
 
 
 def test_suspects_add_up_to_a_conviction_and_honest_verdicts_do_not():
     """3 of 100 tokens beyond where 0.2 % may be; after a few such trajectories rounding explains it no more."""
     found = inspector()
-    assert all(found.judged("honest", f"h{i}", HONEST, TOLERANCE) is None for i in range(500))
-    given = [found.judged("w", f"t{i}", SUSPECT, TOLERANCE) for i in range(10)]
+    assert all(judged(found, "honest", i, HONEST) is None for i in range(500))
+    given = [judged(found, "w", i, SUSPECT) for i in range(10)]
     number = next(i for i, conviction in enumerate(given) if conviction)
     assert 1 <= number <= 4
     assert "trajectories together" in given[number].verdict.reason
 
 
 def test_a_conviction_from_before_a_restart_stays():
-    before = inspector()
-    conviction = before.violated("w", "t0", violation("nonsense"))
     after = inspector()
-    after.restore(conviction)
-    assert after.standing("w").is_quarantined
+    after.restore(["w"])
+    assert finished(after, "w", 0) == []
+    assert violated(after, "w", "nonsense") == []
 
 
 def test_a_trajectory_grown_again_elsewhere_belongs_to_whom_finished_it_last():
     found = inspector()
-    found.finished("w", "t0")
-    found.finished("v", "t0")
-    assert found.judged("w", "t0", BAD, TOLERANCE).requeue == ()
-    assert found.judged("v", "t0", BAD, TOLERANCE).requeue == ("t0",)
+    finished(found, "w", 0)
+    finished(found, "v", 0)
+    assert judged(found, "w", 0, BAD).requeue == ()
+    assert judged(found, "v", 0, BAD).requeue == (name(0),)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["finish", "consume", "lose", "convict"]), st.integers(0, 9)), max_size=60))
+def test_a_held_trajectory_is_released_by_its_own_verdict_alone():
+    found = inspector()
+    (old,), (new,) = finished(found, "w", 0), finished(found, "v", 0)
+    assert found.handle(TrajectoryJudged(old.case, ())) == []
+    assert found.handle(TrajectoryJudged(new.case, (), is_whole=False)) == [ReleaseTrajectory((9, 0, 0))]
+    assert found.num_unchecked == 1
+    assert found.handle(TrajectoryJudged(new.case, ())) == [], "released once"
+
+
+def test_a_trajectory_that_cannot_be_checked_is_made_again_twice_and_then_released():
+    """Its deadline is 120 s and 0.02 s for each of its 10 tokens; by what the hub is late, it moves."""
+    found, key = inspector(first=0, share=1.0), (9, 0, 0)
+    for worker, end in (("a", RemakeTrajectory(key)), ("b", RemakeTrajectory(key)), ("c", ReleaseTrajectory(key))):
+        assert [type(one) for one in finished(found, worker, 0, at_s=1000.0)] == [CheckTrajectory]
+        assert found.handle(VerificationTick(1120.0)) == []
+        assert found.handle(VerificationTick(1150.0, delay_s=30.0)) == []
+        assert found.handle(VerificationTick(1151.0))[0] == end
+    assert found.handle(VerificationTick(9999.0)) == []
+    assert found.num_unchecked == 3
+
+
+def test_what_trusted_workers_wrote_is_released_where_it_cannot_be_checked():
+    found = inspector(trusted_share=1.0)
+    (check,) = finished(found, "w", 0, is_trusted=True)
+    released, warned = found.handle(CheckFailed((check.case,), "no memory"))
+    assert released == ReleaseTrajectory((9, 0, 0))
+    assert isinstance(warned, WarnUser)
+    assert "not inspected: no memory; 0 of them are made again, 1 are used" in warned.text
+    assert found.handle(CheckFailed((check.case,), "again")) == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["finish", "consume", "convict"]), st.integers(0, 9)), max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_every_finished_trajectory_is_open_trained_or_lost(happenings):
+def test_every_finished_trajectory_is_open_or_trained(happenings):
     """Each name is requeued or listed as trained at most once, and by the worker that finished it last."""
     found = inspector()
-    open_, trained = {}, {}
+    open_, trained, convicted = {}, {}, set()
     for step, (what, number) in enumerate(happenings):
-        name, worker = f"t{number}", f"w{number % 3}"
-        if what == "finish" and worker not in found.quarantine and name not in trained:
-            found.finished(worker, name)
-            open_[name] = worker
+        worker = f"w{(number + step) % 3}"
+        if what == "finish" and worker not in convicted and name(number) not in trained:
+            finished(found, worker, number)
+            open_[name(number)] = worker
         elif what == "consume":
-            found.consumed([name], step)
-            if open_.pop(name, None):
-                trained[name] = (worker, step)
-        elif what == "lose":
-            found.lost([name])
-            open_.pop(name, None)
-        elif what == "convict" and (conviction := found.judged(worker, name, BAD, TOLERANCE)):
+            found.handle(BatchConsumed((name(number),), step))
+            if by := open_.pop(name(number), None):
+                trained[name(number)] = (by, step)
+        elif what == "convict" and (conviction := judged(found, worker, number, BAD)):
+            convicted.add(worker)
             assert set(conviction.requeue) == {n for n, w in open_.items() if w == worker}
             assert dict(conviction.trained) == {n: s for n, (w, s) in trained.items() if w == worker}
             open_ = {n: w for n, w in open_.items() if w != worker}

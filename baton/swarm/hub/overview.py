@@ -43,7 +43,7 @@ def overview(hub: Hub, port: SwarmPort, examiner: Examiner, *, lineage: str) -> 
         malformed=counters.malformed,
         loop_delay_s=counters.loop_delay_s,
         notes=tuple(a.fault for a in hub.parts.authenticators if a.fault),
-        not_inspected=examiner.counters.unchecked,
+        not_inspected=examiner.inspector.num_unchecked,
     )
 
 
