@@ -78,13 +78,8 @@ def microbatches(work: Workload, dp: Array) -> Array:
     return np.maximum(1.0, np.floor(per_rank / work.longest_tokens))
 
 
-def stage_terms(
-    model: ModelSpec, work: Workload, place: Place, node_gpus: int, tp: Array, dp: Array, sync_bytes_per_s: float
-) -> StageTerms:
-    """Return the terms of stages of width tp × dp on one GPU type.
-
-    `sync_bytes_per_s` is the slowest link between the nodes of the data-parallel group, for stages of several nodes.
-    """
+def stage_terms(model: ModelSpec, work: Workload, place: Place, node_gpus: int, tp: Array, dp: Array) -> StageTerms:
+    """Return the terms of stages of width tp × dp on one GPU type."""
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
     uneven = np.ceil(work.num_trajectories / dp) * dp / work.num_trajectories
@@ -97,7 +92,8 @@ def stage_terms(
     wide = tp * dp > node_gpus
     models = 1 + work.has_critic
     share = (dp - 1) / dp * GRADIENT_BYTES * work.updates * models * model.layer_params
-    gradients = np.where(wide, share / (sync_bytes_per_s * eff.link), share / tp / (place.link_bytes_per_s * eff.link))
+    across = place.inter_bytes_per_s * eff.link
+    gradients = np.where(wide, share / across, share / tp / (place.link_bytes_per_s * eff.link))
     update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * dp)
     nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
     crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic

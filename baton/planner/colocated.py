@@ -13,14 +13,14 @@ from baton.cost.train import stage_terms
 from baton.errors import UserError
 from baton.planner.assign import seat
 from baton.planner.bounds import RolloutBound, division_bound_s
-from baton.planner.describe import describe_replicas, describe_training, limits, needed_s
-from baton.planner.exact import PROVEN
+from baton.planner.describe import describe_seated
+from baton.planner.exact import Solution
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.pools import are_alike
 from baton.planner.problem import Floats, Problem
 from baton.planner.replicas import Rollout, RolloutProgram
-from baton.specs.plan import Bound, Breakdown, Idle, Plan
+from baton.specs.plan import Bound, Idle, Plan
 
 MOST_ROWS = 20
 """Training shapes tried, fastest first: a slower one may leave more memory."""
@@ -61,7 +61,7 @@ def _state_bytes(inputs: Inputs, problem: Problem, row: int) -> Floats:
     for k, pool in enumerate(problem.pools.pools):
         if table.stages[row, k]:
             tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
-            terms = stage_terms(model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s)
+            terms = stage_terms(model, inputs.work, pool.place, max(pool.sizes), tp, dp)
             share = float(table.shares[row, k]) / int(table.stages[row, k])
             found[k] = model.params * share * float(terms.params_bytes_per_param)
     return found
@@ -95,32 +95,16 @@ def _described(inputs: Inputs, problem: Problem, best: tuple[float, int, Rollout
     _, row, rollout, sync_s, swap_s = best
     training_seats = seat(problem, inputs.cluster, row, [0] * len(problem.columns))
     engine_seats = seat(problem, inputs.cluster, None, rollout.counts)
-    training = describe_training(inputs, problem, row, training_seats)
-    rollout_s = needed_s(problem, rollout.counts)
-    reward_s = problem.step.reward_s(rollout_s)
-    total = problem.step.step_s(sync_s + swap_s, rollout_s, training.time_s)
-    used = {*training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
-    outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
     gpus = [pool.num_gpus for pool in problem.pools.pools]
-    least_s = min(total, division_bound_s(problem, RolloutBound(problem), gpus))
-    plan = Plan(
-        cluster=inputs.cluster.name,
-        model=inputs.model.name,
-        workload=inputs.work.name,
-        method="exact",
-        training=training,
-        replicas=describe_replicas(inputs, problem, engine_seats, max(rollout_s, problem.step.judge_s)),
-        idle=(Idle(outside, "neither training nor generation gets faster with it"),) if outside else (),
-        breakdown=Breakdown(total, sync_s + swap_s, rollout_s, reward_s, training.time_s, overlaps=False),
-        tokens_per_step=problem.trained_tokens,
-        max_staleness=0,
-        mean_staleness=0.0,
-        price_per_h=inputs.cluster.price_per_h,
-        currency=inputs.cluster.currency,
-        bound=Bound(least_s, total / least_s - 1, total / least_s - 1 < PROVEN, _swap_note(swap_s)),
-        is_colocated=True,
-    )
-    return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
+    least_s = division_bound_s(problem, RolloutBound(problem), gpus)
+    solution = Solution(row, rollout, sync_s + swap_s, 0.0, least_s)
+    plan = describe_seated(inputs, problem, solution, "exact", training_seats, engine_seats)
+    used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
+    outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
+    idle = (Idle(outside, "neither training nor generation gets faster with it"),) if outside else ()
+    total = plan.breakdown.step_s
+    bound = Bound.of(total, min(total, least_s), _swap_note(swap_s))
+    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
 
 
 def _swap_note(swap_s: float) -> str:

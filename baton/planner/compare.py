@@ -30,10 +30,7 @@ class Rival(msgspec.Struct, frozen=True):
 def rivals(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Rival]:
     """Return what a plan of this cluster is to be compared with."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
-        (
-            "the published method (equation 3)",
-            lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s),
-        ),
+        ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
         ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),
         ("50 % rollout, 50 % training", lambda: split_plan(inputs, 0.5)),
         ("taking turns on all GPUs", lambda: make_colocated_plan(inputs)),
@@ -59,14 +56,12 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
         if not count:
             continue
         first = cluster.nodes.index(own[0])
-        between = [cluster.bytes_per_s[first][other] for other in range(len(cluster.nodes)) if other != first]
-        same = [rate for rate, node in zip(between, _others(cluster, first), strict=True) if node.gpu.name == name]
-        rate = max(same or between or [own[0].link_bytes_per_s])
+        pairs = [
+            pair for k, pair in enumerate(zip(cluster.bytes_per_s[first], cluster.nodes, strict=True)) if k != first
+        ]
+        same = [rate for rate, node in pairs if node.gpu.name == name]
+        rate = max(same or [rate for rate, _ in pairs] or [own[0].link_bytes_per_s])
         yield equal_nodes(cluster, f"{count} {name}, same price", own[0], count, rate)
-
-
-def _others(cluster: Cluster, place: int) -> list[Node]:
-    return [node for index, node in enumerate(cluster.nodes) if index != place]
 
 
 def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:

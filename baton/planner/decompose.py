@@ -121,7 +121,7 @@ def _families(inputs: Inputs, problem: Problem) -> Iterator[_Family]:
             table = np.array(shapes[place])[chosen[:, place]]
             stage, tp = np.repeat(table[:, 0], repeat), np.repeat(table[:, 1], repeat)
             pool = pools.pools[k]
-            one = stage_terms(model, work, pool.place, max(pool.sizes), tp, 1, pool.place.inter_bytes_per_s)
+            one = stage_terms(model, work, pool.place, max(pool.sizes), tp, 1)
             own = np.tile(splits[:, place], tile).astype(float)
             is_last = place == len(order) - 1
             full = (own + one.head_s / one.per_layer_s) / stage if is_last else np.ceil(own / stage)
@@ -289,15 +289,7 @@ def _tail_s(inputs: Inputs, problem: Problem, family: _Family, alive: Ints, grou
     for place, k in enumerate(family.order):
         pool = problem.pools.pools[k]
         dp = np.minimum(groups[place], 1e9)
-        terms = stage_terms(
-            inputs.model,
-            inputs.work,
-            pool.place,
-            max(pool.sizes),
-            family.tp[place][alive],
-            dp,
-            pool.place.inter_bytes_per_s,
-        )
+        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), family.tp[place][alive], dp)
         last = place == len(family.order) - 1
         own = (
             np.floor(family.layers[place][alive])
@@ -319,9 +311,7 @@ def _holds(inputs: Inputs, problem: Problem, family: _Family, alive: Ints) -> Bo
         pool = problem.pools.pools[k]
         tp, alone = family.tp[place][alive], family.stages[place][alive] == 1
         dp = np.maximum(family.most[place][alive], 1)
-        terms = stage_terms(
-            inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s
-        )
+        terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
         is_last = place == len(family.order) - 1
         first, last = alone & (place == 0), alone & is_last
         most = most_layers(inputs.model, terms, pool.place.memory_limit_bytes, first, last, in_flight)

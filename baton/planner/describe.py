@@ -10,7 +10,7 @@ import numpy as np
 
 from baton.cost.train import microbatches, stage_bytes, stage_terms
 from baton.planner.assign import Seats, pipeline_order, seat
-from baton.planner.exact import PROVEN, Solution
+from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
 from baton.planner.pipelines import Balance, Shapes, balanced
 from baton.planner.problem import Problem
@@ -23,9 +23,15 @@ def describe(
 ) -> Plan:
     """Return the plan of a solution."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
-    training = describe_training(inputs, problem, solution.row, seats)
+    return describe_seated(inputs, problem, solution, method, seats, seats)
+
+
+def describe_seated(
+    inputs: Inputs, problem: Problem, solution: Solution, method: str, training_seats: Seats, seats: Seats
+) -> Plan:
+    """Return the plan of a solution in which trainer and replicas have these GPUs."""
+    training = describe_training(inputs, problem, solution.row, training_seats)
     step = problem.step
-    floor = step.judge_s
     rollout_s = needed_s(problem, solution.rollout.counts)
     total = step.step_s(solution.sync_s, rollout_s, training.time_s)
     breakdown = Breakdown(
@@ -36,9 +42,7 @@ def describe(
         train_s=training.time_s,
         overlaps=step.overlaps,
     )
-    replicas = describe_replicas(inputs, problem, seats, max(rollout_s, floor))
-    gap = max(0.0, total / solution.bound_s - 1)
-    bound = Bound(solution.bound_s, gap, gap < PROVEN)
+    replicas = describe_replicas(inputs, problem, seats, max(rollout_s, step.judge_s))
     plan = Plan(
         cluster=inputs.cluster.name,
         model=inputs.model.name,
@@ -53,7 +57,7 @@ def describe(
         mean_staleness=mean_staleness(inputs, replicas, breakdown),
         price_per_h=inputs.cluster.price_per_h,
         currency=inputs.cluster.currency,
-        bound=bound,
+        bound=Bound.of(total, solution.bound_s),
     )
     return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
 
@@ -129,7 +133,7 @@ def _stage_memory(inputs: Inputs, problem: Problem, row: int, k: int, layers: in
     pool, table = problem.pools.pools[k], problem.table
     tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
     widest = int(table.dp[row].max())
-    terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s)
+    terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
     in_flight = min(depth, float(microbatches(inputs.work, widest)))
     return float(
         stage_bytes(inputs.model, terms, layers, np.array(place == 0), np.array(place == depth - 1), in_flight)

@@ -17,9 +17,6 @@ from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.problem import Floats, Ints, Problem
 from baton.planner.replicas import CLOSE, Rollout, RolloutProgram
 
-PROVEN = 1e-6
-"""A gap below this is none."""
-
 
 class Solution(msgspec.Struct, frozen=True):
     """The best division found: a row of the table and its replicas."""
@@ -30,11 +27,6 @@ class Solution(msgspec.Struct, frozen=True):
     step_s: float
     bound_s: float
     """No division is faster."""
-
-    @property
-    def gap(self) -> float:
-        """step over bound, less 1."""
-        return max(0.0, self.step_s / self.bound_s - 1)
 
 
 class _Entries(msgspec.Struct, frozen=True):

@@ -60,7 +60,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: Pool) -> str:
             dp = pool.capacity(tp) // (stages * tp)
             if dp < 1 or stages > model.num_layers:
                 continue
-            terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp, pool.place.inter_bytes_per_s)
+            terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
             layers = -(-model.num_layers // stages)
             flight = min(stages, float(microbatches(work, dp)))
             need = float(stage_bytes(model, terms, layers, np.array(stages == 1), np.array(True), flight))

@@ -207,7 +207,7 @@ def _held(kind: _Kind, pace: Floats) -> Floats:
 
 def _terms(model: ModelSpec, work: Workload, pools: Pools, index: int, part: Shapes) -> StageTerms:
     pool = pools.pools[index]
-    return stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp, pool.place.inter_bytes_per_s)
+    return stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp)
 
 
 def _kinds(

@@ -16,7 +16,7 @@ import numpy as np
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.describe import describe
-from baton.planner.exact import PROVEN, Solution, solve_exact
+from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
@@ -86,8 +86,8 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
         if found is None:
             continue
         plan = describe(inputs, of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
-        gap = max(0.0, plan.breakdown.step_s / least_s - 1)
-        plan = msgspec.structs.replace(plan, bound=Bound(least_s, gap, gap < PROVEN, "over all plans of this cluster"))
+        bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
+        plan = msgspec.structs.replace(plan, bound=bound)
         options.append(Option(name, plan, moved(before, jobs(plan), there)))
     if not options:
         refuse_division(problem, inputs.model)
@@ -197,15 +197,8 @@ def _beside(problem: Problem, program: RolloutProgram, left: tuple[int, ...], ke
 def _trained_beside(problem: Problem, program: RolloutProgram, kept: list[int]) -> Solution | None:
     """Keep replicas; of the training shapes that fit beside them take the one with the fastest step."""
     table = problem.table
-    nothing = [0] * len(problem.pools.pools)
-    free = program.less(program.left(nothing, nothing), kept)
-    fits = np.array(
-        [
-            min(program.less_training(free, gpus, tp)) >= 0
-            for gpus, tp in zip(table.gpus.tolist(), table.tp.tolist(), strict=True)
-        ]
-    )
-    rows = np.nonzero(fits)[0]
+    shapes = zip(table.gpus.tolist(), table.tp.tolist(), strict=True)
+    rows = np.nonzero([min(program.less(program.left(*shape), kept)) >= 0 for shape in shapes])[0]
     best: Solution | None = None
     for row in rows[np.argsort(table.time_s[rows], kind="stable")][:8].tolist():
         found = _filled(problem, program, row, kept)

@@ -52,13 +52,6 @@ class RolloutProgram:
             for pool, level in self._rows
         )
 
-    def less_training(self, free: tuple[int, ...], gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """What training leaves of GPUs that are free, at each level of each pool; negative where it does not fit."""
-        return tuple(
-            room - (int(gpus[pool]) if tp[pool] >= level else 0)
-            for room, (pool, level) in zip(free, self._rows, strict=True)
-        )
-
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
         """What replicas leave of GPUs that are free; negative where they do not fit."""
         used = self._matrix @ np.array(counts)

@@ -12,7 +12,7 @@ from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.decompose import improve
 from baton.planner.describe import describe
-from baton.planner.exact import PROVEN, Solution, solve_exact
+from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
@@ -56,8 +56,7 @@ def make_plan(
     if best is None:
         assert refusal is not None, "no plan, and no reason"
         raise refusal
-    gap = max(0.0, best.breakdown.step_s / least_s - 1)
-    bound = Bound(least_s, gap, gap < PROVEN, best.bound.note)
+    bound = Bound.of(best.breakdown.step_s, least_s, best.bound.note)
     return msgspec.structs.replace(_on_whole(best, inputs.cluster), bound=bound)
 
 
@@ -121,9 +120,8 @@ def _plan(
         plans.append(describe(inputs, problem, solution, method, prefer))
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     least_s = solve(inputs, optimistic, "exact", time_limit_s / 3)[1].bound_s
-    gap = max(0.0, best.breakdown.step_s / least_s - 1)
     note = "nodes of one GPU type differ: the bound takes the fastest link of each type for all"
-    return msgspec.structs.replace(best, bound=Bound(least_s, gap, gap < PROVEN, note))
+    return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 
 
 def lower_bound_s(problem: Problem) -> float:

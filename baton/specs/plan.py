@@ -12,6 +12,8 @@ from baton.files import write_whole
 
 Method = Literal["exact", "paper"]
 FORMAT = 1
+PROVEN = 1e-6
+"""A gap below this is none."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -102,8 +104,14 @@ class Bound(msgspec.Struct, frozen=True):
     gap: float
     """step_s of the plan over that bound, minus 1."""
     is_proven: bool
-    """Whether the gap is below 10⁻⁶: the plan is an optimum of the search space."""
+    """Whether the gap is below PROVEN: the plan is an optimum of the search space."""
     note: str = ""
+
+    @classmethod
+    def of(cls, step_s: float, least_s: float, note: str = "") -> Bound:
+        """Return the bound of a plan with this step time, where no plan is faster than `least_s`."""
+        gap = max(0.0, step_s / least_s - 1)
+        return cls(least_s, gap, gap < PROVEN, note)
 
 
 class Plan(msgspec.Struct, frozen=True):

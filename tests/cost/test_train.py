@@ -22,7 +22,7 @@ def test_a_step_is_worth_so_many_forward_passes() -> None:
 def test_compute_of_a_layer() -> None:
     """100 trajectories of 300 tokens; 2 · 10⁶ FLOPs a token, 320 a pair, half the square; 5 passes over 4 GPUs'
     10¹²/s."""
-    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4, 1e8)
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
     flops = 100 * (300 * 2e6 + 320 * 300**2 / 2)
     assert terms.per_layer_s == pytest.approx(5 * flops / 4e12)
     assert terms.head_s == pytest.approx(5 * 100 * 300 * 2 * 1e5 / 4e12)
@@ -30,29 +30,29 @@ def test_compute_of_a_layer() -> None:
 
 def test_trajectories_that_do_not_divide_wait_for_the_fullest_rank() -> None:
     """100 trajectories on 8 ranks: 13 on the fullest, as if there were 104."""
-    even, uneven = (stage_terms(MODEL, WORK, PLACE, 8, 1, dp, 1e8).per_layer_s for dp in (4, 8))
+    even, uneven = (stage_terms(MODEL, WORK, PLACE, 8, 1, dp).per_layer_s for dp in (4, 8))
     assert uneven / even == pytest.approx(4 / 8 * 104 / 100)
 
 
 def test_tensor_parallel_sums() -> None:
     """6 sums in the update (2 forward, 2 backward, 2 again) and 2 for proximal log-probabilities, per token and layer:
     30 000 tokens · 100 · 2 bytes, each GPU sending 2 · ½ of it at 10⁹/s."""
-    one, two = (stage_terms(MODEL, WORK, PLACE, 8, tp, 1, 1e8).per_layer_s for tp in (1, 2))
+    one, two = (stage_terms(MODEL, WORK, PLACE, 8, tp, 1).per_layer_s for tp in (1, 2))
     assert two == pytest.approx(one / 2 + 8 * 30_000 * 100 * 2 / 1e9)
 
 
 def test_gradients_take_the_link_of_their_group() -> None:
     """6 bytes a parameter, (dp − 1)/dp of them: 10⁶ · 6 · 3/4 within a node at 10⁹/s, across nodes at 10⁸/s."""
-    within, across = (stage_terms(MODEL, WORK, PLACE, node, 1, 4, 1e8).gradients_per_layer_s for node in (8, 2))
+    within, across = (stage_terms(MODEL, WORK, PLACE, node, 1, 4).gradients_per_layer_s for node in (8, 2))
     assert within == pytest.approx(4.5e6 / 1e9)
     assert across == pytest.approx(4.5e6 / 1e8)
-    assert stage_terms(MODEL, WORK, PLACE, 8, 1, 1, 1e8).gradients_per_layer_s == 0
+    assert stage_terms(MODEL, WORK, PLACE, 8, 1, 1).gradients_per_layer_s == 0
 
 
 def test_memory_of_a_stage() -> None:
     """6 + 12/dp bytes a parameter; 2 bytes of each microbatch token's activation per layer, 34 in the layer at work;
     logits of a microbatch (300 tokens, fewer than a chunk) in fp32, twice."""
-    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4, 1e8)
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
     params, per_param = 3 * 1e6 + 1e5, 6 + 12 / 4
     activations = 3 * 2 * 300 * 100 * 2 + 34 * 300 * 100
     last = stage_bytes(MODEL, terms, 3, np.array(False), np.array(True), 2)
@@ -65,14 +65,14 @@ def test_memory_of_a_stage() -> None:
 
 def test_a_tied_table_is_held_once_on_a_stage_that_is_first_and_last() -> None:
     tied = msgspec.structs.replace(MODEL, is_tied=True)
-    terms = stage_terms(tied, WORK, PLACE, 8, 1, 1, 1e8)
+    terms = stage_terms(tied, WORK, PLACE, 8, 1, 1)
     both = stage_bytes(tied, terms, 10, np.array(True), np.array(True), 1)
     last = stage_bytes(tied, terms, 10, np.array(False), np.array(True), 1)
     assert both == last
 
 
 def test_layers_that_fit_are_those_whose_memory_does() -> None:
-    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4, 1e8)
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
     flags = np.array(True), np.array(False)
     most = float(most_layers(MODEL, terms, 5e7, *flags, 2))
     assert stage_bytes(MODEL, terms, most, *flags, 2) <= 5e7 < stage_bytes(MODEL, terms, most + 1, *flags, 2)
@@ -80,7 +80,7 @@ def test_layers_that_fit_are_those_whose_memory_does() -> None:
 
 def test_a_critic_doubles_state_and_a_reference_adds_weights() -> None:
     plain, critic, reference = (
-        stage_terms(MODEL, msgspec.structs.replace(WORK, **flags), PLACE, 8, 2, 4, 1e8).params_bytes_per_param
+        stage_terms(MODEL, msgspec.structs.replace(WORK, **flags), PLACE, 8, 2, 4).params_bytes_per_param
         for flags in ({}, {"has_critic": True}, {"has_reference": True})
     )
     assert plain == (6 + 3) / 2

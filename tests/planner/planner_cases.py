@@ -156,7 +156,7 @@ def _brute_training(question: Inputs, types: Sequence[object], chosen: Chosen) -
         slowest, tail, fits = 0.0, 0.0, True
         for index, ((kind, tp, dp), layers) in enumerate(zip(stages, split, strict=True)):
             place, node_gpus = _place(question, kind)
-            terms = stage_terms(spec, load, place, node_gpus, tp, dp, place.inter_bytes_per_s)
+            terms = stage_terms(spec, load, place, node_gpus, tp, dp)
             first, last = index == 0, index == len(stages) - 1
             need = stage_bytes(spec, terms, layers, np.array(first), np.array(last), min(len(stages), count))
             fits &= bool(need <= place.memory_limit_bytes)
