@@ -191,7 +191,7 @@ class Trajectory(msgspec.Struct, frozen=True):
         return [s.author is Author.POLICY for s in self.segments for _ in s.token_ids]
 
 
-class Judgement(msgspec.Struct, frozen=True):
+class RewardResult(msgspec.Struct, frozen=True):
     """What the judges said of one finished trajectory."""
 
     reward: float
@@ -213,11 +213,11 @@ class Judgement(msgspec.Struct, frozen=True):
         return self.failure is None
 
 
-class Judged(msgspec.Struct, frozen=True):
+class ScoredTrajectory(msgspec.Struct, frozen=True):
     """A finished trajectory with its judgement."""
 
     trajectory: Trajectory
-    judgement: Judgement
+    judgement: RewardResult
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -225,7 +225,7 @@ class Group(msgspec.Struct, frozen=True):
 
     group_id: int
     prompt: Prompt
-    members: tuple[Judged, ...]
+    members: tuple[ScoredTrajectory, ...]
     """[G] ordered by sample_index."""
 
     def __post_init__(self) -> None:

@@ -29,16 +29,16 @@ from typer.testing import CliRunner
 from baton.cli import main as cli
 from baton.cli import swarm as swarm_commands
 from baton.console import Console, LogFormatter, print_json, visible
-from baton.planner.compare import Rival
+from baton.planner.compare import Alternative
 from baton.planner.more import Marginal
 from baton.profile.bench import BenchResult
-from baton.recipe.keys import Key
+from baton.recipe.keys import RecipeKey
 from baton.recipe.load import load_recipe
 from baton.recipe.presets import Algorithm
 from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.dry_run import Footprint
-from baton.simulator.parameter_sweep import Sweep
+from baton.simulator.parameter_sweep import ParameterSweep
 from baton.simulator.result import Result
 from baton.specs.plan import Idle
 from baton.swarm.hub.status import HubStatus
@@ -54,7 +54,7 @@ from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_dry_run, print_evaluations, print_report
 from baton.views.terminal.simulation import print_result, print_sweep
 from baton.views.terminal.tasks import print_tasks
-from baton.views.terminal.trajectories import Reading, print_trajectories
+from baton.views.terminal.trajectories import ReadableTrajectory, print_trajectories
 from tests.cluster.plans import plan_of, replica, stage
 
 ROOT = Path(__file__).parents[1]
@@ -175,17 +175,17 @@ WAYS: dict[str, Callable[[Console], None]] = {
     "one algorithm": lambda console: print_algorithms(console, [filled(Algorithm)]),
     "bench": lambda console: print_bench(console, filled(BenchResult)),
     "eval": lambda console: print_evaluations(console, [filled(Evaluation)]),
-    "keys": lambda console: print_keys(console, [filled(Key)]),
+    "keys": lambda console: print_keys(console, [filled(RecipeKey)]),
     "plan": lambda console: print_answer(
         console,
         hostile_plan(),
-        [Rival(HOSTILE, None, HOSTILE), Rival(HOSTILE, hostile_plan(), None)],
+        [Alternative(HOSTILE, None, HOSTILE), Alternative(HOSTILE, hostile_plan(), None)],
         [filled(Marginal)],
     ),
     "report": lambda console: print_report(console, filled(RunReport)),
-    "show": lambda console: print_trajectories(console, [filled(Reading)]),
+    "show": lambda console: print_trajectories(console, [filled(ReadableTrajectory)]),
     "simulate": lambda console: print_result(console, filled(Result)),
-    "sweep": lambda console: print_sweep(console, msgspec.structs.replace(filled(Sweep), recommended=0)),
+    "sweep": lambda console: print_sweep(console, msgspec.structs.replace(filled(ParameterSweep), recommended=0)),
     "tasks": lambda console: print_tasks(console, [filled(ListedTask)] * 2),
     "one task": lambda console: print_tasks(console, [filled(ListedTask)]),
     "train": observed,

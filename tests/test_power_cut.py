@@ -24,14 +24,14 @@ from baton.records.journal import Journal
 from baton.records.metrics import MetricsWriter, read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
-from baton.rollout.controller import Runner
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.parts import Parts
-from baton.rollout.transport import LocalPort
+from baton.rollout.parts import RolloutParts
+from baton.rollout.transport import LocalTransport
 from baton.run.loop import Loop
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
-from baton.trainer.trainer import Weights
+from baton.trainer.trainer import PublishedWeights
 from baton.types import Batch, PolicyVersion, SamplingParams
 from tests.power_cut import KEEPS, Remains, recorded
 from tests.rollout.test_controller import LateJudges, Prompts, length
@@ -59,8 +59,8 @@ class Trainer:
         self.num_steps = batch.step
         return {"policy/loss": 0.5}
 
-    def publish(self) -> Weights:
-        return Weights(self.version, {})
+    def publish(self) -> PublishedWeights:
+        return PublishedWeights(self.version, {})
 
     def save(self, directory: Path) -> None:
         (directory / "baton").mkdir()
@@ -123,8 +123,8 @@ def build(wanted: Recipe) -> Scripted:
     metrics = MetricsWriter(path, resume_step=point.resume_step, before_write=lock.check)
     journal = Journal(run.journal, keeps_partials=wanted.rollout.mode != "sync", before_commit=lock.check)
     engine = FakeEngine(EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=2), trainer.version, length)
-    port, source = LocalPort(engine), Prompts(point.state.position.get("numbers", 0))
-    parts = Parts(
+    port, source = LocalTransport(engine), Prompts(point.state.position.get("numbers", 0))
+    parts = RolloutParts(
         port,
         source,
         LateJudges(),
@@ -146,7 +146,7 @@ def build(wanted: Recipe) -> Scripted:
         tokenizer=tokenizer,
         port=port,
         sweep=nothing,
-        runner=Runner(parts, wanted.rules()),
+        controller=RolloutController(parts, wanted.rules()),
         journal=journal,
         trainer=trainer,
         save_checkpoint=checkpoint_writer(wanted, run, trainer),

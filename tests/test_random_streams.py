@@ -17,9 +17,9 @@ import pytest
 from baton.rollout.engines.sampling import noise_key, uniforms
 from baton.rollout.rescored import Claim
 from baton.simulator.seeds import Concern, choices, generator
-from baton.swarm.auth import Grant, Role
+from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.verification.policy import Author, InspectionSettings, Inspector, TrajectoryFinished
+from baton.swarm.verification.policy import Author, InspectionSettings, TrajectoryFinished, VerificationPolicy
 from baton.swarm.verification.verify import WorkerClass
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
@@ -94,12 +94,12 @@ def test_the_noise_of_sampling() -> None:
 
 
 def test_which_trajectories_are_checked() -> None:
-    inspector = Inspector(InspectionSettings(first=0, share=0.2), b"secret")
-    author = Author("worker", Grant("worker", Role.WORKER, False), "", WorkerClass("cpu", "float32", "fake"))
+    verification_policy = VerificationPolicy(InspectionSettings(first=0, share=0.2), b"secret")
+    author = Author("worker", AccessGrant("worker", Role.WORKER, False), "", WorkerClass("cpu", "float32", "fake"))
     checked = []
     for number in range(40):
         claim = Claim(Trajectory(number, 0, (5,)), SamplingParams(1), 7)
-        if inspector.handle(TrajectoryFinished(0.0, (7, number, 0), claim, ((author, 0, 1),))):
+        if verification_policy.handle(TrajectoryFinished(0.0, (7, number, 0), claim, ((author, 0, 1),))):
             checked.append(number)
     assert checked == [0, 5, 12, 15, 24, 29, 31, 32, 36, 38, 39]
 

@@ -17,15 +17,15 @@ from baton.types import (
     FromHub,
     FromWorker,
     Group,
-    Judged,
-    Judgement,
     Lease,
     Message,
     PolicyVersion,
     Prompt,
     Report,
     Retry,
+    RewardResult,
     SamplingParams,
+    ScoredTrajectory,
     Segment,
     Trajectory,
 )
@@ -42,8 +42,8 @@ def finished(group_id: int, sample_index: int, *token_ids: int) -> Trajectory:
     return Trajectory(group_id, sample_index, (1, 2)).extended((segment(*token_ids),), FinishReason.STOP)
 
 
-def judged(trajectory: Trajectory, reward: float = 1.0) -> Judged:
-    return Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0, "2"))
+def judged(trajectory: Trajectory, reward: float = 1.0) -> ScoredTrajectory:
+    return ScoredTrajectory(trajectory, RewardResult(reward, {"correct": reward}, reward == 1.0, "2"))
 
 
 @pytest.mark.parametrize(("token_ids", "logprobs"), [((), ()), ((1, 2), (-0.5,)), ((1,), (-0.5, -0.5)), ((), (-0.5,))])

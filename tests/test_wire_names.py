@@ -49,7 +49,7 @@ from baton.specs import plan
 from baton.swarm import audit, auth, lease_events, messages
 from baton.swarm import version_sync as have_want
 from baton.swarm.hub import relay, status
-from baton.swarm.verification import policy as inspector
+from baton.swarm.verification import policy as verification_policy
 from baton.swarm.verification import quarantine
 from baton.tasks import listing
 from baton.trainer import checkpoint
@@ -69,7 +69,7 @@ ROOTS: dict[str, Any] = {
     "hub to worker": messages.FromHub,
     "worker to hub": messages.FromWorker,
     "hub to relay": relay.RelayTicket,
-    "controller to reward process": calls.Setup | calls.Ask,
+    "controller to reward process": calls.ScorerSetup | calls.ScoreRequest,
     "reward process to controller": calls.FromWorker,
     "error of another process": Fault,
     "within a process": types.WorkLost | types.WorkRevoked,
@@ -83,39 +83,39 @@ ROOTS: dict[str, Any] = {
     "event of supervision": supervision.Event,
     "command of supervision": supervision.Command,
     # written
-    "journal: group": journal.Issued,
+    "journal: group": journal.IssuedGroup,
     "journal: segments": tuple[types.Segment, ...],
     "journal: finished": types.Trajectory,
-    "journal: judged": types.Judged,
-    "journal: place": journal.StreamPlace,
+    "journal: judged": types.ScoredTrajectory,
+    "journal: place": journal.StreamCursor,
     "trajectories/*.jsonl.gz": types.Group,
     "evaluations.jsonl": runs.RecordedEvaluation,
     "report.json": summary.RunReport,
     "report.json of a warm start": warmstart.WarmStartReport,
     "checkpoint: loop.json": loop.LoopState,
-    "checkpoint: baton/state.json": checkpoint.State,
-    "holder.json": run_lock.Holder,
+    "checkpoint: baton/state.json": checkpoint.CheckpointState,
+    "holder.json": run_lock.LockHolder,
     "trace.jsonl": Span,
     "plan.json": plan.Plan,
     "calibration: efficiency": efficiency.Efficiency,
-    "calibration: measured": fit.Measured,
+    "calibration: measured": fit.Measurement,
     "weights: manifest": manifest.Manifest,
     "tokens.json: token": auth.Token,
-    "quarantine.jsonl": inspector.Conviction,
-    "quarantine.jsonl: lifted": quarantine.Lifted,
+    "quarantine.jsonl": verification_policy.QuarantineRecord,
+    "quarantine.jsonl: lifted": quarantine.QuarantineLifted,
     "audit.jsonl": audit.AuditLine,
     # printed as JSON
     "baton status --json": status.HubStatus,
     "baton token --json": ShownToken,
     "baton eval --json": evaluation.Evaluation,
     "baton show --json": ShownTrajectory,
-    "baton keys --json": keys.Key,
+    "baton keys --json": keys.RecipeKey,
     "baton tasks --json": listing.ListedTask,
     "baton algorithms --json": algorithms_shown.Algorithm,
     "baton bench --json": bench_rollout.BenchResult,
     "baton profile --json": measure.Profile,
     "baton simulate --json": simulator_result.Result,
-    "baton simulate --sweep --json": simulator_sweep.Sweep,
+    "baton simulate --sweep --json": simulator_sweep.ParameterSweep,
     "baton plan --json: one more": more.Marginal,
     "baton train --dry-run --json: needs": footprint.Footprint,
 }

@@ -75,9 +75,9 @@ def plan(
     --budget or --target-throughput: what to rent.
     """
     asked = dict(locals())
-    from baton.cli.plan_request import Question, run
+    from baton.cli.plan_request import PlanRequest, run
 
-    run(Question(**asked), wide_out())
+    run(PlanRequest(**asked), wide_out())
 
 
 FileUnder = Annotated[

@@ -12,10 +12,10 @@ from baton.console import Console, print_json
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.compare import Rival, rivals
+from baton.planner.compare import Alternative, alternatives
 from baton.planner.instance import Inputs
-from baton.planner.market import Choice, OffersSettings, rent_for_budget, rent_for_target
-from baton.planner.more import Marginal, Spot, marginals, marked, price_curve
+from baton.planner.market import OffersSettings, RentalChoice, rent_for_budget, rent_for_target
+from baton.planner.more import Marginal, PricePoint, marginals, marked, price_curve
 from baton.planner.replan import Replanned, replan, without_nodes
 from baton.planner.solve import make_plan
 from baton.recipe.workload import read_cluster, read_settings, read_workload
@@ -26,7 +26,7 @@ from baton.views.pages.plan_page import write_plan_page
 from baton.views.terminal.plan import print_answer
 
 
-class Question(msgspec.Struct, frozen=True):
+class PlanRequest(msgspec.Struct, frozen=True):
     """What was asked on the command line; each field is the option of its name."""
 
     model: Path
@@ -52,48 +52,48 @@ class Question(msgspec.Struct, frozen=True):
     as_json: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PlanResult(msgspec.Struct, frozen=True):
     """All that one call found out."""
 
     plan: Plan
     inputs: Inputs
-    rivals: Sequence[Rival] = ()
+    alternatives: Sequence[Alternative] = ()
     marginals: Sequence[Marginal] = ()
-    spots: Sequence[Spot] = ()
-    choice: Choice | None = None
+    spots: Sequence[PricePoint] = ()
+    choice: RentalChoice | None = None
     replanned: Replanned | None = None
 
 
-def run(question: Question, out: Console) -> None:
+def run(question: PlanRequest, out: Console) -> None:
     """Answer a question and print or write the answer. Raises UserError."""
     answer = ask(question)
     if question.write_to is not None:
         write_plan(answer.plan, question.write_to)
     if question.html is not None:
         curve = marked([*answer.spots, *price_curve(answer.inputs)])
-        write_plan_page(question.html, answer.plan, answer.inputs.cluster, answer.rivals, answer.marginals, curve)
+        write_plan_page(question.html, answer.plan, answer.inputs.cluster, answer.alternatives, answer.marginals, curve)
     if question.as_json:
         print_json(_public(answer))
         return
-    print_answer(out, answer.plan, answer.rivals, answer.marginals, answer.choice, answer.replanned)
+    print_answer(out, answer.plan, answer.alternatives, answer.marginals, answer.choice, answer.replanned)
     for path in (question.write_to, question.html):
         if path is not None:
             out.print(f"written: {path}", soft_wrap=True)
 
 
-def ask(question: Question) -> Answer:
+def ask(question: PlanRequest) -> PlanResult:
     """Decide which question was asked, and answer it."""
     _check(question)
     inputs = _inputs(question)
     answer = _answer(question, inputs)
     if question.compare or question.html is not None:
         more = marginals(answer.inputs, answer.plan.tokens_per_s, time_limit_s=question.time_limit / 4)
-        others = rivals(answer.inputs, time_limit_s=question.time_limit)
-        answer = msgspec.structs.replace(answer, rivals=others, marginals=more)
+        others = alternatives(answer.inputs, time_limit_s=question.time_limit)
+        answer = msgspec.structs.replace(answer, alternatives=others, marginals=more)
     return answer
 
 
-def _check(question: Question) -> None:
+def _check(question: PlanRequest) -> None:
     budget, target = question.budget, question.target_throughput
     for key, value in (("--budget", budget), ("--target-throughput", target)):
         if value is not None and not value > 0:
@@ -115,7 +115,7 @@ def _check(question: Question) -> None:
         raise UserError("--lost names machines of a cluster: give --cluster")
 
 
-def _inputs(question: Question) -> Inputs:
+def _inputs(question: PlanRequest) -> Inputs:
     of = read_cluster(question.cluster) if question.cluster is not None else Cluster("none", (), ())
     if question.lost is not None:
         of = without_nodes(of, [name.strip() for name in question.lost.split(",") if name.strip()])
@@ -132,11 +132,11 @@ def _inputs(question: Question) -> Inputs:
     )
 
 
-def _answer(question: Question, inputs: Inputs) -> Answer:
+def _answer(question: PlanRequest, inputs: Inputs) -> PlanResult:
     limit_s = question.time_limit
     if question.running is not None:
         found = replan(inputs, read_plan(question.running), slack=question.slack, time_limit_s=limit_s)
-        return Answer(found.chosen.plan, inputs, replanned=found)
+        return PlanResult(found.chosen.plan, inputs, replanned=found)
     if question.offers is not None:
         offers = read_settings(OffersSettings, question.offers)
         choice = (
@@ -144,27 +144,27 @@ def _answer(question: Question, inputs: Inputs) -> Answer:
             if question.budget is not None
             else rent_for_target(inputs, offers, question.target_throughput or 0.0, time_limit_s=limit_s)
         )
-        return Answer(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
+        return PlanResult(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
     if question.colocated:
-        return Answer(make_colocated_plan(inputs), inputs)
-    return Answer(make_plan(inputs, question.method, time_limit_s=limit_s), inputs)
+        return PlanResult(make_colocated_plan(inputs), inputs)
+    return PlanResult(make_plan(inputs, question.method, time_limit_s=limit_s), inputs)
 
 
-def _public(answer: Answer) -> dict[str, Any]:
+def _public(answer: PlanResult) -> dict[str, Any]:
     """What --json prints; docs/planner.md lists the keys."""
     found: dict[str, Any] = {"plan": msgspec.to_builtins(answer.plan)}
     found["plan"]["tokens_per_s"] = answer.plan.tokens_per_s
     found["plan"]["price_per_million_tokens"] = answer.plan.price_per_million_tokens
-    if answer.rivals:
+    if answer.alternatives:
         found["compare"] = [
             {
-                "name": rival.name,
-                "tokens_per_s": rival.plan.tokens_per_s if rival.plan else None,
-                "step_s": rival.plan.breakdown.step_s if rival.plan else None,
-                "price_per_h": rival.plan.price_per_h if rival.plan else None,
-                "why_not": rival.why_not,
+                "name": alternative.name,
+                "tokens_per_s": alternative.plan.tokens_per_s if alternative.plan else None,
+                "step_s": alternative.plan.breakdown.step_s if alternative.plan else None,
+                "price_per_h": alternative.plan.price_per_h if alternative.plan else None,
+                "why_not": alternative.why_not,
             }
-            for rival in answer.rivals
+            for alternative in answer.alternatives
         ]
         found["one_more"] = [msgspec.to_builtins(marginal) for marginal in answer.marginals]
     if answer.choice is not None:

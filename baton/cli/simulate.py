@@ -60,6 +60,6 @@ def simulate(
     times of the cost model.
     """
     asked = dict(locals())
-    from baton.cli.simulation_request import Question, run
+    from baton.cli.simulation_request import SimulationRequest, run
 
-    run(Question(**asked), wide_out())
+    run(SimulationRequest(**asked), wide_out())

@@ -17,21 +17,21 @@ from baton.recipe.load import load_recipe
 from baton.recipe.workload import read_cluster, read_workload
 from baton.records.trace import chrome_trace
 from baton.simulator.faults import FaultsSettings
-from baton.simulator.find import LawBroken, broken_law
-from baton.simulator.log import Log
+from baton.simulator.find import InvariantBroken, broken_law
+from baton.simulator.log import EventLog
 from baton.simulator.parameter_sweep import read_axes, sweep
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import Options, simulate
+from baton.simulator.run import RunOptions, simulate
 from baton.simulator.setting import Setting
-from baton.simulator.sources import PlanSource, RecipeSource, Source, Wishes, recorded_groups
+from baton.simulator.sources import PlanSource, RecipeSource, SettingSource, SimulationOptions, recorded_groups
 from baton.simulator.tracing import Spans
-from baton.simulator.world import Hang
+from baton.simulator.world import NoProgress
 from baton.specs.model import read_model
 from baton.specs.plan import read_plan
 from baton.views.terminal.simulation import print_result, print_sweep
 
 
-class Question(msgspec.Struct, frozen=True):
+class SimulationRequest(msgspec.Struct, frozen=True):
     """What was asked on the command line; each field is the option of its name."""
 
     overrides: Sequence[str] | None = None
@@ -55,18 +55,20 @@ class Question(msgspec.Struct, frozen=True):
     as_json: bool = False
 
 
-def run(question: Question, out: Console) -> None:
-    """Answer a question and print or write the answer. Raises UserError, and LawBroken with the log that shows it."""
-    source, wishes = _source(question), _wishes(question)
+def run(question: SimulationRequest, out: Console) -> None:
+    """Answer a question and print or write the answer. Raises UserError, and InvariantBroken with the log that shows
+    it.
+    """
+    source, simulation_options = _source(question), _wishes(question)
     if question.html is not None:
         _check_page(question.html)
     faults = load_recipe(FaultsSettings, question.faults) if question.faults is not None else FaultsSettings()
     schedule = faults.schedule(question.seed)
-    options = Options(question.seed, schedule, question.laws)
+    options = RunOptions(question.seed, schedule, question.laws)
     if question.sweep:
-        _run_sweep(question, source, wishes, options, out)
+        _run_sweep(question, source, simulation_options, options, out)
         return
-    setting = source.setting(wishes)
+    setting = source.setting(simulation_options)
     result = _run_one(question, setting, options)
     if question.as_json:
         print_json(result)
@@ -75,16 +77,16 @@ def run(question: Question, out: Console) -> None:
     _say_written(question, out)
 
 
-def _run_one(question: Question, setting: Setting, options: Options) -> Result:
-    log = Log() if question.log is not None else None
+def _run_one(question: SimulationRequest, setting: Setting, options: RunOptions) -> Result:
+    log = EventLog() if question.log is not None else None
     tracer = Spans() if question.trace is not None or question.html is not None else None
     try:
         record = simulate(setting, replace(options, log=log, tracer=tracer))
-    except Hang as error:
+    except NoProgress as error:
         raise UserError(f"the run stands still: {error}; seed {question.seed}") from error
     except AssertionError as error:
         found = broken_law(setting, options)
-        raise LawBroken(found.sentence() if found is not None else str(error)) from error
+        raise InvariantBroken(found.sentence() if found is not None else str(error)) from error
     finally:
         if question.log is not None and log is not None:
             write_whole(question.log, b"\n".join(log.lines) + b"\n")
@@ -99,8 +101,14 @@ def _run_one(question: Question, setting: Setting, options: Options) -> Result:
     return result
 
 
-def _run_sweep(question: Question, source: Source, wishes: Wishes, options: Options, out: Console) -> None:
-    swept = sweep(source, wishes, read_axes(question.sweep or ()), options)
+def _run_sweep(
+    question: SimulationRequest,
+    source: SettingSource,
+    simulation_options: SimulationOptions,
+    options: RunOptions,
+    out: Console,
+) -> None:
+    swept = sweep(source, simulation_options, read_axes(question.sweep or ()), options)
     if question.html is not None:
         from baton.views.pages.simulation import write_sweep_page
 
@@ -112,13 +120,13 @@ def _run_sweep(question: Question, source: Source, wishes: Wishes, options: Opti
     _say_written(question, out)
 
 
-def _say_written(question: Question, out: Console) -> None:
+def _say_written(question: SimulationRequest, out: Console) -> None:
     for path in (question.log, question.html, question.trace):
         if path is not None:
             out.print(f"written: {path}", soft_wrap=True)
 
 
-def _source(question: Question) -> Source:
+def _source(question: SimulationRequest) -> SettingSource:
     if (question.plan is None) == (question.recipe is None):
         raise UserError("give --plan (GPUs, as baton plan divides them) or --recipe (this machine), one of the two")
     calibration = question.calibration
@@ -134,8 +142,8 @@ def _source(question: Question) -> Source:
     return PlanSource(plan, read_model(question.model), work, efficiencies or Efficiencies(), of)
 
 
-def _wishes(question: Question) -> Wishes:
-    return Wishes(
+def _wishes(question: SimulationRequest) -> SimulationOptions:
+    return SimulationOptions(
         tuple(question.overrides or ()),
         question.steps,
         question.correlation,

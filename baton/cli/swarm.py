@@ -46,7 +46,9 @@ Authority = Annotated[
 Slots = Annotated[
     int | None, typer.Option("--slots", min=8, help="Trajectories generated at once; the recipe's by default.")
 ]
-Place = Annotated[str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")]
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="The run's weights.store, where this machine can read it.")
+]
 Kind = Annotated[
     str | None, typer.Option("--engine", help="What generates: embedded, vllm or sglang; the recipe's by default.")
 ]
@@ -63,7 +65,7 @@ def worker(
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    store: Place = None,
+    store: StoreUrl = None,
     patience: Annotated[
         str | None, typer.Option("--patience", help="End when there is no hub for so long: 90s, 30m, 12h; else never.")
     ] = None,
@@ -161,13 +163,13 @@ def relay(
     """Hand a hub's weights on to workers nearby: each chunk goes the long way once. Needs a token of the role relay."""
     from baton.swarm.auth import read_token_file
     from baton.swarm.hub.relay import Relay, RelayOptions
-    from baton.swarm.listen import Listen, check_url, client_ssl
+    from baton.swarm.listen import ListenAddress, check_url, client_ssl
 
     base = check_url(url, insecure)
     options = RelayOptions(
         base,
         {"Authorization": f"Bearer {read_token_file(token_file)}"},
-        Listen.parse(listen, certificate, key, insecure),
+        ListenAddress.parse(listen, certificate, key, insecure),
         public_url and check_url(public_url, insecure),
         cache,
         int(cache_gb * 2**30),

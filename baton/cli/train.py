@@ -82,9 +82,9 @@ def train(
 
             leave_out(loaded.run.path, skip_batch, observer.said)
         if plan is not None and ray is not None:
-            from baton.cluster.ray.run import Order, train_on_ray
+            from baton.cluster.ray.run import RayRun, train_on_ray
 
-            return train_on_ray(Order(load, plan, ray, resume, overwrite), observer, stop)
+            return train_on_ray(RayRun(load, plan, ray, resume, overwrite), observer, stop)
         with stop.interrupting():
             from baton.run.assemble import build_loop
 

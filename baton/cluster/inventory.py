@@ -107,7 +107,7 @@ def _machine(row: Mapping[str, Any], name: str, types: Collection[str]) -> Machi
     return Machine(row["NodeID"], name, row["NodeManagerAddress"], gpu, num, units, cpus, why)
 
 
-class Described(msgspec.Struct, frozen=True):
+class DescribedCluster(msgspec.Struct, frozen=True):
     """A cluster file's content, and what should be said about it."""
 
     settings: ClusterSettings
@@ -116,7 +116,7 @@ class Described(msgspec.Struct, frozen=True):
 
 def describe(
     found: Sequence[Machine], *, name: str, base: ClusterSettings | None = None, with_cpus: bool = False
-) -> Described:
+) -> DescribedCluster:
     """Return the cluster that a planner may use. Raises UserError where no machine is of use.
 
     base: a cluster file whose links, prices and GPU types hold. with_cpus: also machines without a GPU, where others
@@ -130,7 +130,7 @@ def describe(
             of_use.remove(machine)
     if not of_use:
         raise UserError("no machine of the cluster can be planned with: " + ("; ".join(notes) or "there is none"))
-    return Described(_settings(of_use, name, base, notes), tuple(notes))
+    return DescribedCluster(_settings(of_use, name, base, notes), tuple(notes))
 
 
 def _way_out(machine: Machine) -> str:
@@ -158,7 +158,7 @@ def _settings(of_use: Sequence[Machine], name: str, base: ClusterSettings | None
     return ClusterSettings.model_validate(tree)
 
 
-def as_toml(described: Described) -> str:
+def as_toml(described: DescribedCluster) -> str:
     """Return the text of a cluster file, with the notes above it."""
     settings = described.settings.model_dump(exclude_none=True, exclude_defaults=True)
     head = "".join(f"# {note}\n" for note in ("As `baton cluster describe` found it.", *described.notes))

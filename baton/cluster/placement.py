@@ -23,7 +23,7 @@ FEWEST_SLOTS = 8
 """Of a worker: see `baton worker --slots`."""
 
 
-class Post(msgspec.Struct, frozen=True):
+class ProcessSpec(msgspec.Struct, frozen=True):
     """One process and its place."""
 
     name: str
@@ -57,8 +57,8 @@ class Post(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """All posts of a plan, and the machines they are on."""
 
-    ranks: tuple[Post, ...]
-    workers: tuple[Post, ...]
+    ranks: tuple[ProcessSpec, ...]
+    workers: tuple[ProcessSpec, ...]
     names: dict[str, str]
     """Machine's id → what the plan calls it; of all machines."""
     notes: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     return wanted
 
 
-def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tuple[Post, ...], tuple[str, ...]]:
+def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tuple[ProcessSpec, ...], tuple[str, ...]]:
     stages = plan.training.stages
     gpu, gpu_ids = stages[0].gpu, plan.training.gpu_ids
     by_machine: dict[str, list[str]] = {}
@@ -168,7 +168,7 @@ def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tupl
     return posts, tuple(notes)
 
 
-def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[Post, ...]:
+def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[ProcessSpec, ...]:
     slots = [max(FEWEST_SLOTS, replica.batch) for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
     mean = sum(rates) / max(1, len(rates)) or 1.0
@@ -191,7 +191,7 @@ def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[P
 
 def _post(
     name: str, role: Literal["rank", "worker"], gpu: str, gpu_ids: Sequence[str], machines: Mapping[str, Machine]
-) -> Post:
+) -> ProcessSpec:
     where = gpu_ids[0].rpartition(":")[0]
     machine, num = machines[where], len(gpu_ids)
     resources = {unit: float(num) for unit in machine.units}
@@ -199,19 +199,19 @@ def _post(
     if CPU not in resources and cores > 0:  # one at most: the others of a GPU machine are for whoever needs them
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
     threads = 1 if "GPU" in resources else max(1, int(cores))
-    return Post(name, role, where, gpu, tuple(gpu_ids), resources, threads)
+    return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
 
 
-class Change(msgspec.Struct, frozen=True):
+class PlacementChange(msgspec.Struct, frozen=True):
     """From the workers there are to those of another plan."""
 
-    kept: tuple[Post, ...]
+    kept: tuple[ProcessSpec, ...]
     """Under their old names, with their new shares."""
-    ended: tuple[Post, ...]
-    begun: tuple[Post, ...]
+    ended: tuple[ProcessSpec, ...]
+    begun: tuple[ProcessSpec, ...]
 
 
-def change(now: Sequence[Post], wanted: Sequence[Post]) -> Change:
+def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
     """Say which workers stay: those with the same GPUs in the same shape."""
     left = {_shape(post): post for post in now}
     kept, begun = [], []
@@ -221,10 +221,10 @@ def change(now: Sequence[Post], wanted: Sequence[Post]) -> Change:
             begun.append(post)
         else:
             kept.append(msgspec.structs.replace(post, name=same.name))
-    return Change(tuple(kept), tuple(left.values()), tuple(begun))
+    return PlacementChange(tuple(kept), tuple(left.values()), tuple(begun))
 
 
-def _shape(post: Post) -> tuple[object, ...]:
+def _shape(post: ProcessSpec) -> tuple[object, ...]:
     return frozenset(post.gpu_ids), post.tp, post.pp, post.slots
 
 

@@ -10,11 +10,11 @@ import msgspec
 from pydantic import BaseModel
 
 from baton.cluster.inventory import CPU, Machine, describe
-from baton.cluster.placement import Post, place
+from baton.cluster.placement import ProcessSpec, place
 from baton.cost.efficiency import CalibrationSettings, Efficiencies
 from baton.errors import BatonError, UserError
 from baton.planner.instance import Inputs
-from baton.planner.replan import Option, replan
+from baton.planner.replan import ReplanOption, replan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload, workload_of_run
@@ -27,10 +27,10 @@ Kind = TypeVar("Kind", bound=BaseModel)
 TIME_LIMIT_S = 30.0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ReplanResult(msgspec.Struct, frozen=True):
     """What a running run is to do."""
 
-    workers: tuple[Post, ...] | None
+    workers: tuple[ProcessSpec, ...] | None
     """None where everything stays."""
     words: str
 
@@ -49,30 +49,30 @@ class Replanner:
         """GPU types of the cluster file, beside the catalogue's."""
         return () if self._base is None else tuple(self._base.gpu)
 
-    def beside(self, machines: Sequence[Machine], names: Mapping[str, str]) -> Answer:
+    def beside(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
         """Plan for a run whose trainer stays where it is. names: what the plan calls the machines, by id.
 
         Never raises for what cannot be planned: then the workers there are go on.
         """
         if not self.recipe.fleet.replan:
-            return Answer(None, "fleet.replan is off: the workers there are go on")
+            return ReplanResult(None, "fleet.replan is off: the workers there are go on")
         named = tuple(msgspec.structs.replace(machine, name=names[machine.id]) for machine in machines)
         try:
             options = self._options(named)
             kept = [one for one in options if _trains_on(one.plan) == _trains_on(self.plan)]
             if not kept:
-                return Answer(None, "no plan keeps the trainer where it is: the workers there are go on")
+                return ReplanResult(None, "no plan keeps the trainer where it is: the workers there are go on")
             chosen = self._least_moves(kept)
             workers = place(chosen.plan, named, first_worker=self._next_worker).workers
         except BatonError as error:
-            return Answer(None, f"there is no new plan, the workers there are go on: {error}")
+            return ReplanResult(None, f"there is no new plan, the workers there are go on: {error}")
         self._next_worker += len(workers)
         before_s, self.plan = self.plan.breakdown.step_s, chosen.plan
         best_s = min(one.plan.breakdown.step_s for one in options)
         words = f"planned anew ({chosen.name}): {_seconds(chosen.plan)} a step expected, before it was {before_s:.3g} s"
         if best_s < chosen.plan.breakdown.step_s / (1 + self.recipe.fleet.slack):
             words += f"; {best_s:.3g} s would be had by moving the trainer: stop, plan, --resume"
-        return Answer(workers, words)
+        return ReplanResult(workers, words)
 
     def anew(self, machines: Sequence[Machine]) -> str:
         """Plan for a trainer that begins again, wherever that is; return what to say. Raises UserError for no plan."""
@@ -80,7 +80,7 @@ class Replanner:
         self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
         return f"planned anew ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} a step expected"
 
-    def _options(self, machines: Sequence[Machine]) -> tuple[Option, ...]:
+    def _options(self, machines: Sequence[Machine]) -> tuple[ReplanOption, ...]:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
         described = describe(machines, name=self.plan.cluster, base=self._base, with_cpus=CPU in types)
         recipe = self.recipe
@@ -94,7 +94,7 @@ class Replanner:
         )
         return replan(inputs, self.plan, slack=recipe.fleet.slack, time_limit_s=TIME_LIMIT_S).options
 
-    def _least_moves(self, options: Sequence[Option]) -> Option:
+    def _least_moves(self, options: Sequence[ReplanOption]) -> ReplanOption:
         """Of those within `slack` of the fastest: see `planner/replan.py`."""
         fastest = min(one.plan.breakdown.step_s for one in options)
         near = [one for one in options if one.plan.breakdown.step_s <= fastest * (1 + self.recipe.fleet.slack)]

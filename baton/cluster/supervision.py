@@ -2,11 +2,12 @@
 
 Events in, commands out; no clock, no I/O. `at_s` is the time of an event on the clock of whoever drives this.
 
-    Began ─▶ up ──Ended──▶ waits, each time longer ──Tick──▶ Begin ─▶ …
+    ProcessStarted ─▶ up ──ProcessEnded──▶ waits, each time longer ──SupervisionTick──▶ StartProcess ─▶ …
                               │ MAX_FAILURES in a row
                               └─▶ GaveUp; the others go on; when none is left, Fail
     MachineLost ─▶ its posts are over at once ─┬─ it trained ─▶ TrainerLost
-    MachineJoined ─────────────────────────────┴─ quiet for settle_s ─▶ Replan ─▶ Planned ─▶ End, Begin, Weigh
+    MachineJoined ─────────────────────────────┴─ quiet for settle_s ─▶ Replan ─▶ Planned ─▶ StopProcess, StartProcess,
+    SetWorkerWeight
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from typing import assert_never
 import msgspec
 
 from baton.clock import retry_wait_s
-from baton.cluster.placement import Placement, Post, change
+from baton.cluster.placement import Placement, ProcessSpec, change
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Began(msgspec.Struct, frozen=True, tag="Began"):
+class ProcessStarted(msgspec.Struct, frozen=True, tag="Began"):
     """A post's process is at work."""
 
     at_s: float
     name: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="Ended"):
+class ProcessEnded(msgspec.Struct, frozen=True, tag="Ended"):
     """A post's process, or the actor that holds it, has ended, or could not be begun."""
 
     at_s: float
@@ -56,28 +57,28 @@ class Planned(msgspec.Struct, frozen=True, tag="Planned"):
     """The answer to Replan: the workers that there are to be, or why things stay as they are."""
 
     at_s: float
-    workers: tuple[Post, ...] | None
+    workers: tuple[ProcessSpec, ...] | None
     words: str
 
 
-class Tick(msgspec.Struct, frozen=True, tag="Tick"):
+class SupervisionTick(msgspec.Struct, frozen=True, tag="Tick"):
     """Time has passed."""
 
     at_s: float
 
 
-Event = Began | Ended | MachineLost | MachineJoined | Planned | Tick
+Event = ProcessStarted | ProcessEnded | MachineLost | MachineJoined | Planned | SupervisionTick
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Begin(msgspec.Struct, frozen=True, tag="Begin"):
+class StartProcess(msgspec.Struct, frozen=True, tag="Begin"):
     """Start a post's process."""
 
-    post: Post
+    post: ProcessSpec
 
 
-class End(msgspec.Struct, frozen=True, tag="End"):
+class StopProcess(msgspec.Struct, frozen=True, tag="End"):
     """Have a post's process put down what it has, and end; or only forget it where its machine is gone."""
 
     name: str
@@ -85,10 +86,10 @@ class End(msgspec.Struct, frozen=True, tag="End"):
     is_there: bool = True
 
 
-class Weigh(msgspec.Struct, frozen=True, tag="Weigh"):
+class SetWorkerWeight(msgspec.Struct, frozen=True, tag="Weigh"):
     """A worker's share is another now."""
 
-    post: Post
+    post: ProcessSpec
 
 
 class Replan(msgspec.Struct, frozen=True, tag="Replan"):
@@ -110,13 +111,13 @@ class Fail(msgspec.Struct, frozen=True, tag="Fail"):
     cause: str
 
 
-class Say(msgspec.Struct, frozen=True, tag="Say"):
+class LogMessage(msgspec.Struct, frozen=True, tag="Say"):
     """A line for people."""
 
     text: str
 
 
-Command = Begin | End | Weigh | Replan | TrainerLost | Fail | Say
+Command = StartProcess | StopProcess | SetWorkerWeight | Replan | TrainerLost | Fail | LogMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class SupervisionRules:
 
 @dataclass(slots=True)
 class _Watched:
-    post: Post
+    post: ProcessSpec
     failures: int = 0
     since_s: float | None = None
     """Up since; None while it is not."""
@@ -145,7 +146,7 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Unrest:
+class _MachineChanges:
     """Machines that have come and gone since the last plan."""
 
     lost: set[str] = field(default_factory=set)
@@ -161,12 +162,12 @@ class Supervision:
         self.rules = rules or SupervisionRules()
         self._training = placement.training_machines
         self._posts = {post.name: _Watched(post) for post in placement.workers}
-        self._unrest = _Unrest()
+        self._unrest = _MachineChanges()
         self._is_planning = False
 
     def start(self) -> list[Command]:
         """Return what to begin with."""
-        return [Begin(watched.post) for watched in self._posts.values()]
+        return [StartProcess(watched.post) for watched in self._posts.values()]
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return what is to be done, in order. Events of posts that are over are ignored."""
@@ -174,9 +175,9 @@ class Supervision:
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
-            case Began():
+            case ProcessStarted():
                 self._began(event)
-            case Ended():
+            case ProcessEnded():
                 yield from self._ended(event)
             case MachineLost():
                 yield from self._lost(event)
@@ -184,24 +185,24 @@ class Supervision:
                 yield from self._joined(event)
             case Planned():
                 yield from self._planned(event)
-            case Tick():
+            case SupervisionTick():
                 yield from self._tick(event)
             case _:
                 assert_never(event)
 
     @property
-    def workers(self) -> tuple[Post, ...]:
+    def workers(self) -> tuple[ProcessSpec, ...]:
         """The posts there are to be."""
         return tuple(watched.post for watched in self._posts.values())
 
     # ---- posts -------------------------------------------------------------------------------------------------------
 
-    def _began(self, event: Began) -> None:
+    def _began(self, event: ProcessStarted) -> None:
         watched = self._posts.get(event.name)
         if watched is not None:
             watched.since_s, watched.begin_s = event.at_s, None
 
-    def _ended(self, event: Ended) -> Iterator[Command]:
+    def _ended(self, event: ProcessEnded) -> Iterator[Command]:
         watched = self._posts.get(event.name)
         if watched is None or watched.begin_s is not None:
             return
@@ -214,15 +215,15 @@ class Supervision:
         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
         wait_s = retry_wait_s(watched.failures, first_s=first_s, longest_s=longest_s)
         watched.begin_s = event.at_s + wait_s
-        yield Say(f"{event.name} on {watched.post.machine} {event.cause}; beginning it again in {wait_s:g} s")
+        yield LogMessage(f"{event.name} on {watched.post.machine} {event.cause}; beginning it again in {wait_s:g} s")
 
     def _give_up(self, watched: _Watched, cause: str) -> Iterator[Command]:
         name = watched.post.name
         del self._posts[name]
         words = f"{name} on {watched.post.machine} ended {watched.failures} times in a row: {cause}"
-        yield End(name, "is given up")
+        yield StopProcess(name, "is given up")
         if self._posts or self._unrest.last_s is not None or self._is_planning:
-            yield Say(f"{words}; it is given up, the others go on")
+            yield LogMessage(f"{words}; it is given up, the others go on")
         else:
             yield Fail(f"no worker is left; {words}")
 
@@ -232,9 +233,9 @@ class Supervision:
         gone = [watched.post.name for watched in self._posts.values() if watched.post.machine == event.machine]
         for name in gone:
             del self._posts[name]
-            yield End(name, f"its machine {event.machine} is gone", is_there=False)
+            yield StopProcess(name, f"its machine {event.machine} is gone", is_there=False)
         words = f" with {', '.join(gone)}" if gone else ""
-        yield Say(f"machine {event.machine} is gone{words}")
+        yield LogMessage(f"machine {event.machine} is gone{words}")
         if event.machine in self._training:
             yield TrainerLost(event.machine)
         self._unrest.joined.discard(event.machine)
@@ -242,43 +243,43 @@ class Supervision:
         self._unrest.last_s = event.at_s
 
     def _joined(self, event: MachineJoined) -> Iterator[Command]:
-        yield Say(f"machine {event.machine} is there")
+        yield LogMessage(f"machine {event.machine} is there")
         self._unrest.lost.discard(event.machine)
         self._unrest.joined.add(event.machine)
         self._unrest.last_s = event.at_s
 
     def _planned(self, event: Planned) -> Iterator[Command]:
         self._is_planning = False
-        yield Say(event.words)
+        yield LogMessage(event.words)
         lost = self._unrest.lost  # while the planner was thinking
         if event.workers is not None:
             yield from self._apply([post for post in event.workers if post.machine not in lost])
         if not self._posts and self._unrest.last_s is None:
             yield Fail("no worker is left, and no machine to put one on")
 
-    def _apply(self, wanted: Sequence[Post]) -> Iterator[Command]:
+    def _apply(self, wanted: Sequence[ProcessSpec]) -> Iterator[Command]:
         made = change(self.workers, wanted)
         for post in made.ended:
             del self._posts[post.name]
-            yield End(post.name, "is not in the new plan")
+            yield StopProcess(post.name, "is not in the new plan")
         for post in made.kept:
             watched = self._posts[post.name]
             is_reweighed, watched.post = watched.post.weight != post.weight, post
             if is_reweighed:
-                yield Weigh(post)
+                yield SetWorkerWeight(post)
         for post in made.begun:
             self._posts[post.name] = _Watched(post)
-            yield Begin(post)
+            yield StartProcess(post)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: Tick) -> Iterator[Command]:
+    def _tick(self, event: SupervisionTick) -> Iterator[Command]:
         for watched in self._posts.values():
             if watched.begin_s is not None and event.at_s >= watched.begin_s:
                 watched.begin_s = None
-                yield Begin(watched.post)
+                yield StartProcess(watched.post)
         last_s = self._unrest.last_s
         if last_s is not None and not self._is_planning and event.at_s - last_s >= self.rules.settle_s:
-            unrest, self._unrest = self._unrest, _Unrest()
+            unrest, self._unrest = self._unrest, _MachineChanges()
             self._is_planning = True
             yield Replan(tuple(sorted(unrest.lost)), tuple(sorted(unrest.joined)))

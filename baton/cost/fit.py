@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import Place, decode_s, prefill_s, read_context_tokens, replica_cost
+from baton.cost.generate import DeviceClass, decode_s, prefill_s, read_context_tokens, replica_cost
 from baton.cost.train import forward_passes, layer_flops
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload, constant
@@ -22,7 +22,7 @@ BACKWARD = 0.5, 10.0
 """The same of forward passes that a backward pass is worth."""
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """One measurement."""
 
     phase: str
@@ -44,7 +44,7 @@ class Measured(msgspec.Struct, frozen=True):
         return self.batch * (1 if self.phase == "decode" else self.context) / self.seconds
 
 
-def predicted_s(model: ModelSpec, work: Workload, place: Place, devices: int, point: Measured) -> float:
+def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int, point: Measurement) -> float:
     """What the cost model says of a measurement; `devices` GPUs (or cores) train together."""
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
@@ -55,7 +55,7 @@ def predicted_s(model: ModelSpec, work: Workload, place: Place, devices: int, po
 
 
 def train_step_s(
-    model: ModelSpec, work: Workload, place: Place, devices: int, count: int, tokens: float, trained_share: float
+    model: ModelSpec, work: Workload, place: DeviceClass, devices: int, count: int, tokens: float, trained_share: float
 ) -> float:
     """What the cost model says of a train step of so many trajectories of so many tokens."""
     load = msgspec.structs.replace(
@@ -71,7 +71,7 @@ def train_step_s(
     return place.efficiency.train_overhead_s + forward_passes(load, place.efficiency.backward) * flops / rate
 
 
-def rollout_s(model: ModelSpec, work: Workload, place: Place, engines: int, point: Measured) -> float:
+def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement) -> float:
     """What the cost model says of a batch that engines share and generate to its end; `work` has its lengths."""
     each = point.batch / engines
     cost = replica_cost(model, work, place, 1, 1, min(work.max_batch, math.ceil(each)))
@@ -79,8 +79,8 @@ def rollout_s(model: ModelSpec, work: Workload, place: Place, engines: int, poin
 
 
 def with_rollout(
-    model: ModelSpec, work: Workload, place: Place, engines: int, point: Measured
-) -> tuple[Efficiency, Measured]:
+    model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement
+) -> tuple[Efficiency, Measurement]:
     """Return the efficiencies with an overhead for each trajectory that explains a whole batch, and the batch so."""
     rest_s = point.seconds - rollout_s(model, work, place, engines, point)
     overhead_s = max(0.0, rest_s * engines / point.batch)
@@ -89,7 +89,7 @@ def with_rollout(
     return found, msgspec.structs.replace(point, predicted_s=rollout_s(model, work, tried, engines, point))
 
 
-class Beside(msgspec.Struct, frozen=True):
+class OverlapMeasurement(msgspec.Struct, frozen=True):
     """Engines that are always full and a train step at the same time, on cores that they share."""
 
     threads: int
@@ -100,8 +100,8 @@ class Beside(msgspec.Struct, frozen=True):
 
 
 def with_beside(
-    model: ModelSpec, work: Workload, place: Place, engines: int, cores: int, beside: Beside
-) -> tuple[Efficiency, list[Measured]]:
+    model: ModelSpec, work: Workload, place: DeviceClass, engines: int, cores: int, beside: OverlapMeasurement
+) -> tuple[Efficiency, list[Measurement]]:
     """Return the efficiencies with what trainer and engines cost each other beyond their share of the cores, and both
     as measurements that they explain: a train step, and a token of each slot."""
     share = max(1.0, (beside.threads + engines) / cores)
@@ -112,8 +112,8 @@ def with_beside(
     found = place.efficiency.model_copy(update=extra)
     token_s = engines * work.max_batch / beside.tokens_per_s
     points = [
-        Measured("train_beside", work.num_trajectories, round(tokens), beside.train_s, beside.train_s),
-        Measured(
+        Measurement("train_beside", work.num_trajectories, round(tokens), beside.train_s, beside.train_s),
+        Measurement(
             "decode_beside",
             engines * work.max_batch,
             round(read_context_tokens(work, work.max_batch)),
@@ -125,8 +125,8 @@ def with_beside(
 
 
 def fit(
-    model: ModelSpec, work: Workload, place: Place, devices: int, points: Sequence[Measured]
-) -> tuple[Efficiency, list[Measured]]:
+    model: ModelSpec, work: Workload, place: DeviceClass, devices: int, points: Sequence[Measurement]
+) -> tuple[Efficiency, list[Measurement]]:
     """Return the efficiencies with the least squared relative errors, and the measurements with what they predict."""
 
     def errors(efficiency: Efficiency, phase: str) -> float:
@@ -151,7 +151,9 @@ def fit(
     return found, shown
 
 
-def _fit_train(model: ModelSpec, work: Workload, place: Place, devices: int, points: Sequence[Measured]) -> Efficiency:
+def _fit_train(
+    model: ModelSpec, work: Workload, place: DeviceClass, devices: int, points: Sequence[Measurement]
+) -> Efficiency:
     """Least squares: a step takes overhead + forward / share + backward passes · forward / share, linear in all three.
 
     Where all points teach as much, a backward pass cannot be told from the rate, and counts as it did.

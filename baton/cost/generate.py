@@ -25,7 +25,7 @@ DRAIN_POINTS = 48
 """Positions at which the emptying of a batch is integrated."""
 
 
-class Place(msgspec.Struct, frozen=True, dict=True):
+class DeviceClass(msgspec.Struct, frozen=True, dict=True):
     """GPUs of one type and how they are connected."""
 
     gpu: Gpu
@@ -98,7 +98,7 @@ def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, 
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
 
-def largest_batch(model: ModelSpec, work: Workload, place: Place, tp: int, pp: int) -> tuple[int, float, float]:
+def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int) -> tuple[int, float, float]:
     """Return the KV-limited batch (0 where it does not fit), and the bytes of weights and of the longest trajectory."""
     layers = replica_layers(model, pp)
     weights = weight_bytes(model, work, tp, layers)
@@ -112,7 +112,7 @@ def largest_batch(model: ModelSpec, work: Workload, place: Place, tp: int, pp: i
 
 
 def decode_s(
-    model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...], batch: float, context: float
+    model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
     """Time in which each of `batch` trajectories grows by one token; pipeline stages work on `batch / pp` in turn."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
@@ -139,14 +139,16 @@ def decode_s(
     return pp * slowest
 
 
-def prefill_s(model: ModelSpec, place: Place, tp: int, layers: tuple[int, ...], tokens: float, squared: float) -> float:
+def prefill_s(
+    model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
+) -> float:
     """Time a replica's slowest stage spends on one sequence; `squared` is the mean square of its tokens."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)
 
 
-def replica_cost(model: ModelSpec, work: Workload, place: Place, tp: int, pp: int, batch: int) -> ReplicaCost:
+def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int, batch: int) -> ReplicaCost:
     """Return what a replica of a shape generates with `batch` trajectories at once."""
     layers = replica_layers(model, pp)
     weights = weight_bytes(model, work, tp, layers)
@@ -196,7 +198,9 @@ def prefills_per_trajectory(work: Workload, batch: float) -> float:
     return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)
 
 
-def drain_s(model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...], batch: int) -> float:
+def drain_s(
+    model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: int
+) -> float:
     """Time until `batch` trajectories that start together have all ended: the batch empties as they do."""
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.cost.generate import Place
+from baton.cost.generate import DeviceClass
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -78,7 +78,9 @@ def microbatches(work: Workload, dp: Array) -> Array:
     return np.maximum(1.0, np.floor(per_rank / work.longest_tokens))
 
 
-def stage_terms(model: ModelSpec, work: Workload, place: Place, node_gpus: int, tp: Array, dp: Array) -> StageTerms:
+def stage_terms(
+    model: ModelSpec, work: Workload, place: DeviceClass, node_gpus: int, tp: Array, dp: Array
+) -> StageTerms:
     """Return the terms of stages of width tp × dp on one GPU type."""
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu

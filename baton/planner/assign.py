@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.planner.pools import Pools
-from baton.planner.problem import Problem
+from baton.planner.problem import AssignmentProblem
 from baton.specs.cluster import Cluster
 
 
-class Seats(msgspec.Struct, frozen=True):
+class GpuAssignment(msgspec.Struct, frozen=True):
     """GPUs by name."""
 
     stages: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
@@ -37,8 +37,12 @@ def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
 
 
 def seat(
-    problem: Problem, cluster: Cluster, row: int | None, counts: Sequence[int], prefer: dict[str, str] | None = None
-) -> Seats:
+    problem: AssignmentProblem,
+    cluster: Cluster,
+    row: int | None,
+    counts: Sequence[int],
+    prefer: dict[str, str] | None = None,
+) -> GpuAssignment:
     """Give every training group and replica its GPUs; without a row, replicas only.
 
     Large groups first (then they always fit); training on the emptiest nodes, replicas where they fill nodes up.
@@ -75,7 +79,7 @@ def seat(
     used = [0] * len(pools.pools) if row is None else table.stages[row].tolist()
     order = [(k, s) for k in pipeline_order(pools, used) for s in range(used[k])]
     stages = tuple((k, tuple(staged[k, s])) for k, s in order)
-    return Seats(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle))
+    return GpuAssignment(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle))
 
 
 def _choose(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.planner.problem import Floats, Problem
+from baton.planner.problem import AssignmentProblem, Floats
 
 GRID = 1500
 """Times at which φ is tabulated; between them it is taken on the chord, above the convex function."""
@@ -25,7 +25,7 @@ DUALS = 201
 class RolloutBound:
     """Lower bounds on rollout time from the GPUs of each pool."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: AssignmentProblem) -> None:
         self.tokens, self.gate = problem.step.output_tokens, problem.step.max_running
         self._num_pools = len(problem.pools.pools)
         self._columns = problem.columns
@@ -80,7 +80,7 @@ class RolloutBound:
         return np.where(reaches, root, np.inf)
 
 
-def division_bound_s(problem: Problem, bound: RolloutBound, gpus: Sequence[int]) -> float:
+def division_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Sequence[int]) -> float:
     """Return a step time that no division of these GPUs between trainer and rollout undercuts.
 
     In time T a GPU of pool k trains ρ_k·T batches or generates φ_k(T)/tokens of one. Both must come to 1, so for every
@@ -115,7 +115,7 @@ def division_bound_s(problem: Problem, bound: RolloutBound, gpus: Sequence[int])
     return low
 
 
-def _serial_bound_s(problem: Problem, bound: RolloutBound, count: Floats) -> float:
+def _serial_bound_s(problem: AssignmentProblem, bound: RolloutBound, count: Floats) -> float:
     """Without overlap: at best every GPU is used for both."""
     train_s = 1 / max(float(count @ problem.train_rate_bound), 1e-300)
     rollout_s = float(bound.times_s(count[None, :].astype(np.int64))[0])

@@ -18,8 +18,8 @@ from baton.planner.exact import Solution
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.pools import are_alike
-from baton.planner.problem import Floats, Problem
-from baton.planner.replicas import Rollout, RolloutProgram
+from baton.planner.problem import AssignmentProblem, Floats
+from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.specs.plan import Bound, Idle, Plan
 
 MOST_ROWS = 20
@@ -31,7 +31,7 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
     problem = make_problem(serial, "alike" if are_alike(inputs.cluster) else "pessimistic")
-    best: tuple[float, int, Rollout, float, float] | None = None
+    best: tuple[float, int, RolloutAllocation, float, float] | None = None
     for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
         state = _state_bytes(serial, problem, row)
         swap_s = 2 * max(
@@ -52,7 +52,7 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
     return _described(serial, problem, best)
 
 
-def _state_bytes(inputs: Inputs, problem: Problem, row: int) -> Floats:
+def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
     """[pools] what the trainer keeps on a GPU between steps: everything but activations."""
     table, model = problem.table, inputs.model
     found = np.zeros(len(problem.pools.pools))
@@ -67,7 +67,7 @@ def _state_bytes(inputs: Inputs, problem: Problem, row: int) -> Floats:
     return found
 
 
-def _generate(problem: Problem, row: int, kept: Floats) -> tuple[Rollout, float] | None:
+def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
     """Return the fastest replicas on all GPUs beside what the trainer keeps there, and the publication to them."""
     pools = problem.pools.pools
     columns = tuple(
@@ -91,7 +91,9 @@ def _generate(problem: Problem, row: int, kept: Floats) -> tuple[Rollout, float]
     return msgspec.structs.replace(rollout, counts=tuple(counts)), sync_s
 
 
-def _described(inputs: Inputs, problem: Problem, best: tuple[float, int, Rollout, float, float]) -> Plan:
+def _described(
+    inputs: Inputs, problem: AssignmentProblem, best: tuple[float, int, RolloutAllocation, float, float]
+) -> Plan:
     _, row, rollout, sync_s, swap_s = best
     training_seats = seat(problem, inputs.cluster, row, [0] * len(problem.columns))
     engine_seats = seat(problem, inputs.cluster, None, rollout.counts)

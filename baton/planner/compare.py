@@ -19,7 +19,7 @@ from baton.specs.cluster import Cluster, Node
 from baton.specs.plan import Plan
 
 
-class Rival(msgspec.Struct, frozen=True):
+class Alternative(msgspec.Struct, frozen=True):
     """Another way to spend the money."""
 
     name: str
@@ -27,7 +27,7 @@ class Rival(msgspec.Struct, frozen=True):
     why_not: str = ""
 
 
-def rivals(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Rival]:
+def alternatives(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Alternative]:
     """Return what a plan of this cluster is to be compared with."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
         ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
@@ -42,9 +42,9 @@ def rivals(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Rival]:
     found = []
     for name, way in ways:
         try:
-            found.append(Rival(name, way()))
+            found.append(Alternative(name, way()))
         except UserError as error:
-            found.append(Rival(name, None, str(error)))
+            found.append(Alternative(name, None, str(error)))
     return found
 
 

@@ -23,8 +23,8 @@ from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs
 from baton.planner.pipelines import CROSSING_STAGES, MAX_CROSSED, Shapes, evaluated, merged_table, pipeline_orders
-from baton.planner.pools import Pool
-from baton.planner.problem import Floats, Ints, Problem, sync_table, tensor_widths
+from baton.planner.pools import GpuPool
+from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, tensor_widths
 
 Bools = NDArray[np.bool_]
 
@@ -57,7 +57,9 @@ class _Family(msgspec.Struct, frozen=True):
     """Layers that the output head counts as."""
 
 
-def improve(inputs: Inputs, problem: Problem, best: Solution, *, time_limit_s: float) -> tuple[Problem, Solution]:
+def improve(
+    inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
+) -> tuple[AssignmentProblem, Solution]:
     """Return a better solution where crossing pipelines give one, with a bound that covers all of them.
 
     The problem comes back with the table that the solution's row is of.
@@ -86,7 +88,7 @@ def improve(inputs: Inputs, problem: Problem, best: Solution, *, time_limit_s: f
     return problem, msgspec.structs.replace(best, bound_s=min(low, covered, best.step_s))
 
 
-def _enumerated_bound_s(inputs: Inputs, problem: Problem, bound: RolloutBound) -> float:
+def _enumerated_bound_s(inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound) -> float:
     """Bound of the pipelines on one pool, which the table holds all of."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
@@ -99,7 +101,7 @@ def _enumerated_bound_s(inputs: Inputs, problem: Problem, bound: RolloutBound) -
     return float((sync_s + total).min())
 
 
-def _families(inputs: Inputs, problem: Problem) -> Iterator[_Family]:
+def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
     model, work, pools = inputs.model, inputs.work, problem.pools
     for order in pipeline_orders(pools, MAX_CROSSED):
         if len(order) == 1:
@@ -135,7 +137,7 @@ def _families(inputs: Inputs, problem: Problem) -> Iterator[_Family]:
         yield _Family(tuple(order), stages, tps, layers, parts, most, ones, head)
 
 
-def _room(pool: Pool, stages: Ints, tp: Ints) -> Ints:
+def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
     """Groups of tp GPUs that each stage can have at most."""
     by_level = {level: pool.capacity(level) for level in pool.levels}
     room: Ints = np.array([by_level[int(width)] for width in np.unique(tp)])[np.searchsorted(np.unique(tp), tp)]
@@ -160,7 +162,7 @@ def _splits(num_layers: int, parts: int) -> Ints:
 
 
 def _passing(
-    inputs: Inputs, problem: Problem, bound: RolloutBound, family: _Family, step_s: float
+    inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
     """Return the structures and splits that a step time does not rule out, and the groups (dp) of each pool.
 
@@ -188,7 +190,7 @@ def _passing(
     ]
 
 
-def _sync_s(inputs: Inputs, problem: Problem, family: _Family) -> Floats:
+def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
     """[structures and splits, pools] publication; the layers of each pool are its share of the weights."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
@@ -200,7 +202,7 @@ def _sync_s(inputs: Inputs, problem: Problem, family: _Family) -> Floats:
 
 
 def _keeping_pace(
-    inputs: Inputs, problem: Problem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
+    inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
     """Return the rows whose pools have enough GPUs to train within `left_s` [all rows], and the groups they need."""
     work, pools = inputs.work, problem.pools.pools
@@ -227,7 +229,7 @@ def _keeping_pace(
 
 
 def _generating(
-    problem: Problem,
+    problem: AssignmentProblem,
     bound: RolloutBound,
     family: _Family,
     rows: Ints,
@@ -253,7 +255,7 @@ def _generating(
 
 
 def _least_groups(
-    inputs: Inputs, problem: Problem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
+    inputs: Inputs, problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
     """Least dp with which a pool's stages keep a pace; at least `groups`, which is known."""
     k = family.order[place]
@@ -283,7 +285,9 @@ def _least_groups(
     return need
 
 
-def _tail_s(inputs: Inputs, problem: Problem, family: _Family, alive: Ints, groups: Sequence[Floats]) -> Floats:
+def _tail_s(
+    inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints, groups: Sequence[Floats]
+) -> Floats:
     """Time of the gradients at least, of the stage where they take longest; the vocabulary left out."""
     longest = np.zeros(len(alive))
     for place, k in enumerate(family.order):
@@ -300,7 +304,7 @@ def _tail_s(inputs: Inputs, problem: Problem, family: _Family, alive: Ints, grou
     return longest
 
 
-def _holds(inputs: Inputs, problem: Problem, family: _Family, alive: Ints) -> Bools:
+def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
     """Whether layers fit into memory at the widest dp there is room for; tables count where a pool has but one
     stage."""
     fits = np.ones(len(alive), dtype=bool)
@@ -324,12 +328,12 @@ def _holds(inputs: Inputs, problem: Problem, family: _Family, alive: Ints) -> Bo
 
 def _realise(
     inputs: Inputs,
-    problem: Problem,
+    problem: AssignmentProblem,
     families: Sequence[_Family],
     passing: Sequence[tuple[Ints, list[Ints]]],
     ceiling_s: float,
     time_limit_s: float,
-) -> tuple[Problem, Solution] | None:
+) -> tuple[AssignmentProblem, Solution] | None:
     """Turn what passes into training shapes, each pool with a few groups more, and solve with those."""
     share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
     tables = []

@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 
 from baton.cost.train import microbatches, stage_bytes, stage_terms
-from baton.planner.assign import Seats, pipeline_order, seat
+from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
-from baton.planner.pipelines import Balance, Shapes, balanced
-from baton.planner.problem import Problem
+from baton.planner.pipelines import LayerBalance, Shapes, balanced
+from baton.planner.problem import AssignmentProblem
 from baton.planner.replicas import rounded_shares
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
 
 
 def describe(
-    inputs: Inputs, problem: Problem, solution: Solution, method: str, prefer: dict[str, str] | None = None
+    inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
 ) -> Plan:
     """Return the plan of a solution."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
@@ -27,7 +27,12 @@ def describe(
 
 
 def describe_seated(
-    inputs: Inputs, problem: Problem, solution: Solution, method: str, training_seats: Seats, seats: Seats
+    inputs: Inputs,
+    problem: AssignmentProblem,
+    solution: Solution,
+    method: str,
+    training_seats: GpuAssignment,
+    seats: GpuAssignment,
 ) -> Plan:
     """Return the plan of a solution in which trainer and replicas have these GPUs."""
     training = describe_training(inputs, problem, solution.row, training_seats)
@@ -62,7 +67,7 @@ def describe_seated(
     return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
 
 
-def needed_s(problem: Problem, chosen: Sequence[int]) -> float:
+def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
     """The time these replicas need, which the solver may have left at a time below which it does not matter."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
@@ -76,7 +81,7 @@ def needed_s(problem: Problem, chosen: Sequence[int]) -> float:
         works &= ~late
 
 
-def describe_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) -> Training:
+def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
     """Return the trainer's side of a plan."""
     table, pools = problem.table, problem.pools
     order = pipeline_order(pools, table.stages[row])
@@ -112,7 +117,7 @@ def describe_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) 
     )
 
 
-def stage_layers(inputs: Inputs, balance: Balance, stages: Sequence[int]) -> list[int]:
+def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
     """Layers of each stage in order; where the balance has room for more than there are, the fullest give first."""
     found: list[int] = []
     for place, count in enumerate(stages):
@@ -129,7 +134,9 @@ def stage_layers(inputs: Inputs, balance: Balance, stages: Sequence[int]) -> lis
     return found
 
 
-def _stage_memory(inputs: Inputs, problem: Problem, row: int, k: int, layers: int, place: int, depth: int) -> float:
+def _stage_memory(
+    inputs: Inputs, problem: AssignmentProblem, row: int, k: int, layers: int, place: int, depth: int
+) -> float:
     pool, table = problem.pools.pools[k], problem.table
     tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
     widest = int(table.dp[row].max())
@@ -140,7 +147,7 @@ def _stage_memory(inputs: Inputs, problem: Problem, row: int, k: int, layers: in
     )
 
 
-def _rated_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) -> Training:
+def _rated_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
     table, time_s = problem.table, float(problem.table.time_s[row])
     counts = rounded_shares([float(table.shares[row, k]) for k, _ in seats.stages], inputs.model.num_layers)
     stages, first = [], 0
@@ -152,7 +159,9 @@ def _rated_training(inputs: Inputs, problem: Problem, row: int, seats: Seats) ->
     return Training(tuple(stages), 1, time_s, time_s, 0.0, 0.0, 0.0)
 
 
-def describe_replicas(inputs: Inputs, problem: Problem, seats: Seats, time_s: float) -> tuple[Replica, ...]:
+def describe_replicas(
+    inputs: Inputs, problem: AssignmentProblem, seats: GpuAssignment, time_s: float
+) -> tuple[Replica, ...]:
     """Return the rollout side of a plan."""
     works = [problem.columns[index].work(time_s) for index, _ in seats.replicas]
     total = sum(works)
@@ -182,7 +191,7 @@ def describe_replicas(inputs: Inputs, problem: Problem, seats: Seats, time_s: fl
     return tuple(found)
 
 
-def _idle(problem: Problem, seats: Seats, breakdown: Breakdown) -> tuple[Idle, ...]:
+def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown) -> tuple[Idle, ...]:
     found: dict[str, list[str]] = {}
     for k, gpu in seats.idle:
         pool = problem.pools.pools[k]
@@ -214,7 +223,7 @@ def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Break
     return min(float(work.max_staleness), running / work.num_trajectories + 0.5)
 
 
-def limits(inputs: Inputs, problem: Problem, plan: Plan) -> list[str]:
+def limits(inputs: Inputs, problem: AssignmentProblem, plan: Plan) -> list[str]:
     """What holds the plan back, in sentences."""
     b = plan.breakdown
     filled = b.rollout_s + b.reward_s

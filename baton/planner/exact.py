@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 
 from baton.planner.bounds import RolloutBound, division_bound_s
-from baton.planner.problem import Floats, Ints, Problem
-from baton.planner.replicas import CLOSE, Rollout, RolloutProgram
+from baton.planner.problem import AssignmentProblem, Floats, Ints
+from baton.planner.replicas import CLOSE, RolloutAllocation, RolloutProgram
 
 
 class Solution(msgspec.Struct, frozen=True):
     """The best division found: a row of the table and its replicas."""
 
     row: int
-    rollout: Rollout
+    rollout: RolloutAllocation
     sync_s: float
     step_s: float
     bound_s: float
@@ -37,7 +37,9 @@ class _Entries(msgspec.Struct, frozen=True):
     bound_s: Floats
 
 
-def solve_exact(problem: Problem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf) -> Solution | None:
+def solve_exact(
+    problem: AssignmentProblem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf
+) -> Solution | None:
     """Return the division with the least step time, or None where there is none faster than `ceiling_s`."""
     started = time.monotonic()
     bound = RolloutBound(problem)
@@ -66,7 +68,7 @@ def solve_exact(problem: Problem, *, time_limit_s: float = 60.0, ceiling_s: floa
     return msgspec.structs.replace(best, bound_s=covered)
 
 
-def _entries(problem: Problem, bound: RolloutBound) -> _Entries:
+def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
     table, step = problem.table, problem.step
     capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
     left = capacity - table.gpus
@@ -90,7 +92,7 @@ def _entries(problem: Problem, bound: RolloutBound) -> _Entries:
 
 
 def _try(
-    problem: Problem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
+    problem: AssignmentProblem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
 ) -> tuple[Solution | None, float]:
     """Return the candidate's plan where it beats `step_s`, and a step time that it cannot undercut."""
     table, step = problem.table, problem.step

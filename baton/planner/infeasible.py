@@ -9,8 +9,8 @@ import numpy as np
 from baton.cost.generate import context_bytes, replica_layers, weight_bytes
 from baton.cost.train import microbatches, stage_bytes, stage_terms
 from baton.errors import UserError
-from baton.planner.pools import Pool, Pools
-from baton.planner.problem import REPLICA_STAGES, Problem, tensor_widths
+from baton.planner.pools import GpuPool, Pools
+from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -52,7 +52,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoR
     )
 
 
-def _training_need(model: ModelSpec, work: Workload, pool: Pool) -> str:
+def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     """The least a GPU of this pool would have to hold, with all of the pool's GPUs training."""
     best: tuple[float, int, int, int] | None = None
     for tp in tensor_widths(model, pool):
@@ -73,7 +73,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: Pool) -> str:
     )
 
 
-def refuse_division(problem: Problem, model: ModelSpec) -> NoReturn:
+def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
     """Raise UserError: trainer and rollout fit one by one, but not side by side, or the gate admits too few."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)

@@ -13,8 +13,16 @@ from baton.cost.train import forward_passes, layer_flops
 from baton.errors import UserError
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
 from baton.planner.pipelines import MAX_SHAPES, train_table
-from baton.planner.pools import Pool, Pools, View, make_pools
-from baton.planner.problem import Column, Floats, Problem, TrainTable, make_step, replica_columns, sync_table
+from baton.planner.pools import GpuPool, Pools, View, make_pools
+from baton.planner.problem import (
+    AssignmentProblem,
+    Floats,
+    ReplicaShape,
+    TrainTable,
+    make_step,
+    replica_columns,
+    sync_table,
+)
 from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
@@ -37,13 +45,13 @@ class Inputs(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, cluster=cluster)
 
 
-def make_problem(inputs: Inputs, view: View = "alike") -> Problem:
+def make_problem(inputs: Inputs, view: View = "alike") -> AssignmentProblem:
     """Return the problem of a view of the cluster. Raises UserError where no shape fits, with the bytes needed."""
     pools = make_pools(inputs.cluster, inputs.efficiencies, view)
     return make_rate_problem(inputs, pools) if inputs.rates is not None else make_cost_problem(inputs, pools)
 
 
-def make_cost_problem(inputs: Inputs, pools: Pools) -> Problem:
+def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     """Return the problem as the cost model sees it."""
     model, work = inputs.model, inputs.work
     columns = replica_columns(model, work, pools)
@@ -60,7 +68,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> Problem:
         rates.append(pool.place.gpu.flops * efficiency.train / (passes * once))
     fastest = min(pool.place.efficiency.publish_latency_s for pool in pools.pools)
     size = model.params * work.weight_bytes
-    return Problem(
+    return AssignmentProblem(
         pools=pools,
         columns=columns,
         table=table,
@@ -75,7 +83,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> Problem:
 # ---- measured rates --------------------------------------------------------------------------------------------------
 
 
-def make_rate_problem(inputs: Inputs, pools: Pools) -> Problem:
+def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     """Return the problem of a table of rates: a replica is one GPU, training adds up the rates of its GPUs.
 
     Memory and shapes are the table's matter: it was measured with some that fit.
@@ -90,7 +98,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> Problem:
     train = np.array([rates.rates[pool.gpu].train for pool in pools.pools])
     layers = (inputs.model.num_layers,)
     columns = tuple(
-        Column(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
+        ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
     table = _rate_table(pools, train, work.trained_tokens, inputs.cross_types)
@@ -99,7 +107,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> Problem:
     np.fill_diagonal(between, rates.sync_s)
     sync = np.max(np.where(table.gpus[:, :, None] > 0, between[None], 0.0), axis=1)
     step = msgspec.structs.replace(make_step(work), max_running=np.inf)
-    return Problem(
+    return AssignmentProblem(
         pools=pools,
         columns=columns,
         table=table,
@@ -132,7 +140,7 @@ def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
     return tuple(count if k == pool else 0 for k in range(num_pools))
 
 
-def _one_split(pools: tuple[Pool, ...]) -> list[tuple[int, ...]]:
+def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
     """Every pool trains as a whole or not at all, but one, of which any number does: the basic solutions of the LP."""
     rows = set()
     for split in range(len(pools)):

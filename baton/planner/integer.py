@@ -14,7 +14,7 @@ from baton.errors import UserError
 Floats = NDArray[np.float64]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class IntegerSolution(msgspec.Struct, frozen=True):
     """The best found, and what cannot be exceeded."""
 
     counts: tuple[int, ...]
@@ -28,7 +28,7 @@ def check_solver() -> None:
         raise UserError("planning needs highspy, which is not installed: run `pip install 'baton-rl[plan]'`")
 
 
-def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float = 20.0) -> Answer:
+def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float = 20.0) -> IntegerSolution:
     """Solve one integer program; `rows` is [constraints, columns], not negative as `gains` and `limits` are.
 
     Within the time limit the answer is an optimum (relative gap 10⁻⁹), else `bound` says what is left.
@@ -67,4 +67,4 @@ def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float
     assert np.all(rows @ counts <= limits + 1e-6), "HiGHS returned what is not allowed"
     value = float(gains @ counts)
     bound = max(value, float(solver.getInfo().mip_dual_bound))
-    return Answer(tuple(int(count) for count in counts), value, bound)
+    return IntegerSolution(tuple(int(count) for count in counts), value, bound)

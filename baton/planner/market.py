@@ -17,8 +17,8 @@ from pydantic import Field
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.more import Spot, marked
-from baton.planner.problem import Floats, Ints, Problem
+from baton.planner.more import PricePoint, marked
+from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.solve import make_plan
 from baton.settings import Settings
 from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, NodeSettings
@@ -73,14 +73,14 @@ class OffersSettings(Settings):
         return ClusterSettings(name=self.name, links=self.links, nodes=nodes, gpu=self.gpu)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class RentalChoice(msgspec.Struct, frozen=True):
     """What to rent, and its plan."""
 
     counts: tuple[int, ...]
     """Machines of each offer."""
     plan: Plan
     inputs: Inputs
-    spots: list[Spot]
+    spots: list[PricePoint]
     """All clusters that were planned on the way."""
     num_choices: int
     num_planned: int
@@ -91,7 +91,7 @@ class Choice(msgspec.Struct, frozen=True):
 class _Market(msgspec.Struct, frozen=True):
     offers: OffersSettings
     inputs: Inputs
-    problem: Problem
+    problem: AssignmentProblem
     """Of everything on offer at once: for bounds."""
     prices: Floats
     """Of one machine of each offer, per hour."""
@@ -102,7 +102,9 @@ class _Market(msgspec.Struct, frozen=True):
         return self.inputs.on(self.offers.cluster_settings(counts).build())
 
 
-def rent_for_budget(inputs: Inputs, offers: OffersSettings, budget: float, *, time_limit_s: float = 120.0) -> Choice:
+def rent_for_budget(
+    inputs: Inputs, offers: OffersSettings, budget: float, *, time_limit_s: float = 120.0
+) -> RentalChoice:
     """Return the cluster with most throughput for a price per hour. `inputs.cluster` is not looked at."""
     prices = _prices(offers)
     if budget < prices.min():
@@ -111,7 +113,7 @@ def rent_for_budget(inputs: Inputs, offers: OffersSettings, budget: float, *, ti
     choices = _choices(most, prices, budget, only_full=True)
     market = _market(inputs, offers, most, prices)
     bounds = _bounds_s(market, choices)
-    started, best, spots, planned = time.monotonic(), None, list[Spot](), 0
+    started, best, spots, planned = time.monotonic(), None, list[PricePoint](), 0
     least_s = np.inf
     for place in np.argsort(bounds, kind="stable"):
         if best is not None and bounds[place] >= best[1].breakdown.step_s * (1 - 1e-9):
@@ -129,10 +131,12 @@ def rent_for_budget(inputs: Inputs, offers: OffersSettings, budget: float, *, ti
     if best is None:
         raise UserError(f"--budget {budget:g}: {inputs.model.name} can be planned on no cluster at this price")
     top = best[1].tokens_per_step / min(least_s, best[1].breakdown.step_s)
-    return Choice(best[2], best[1], best[0], marked(spots), len(choices), planned, top)
+    return RentalChoice(best[2], best[1], best[0], marked(spots), len(choices), planned, top)
 
 
-def rent_for_target(inputs: Inputs, offers: OffersSettings, target: float, *, time_limit_s: float = 120.0) -> Choice:
+def rent_for_target(
+    inputs: Inputs, offers: OffersSettings, target: float, *, time_limit_s: float = 120.0
+) -> RentalChoice:
     """Return the cheapest cluster whose throughput, in trained tokens per second, reaches a target."""
     prices = _prices(offers)
     without = [offer.gpu for offer in offers.offers if offer.max_nodes is None]
@@ -144,7 +148,7 @@ def rent_for_target(inputs: Inputs, offers: OffersSettings, target: float, *, ti
     market = _market(inputs, offers, most, prices)
     step_s = inputs.work.trained_tokens / target
     can = _reaches(market, choices, step_s)
-    started, spots, planned, open_price = time.monotonic(), list[Spot](), 0, np.inf
+    started, spots, planned, open_price = time.monotonic(), list[PricePoint](), 0, np.inf
     for place in np.argsort(costs, kind="stable"):
         if not can[place]:
             continue
@@ -159,7 +163,7 @@ def rent_for_target(inputs: Inputs, offers: OffersSettings, target: float, *, ti
         if found[1].tokens_per_s >= target * (1 - 1e-9):
             price = min(float(costs[place]), open_price)
             counts = tuple(choices[place].tolist())
-            return Choice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
+            return RentalChoice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
         if found[1].tokens_per_step / found[1].bound.step_s >= target:
             open_price = min(open_price, float(costs[place]))  # its gap leaves it open
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
@@ -259,5 +263,5 @@ def _planned(market: _Market, counts: Sequence[int]) -> tuple[Inputs, Plan] | No
         return None
 
 
-def _spot(inputs: Inputs, plan: Plan) -> Spot:
-    return Spot(inputs.cluster.count(), plan.price_per_h, plan.tokens_per_s)
+def _spot(inputs: Inputs, plan: Plan) -> PricePoint:
+    return PricePoint(inputs.cluster.count(), plan.price_per_h, plan.tokens_per_s)

@@ -28,7 +28,7 @@ class Marginal(msgspec.Struct, frozen=True):
     """Of that GPU."""
 
 
-class Spot(msgspec.Struct, frozen=True):
+class PricePoint(msgspec.Struct, frozen=True):
     """One cluster on the curve of price against throughput."""
 
     counts: dict[str, int]
@@ -69,7 +69,7 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
     )
 
 
-def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -> list[Spot]:
+def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -> list[PricePoint]:
     """Return throughput and price of this cluster with fewer of its machines; the efficient ones are marked."""
     started = time.monotonic()
     cluster = inputs.cluster
@@ -94,11 +94,11 @@ def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -
             plan = make_plan(inputs.on(part), time_limit_s=5.0)
         except UserError:
             continue
-        found.append(Spot(part.count(), part.price_per_h, plan.tokens_per_s))
+        found.append(PricePoint(part.count(), part.price_per_h, plan.tokens_per_s))
     return marked(found)
 
 
-def marked(spots: list[Spot]) -> list[Spot]:
+def marked(spots: list[PricePoint]) -> list[PricePoint]:
     """Return spots in order of price, with the efficient ones marked."""
     best, result = 0.0, []
     for spot in sorted(spots, key=lambda s: (s.price_per_h, -s.tokens_per_s)):

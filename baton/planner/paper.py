@@ -12,8 +12,8 @@ from itertools import product
 import numpy as np
 
 from baton.planner.exact import Solution
-from baton.planner.pools import Pool
-from baton.planner.problem import Floats, Ints, Problem
+from baton.planner.pools import GpuPool
+from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.replicas import CLOSE, RolloutProgram
 
 STABLE = 20
@@ -22,7 +22,7 @@ MAX_DIVISIONS = 50_000
 """Divisions that are looked at; beyond, nodes stay whole, and then several of them."""
 
 
-def objectives(problem: Problem, rows: Ints) -> Floats:
+def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
     """Equation 3 of each division: share of link bandwidth within training plus share of memory bandwidth in rollout.
 
     All pairs of GPUs count; of each pool the first `rows[:, k]` GPUs train, node by node.
@@ -34,7 +34,7 @@ def objectives(problem: Problem, rows: Ints) -> Floats:
     return scores
 
 
-def _pair_sums(problem: Problem, rows: Ints) -> Floats:
+def _pair_sums(problem: AssignmentProblem, rows: Ints) -> Floats:
     pools = problem.pools.pools
     total = np.zeros(len(rows))
     for k, pool in enumerate(pools):
@@ -46,14 +46,14 @@ def _pair_sums(problem: Problem, rows: Ints) -> Floats:
     return total
 
 
-def _inner_pairs(pool: Pool) -> Floats:
+def _inner_pairs(pool: GpuPool) -> Floats:
     """[GPUs + 1] pairs within a node among the first so many GPUs of a pool."""
     new = [float(place) for size in pool.sizes for place in range(size)]
     pairs: Floats = np.cumsum([0.0, *new])
     return pairs
 
 
-def divisions(problem: Problem) -> Ints:
+def divisions(problem: AssignmentProblem) -> Ints:
     """[divisions, pools] GPUs that may train: by GPU where these are few enough, else by node or several nodes."""
     pools = problem.pools.pools
     steps = [list(range(pool.num_gpus + 1)) for pool in pools]
@@ -68,7 +68,7 @@ def divisions(problem: Problem) -> Ints:
     return mixed
 
 
-def propose(problem: Problem, gamma: float, rows: Ints, scores: Floats) -> Ints:
+def propose(problem: AssignmentProblem, gamma: float, rows: Ints, scores: Floats) -> Ints:
     """Return the division that equation 3 likes best among those whose share of FLOP/s is nearest to γ."""
     flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
     share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
@@ -79,7 +79,7 @@ def propose(problem: Problem, gamma: float, rows: Ints, scores: Floats) -> Ints:
     return best
 
 
-def solve_paper(problem: Problem) -> Solution | None:
+def solve_paper(problem: AssignmentProblem) -> Solution | None:
     """Return the best division that equation 3 and bisection on γ meet."""
     rows = divisions(problem)
     scores = objectives(problem, rows)
@@ -105,11 +105,11 @@ def solve_paper(problem: Problem) -> Solution | None:
     return best
 
 
-def _can_train(problem: Problem, train: Ints) -> bool:
+def _can_train(problem: AssignmentProblem, train: Ints) -> bool:
     return bool(np.any(_rows_within(problem, train)))
 
 
-def _rows_within(problem: Problem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Training shapes that fit into the first `train[k]` GPUs of each pool."""
     table = problem.table
     fits = np.ones(len(table), dtype=bool)
@@ -122,7 +122,7 @@ def _rows_within(problem: Problem, train: Ints) -> np.ndarray[tuple[int], np.dty
     return fits
 
 
-def taken_sizes(pool: Pool, count: int) -> list[int]:
+def taken_sizes(pool: GpuPool, count: int) -> list[int]:
     """GPUs of each node among the pool's first `count`."""
     found, left = [], count
     for size in pool.sizes:
@@ -131,7 +131,7 @@ def taken_sizes(pool: Pool, count: int) -> list[int]:
     return found
 
 
-def evaluate_division(problem: Problem, program: RolloutProgram, train: Ints) -> Solution | None:
+def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
     """Phase 1 on a fixed division: the best training shape on one side, the best replicas on the other."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):

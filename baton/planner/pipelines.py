@@ -52,7 +52,7 @@ class Shapes(msgspec.Struct, frozen=True):
         return len(self.tp)
 
 
-class Balance(msgspec.Struct, frozen=True):
+class LayerBalance(msgspec.Struct, frozen=True):
     """Layers of pipelines and what follows from them; arrays over candidates."""
 
     pace_s: Floats
@@ -165,7 +165,9 @@ class _Kind(msgspec.Struct, frozen=True):
     most: Floats
 
 
-def balanced(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]) -> Balance:
+def balanced(
+    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
+) -> LayerBalance:
     """Give layers to stages so that the slowest one is fastest, and return the times that follow.
 
     The pace only takes values at which some stage finishes a whole number of layers: start at the pace at which
@@ -258,7 +260,7 @@ def _finish(
     pace: Floats,
     depth: Ints,
     count: Floats,
-) -> Balance:
+) -> LayerBalance:
     gradients = np.zeros(len(pace))
     optimizer = np.zeros(len(pace))
     for place, group in enumerate(kinds):
@@ -275,7 +277,7 @@ def _finish(
         tuple(np.nan_to_num(layers[3 * place + which]).astype(np.int64) for which in range(3))
         for place in range(len(kinds))
     )
-    return Balance(
+    return LayerBalance(
         pace_s=pace,
         stage_layers=stage_layers,  # type: ignore[arg-type]  # three of each
         compute_s=pace,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiencies
-from baton.cost.generate import Place
+from baton.cost.generate import DeviceClass
 from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
@@ -27,7 +27,7 @@ MAX_POOLS = 6
 """Beyond, pools of whole types are planned with: a search over subsets of pools would not end."""
 
 
-class Pool(msgspec.Struct, frozen=True):
+class GpuPool(msgspec.Struct, frozen=True):
     """Interchangeable GPUs."""
 
     name: str
@@ -35,7 +35,7 @@ class Pool(msgspec.Struct, frozen=True):
     """Places in the cluster's nodes."""
     sizes: tuple[int, ...]
     """GPUs of each node."""
-    place: Place
+    place: DeviceClass
 
     @property
     def gpu(self) -> str:
@@ -60,7 +60,7 @@ class Pool(msgspec.Struct, frozen=True):
 class Pools(msgspec.Struct, frozen=True):
     """All pools of a cluster, and the links between them."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[GpuPool, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
     """[pools, pools] between nodes; the diagonal is within the pool."""
     view: View
@@ -98,7 +98,7 @@ def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike
     pools = []
     for index, group in enumerate(groups):
         nodes = [cluster.nodes[place] for place in group]
-        place = Place(
+        place = DeviceClass(
             gpu=nodes[0].gpu,
             link_bytes_per_s=worst(node.link_bytes_per_s for node in nodes),
             inter_bytes_per_s=rows[index][index],
@@ -106,7 +106,7 @@ def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike
             efficiency=efficiencies.of(nodes[0].gpu.name),
         )
         name = place.gpu.name if len(groups) == len(cluster.gpu_types) else f"{place.gpu.name}/{nodes[0].name}"
-        pools.append(Pool(name, tuple(group), tuple(node.num_gpus for node in nodes), place))
+        pools.append(GpuPool(name, tuple(group), tuple(node.num_gpus for node in nodes), place))
     return Pools(tuple(pools), tuple(rows), view)
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
 from baton.cost.publish import publish_s
-from baton.planner.pools import Pool, Pools
+from baton.planner.pools import GpuPool, Pools
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -18,7 +18,7 @@ REPLICA_STAGES = (1, 2, 4)
 """Pipeline depths of a replica."""
 
 
-class Column(msgspec.Struct, frozen=True):
+class ReplicaShape(msgspec.Struct, frozen=True):
     """A replica shape on a pool: a column of the integer program."""
 
     pool: int
@@ -65,7 +65,7 @@ class TrainTable(msgspec.Struct, frozen=True):
         )
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepModel(msgspec.Struct, frozen=True):
     """How a step's time is put together."""
 
     output_tokens: float
@@ -95,15 +95,15 @@ class Step(msgspec.Struct, frozen=True):
         return left if is_possible else -1.0
 
 
-class Problem(msgspec.Struct, frozen=True):
+class AssignmentProblem(msgspec.Struct, frozen=True):
     """One instance, ready to be solved."""
 
     pools: Pools
-    columns: tuple[Column, ...]
+    columns: tuple[ReplicaShape, ...]
     table: TrainTable
     sync_s: Floats
     """[candidates, pools] publication from a candidate's trainer to engines of a pool."""
-    step: Step
+    step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
     """[pools] batches per second and GPU that no training shape exceeds: for bounds where the table is not complete."""
@@ -111,7 +111,7 @@ class Problem(msgspec.Struct, frozen=True):
     """No publication is faster."""
 
 
-def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Column, ...]:
+def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[ReplicaShape, ...]:
     """Return every replica shape that fits, at its largest batch and at halves of it."""
     found = []
     for index, pool in enumerate(pools.pools):
@@ -121,20 +121,20 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Col
                     continue
                 batch = largest_batch(model, work, pool.place, tp, pp)[0]
                 while batch >= pp:
-                    found.append(Column(index, replica_cost(model, work, pool.place, tp, pp, batch)))
+                    found.append(ReplicaShape(index, replica_cost(model, work, pool.place, tp, pp, batch)))
                     batch //= 2
     return tuple(found)
 
 
-def tensor_widths(model: ModelSpec, pool: Pool) -> list[int]:
+def tensor_widths(model: ModelSpec, pool: GpuPool) -> list[int]:
     """Tensor-parallel widths: powers of two within a node that divide the attention heads."""
     return [level for level in pool.levels if model.num_heads % level == 0]
 
 
-def make_step(work: Workload) -> Step:
+def make_step(work: Workload) -> StepModel:
     """Return how the steps of a workload are put together."""
     at_once = min(work.reward_concurrency, work.num_trajectories)
-    return Step(
+    return StepModel(
         output_tokens=work.output_tokens,
         max_running=work.max_running,
         judge_s=work.num_trajectories * work.reward_latency_s / at_once,

@@ -21,8 +21,8 @@ from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.pools import are_alike
-from baton.planner.problem import Ints, Problem
-from baton.planner.replicas import Rollout, RolloutProgram
+from baton.planner.problem import AssignmentProblem, Ints
+from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.solve import restricted, solve
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan
@@ -31,7 +31,7 @@ SECTIONS = 50
 """Halvings of the interval of step times."""
 
 
-class Option(msgspec.Struct, frozen=True):
+class ReplanOption(msgspec.Struct, frozen=True):
     """One way to go on."""
 
     name: str
@@ -42,8 +42,8 @@ class Option(msgspec.Struct, frozen=True):
 class Replanned(msgspec.Struct, frozen=True):
     """The way chosen, and those it was chosen from."""
 
-    chosen: Option
-    options: tuple[Option, ...]
+    chosen: ReplanOption
+    options: tuple[ReplanOption, ...]
     lost: tuple[str, ...]
     """GPUs of the running plan that are gone."""
     added: tuple[str, ...]
@@ -70,7 +70,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
     program = RolloutProgram(problem)
     kept = _surviving(problem, running, there)
     row = _same_shape(problem, running, there)
-    ways: list[tuple[str, Problem, Solution | None]] = []
+    ways: list[tuple[str, AssignmentProblem, Solution | None]] = []
     richer, anew = solve(inputs, problem, "exact", time_limit_s)
     ways.append(("everything anew", richer, anew))
     if row is not None:
@@ -88,7 +88,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
         plan = describe(inputs, of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
         bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
         plan = msgspec.structs.replace(plan, bound=bound)
-        options.append(Option(name, plan, moved(before, jobs(plan), there)))
+        options.append(ReplanOption(name, plan, moved(before, jobs(plan), there)))
     if not options:
         refuse_division(problem, inputs.model)
     fastest = min(option.plan.breakdown.step_s for option in options)
@@ -113,12 +113,12 @@ def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tup
     return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
 
 
-def _pool_of(problem: Problem, gpu: str) -> int | None:
+def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:
     found = [k for k, pool in enumerate(problem.pools.pools) if pool.gpu == gpu]
     return found[0] if len(found) == 1 else None
 
 
-def _surviving(problem: Problem, running: Plan, there: set[str]) -> list[int]:
+def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> list[int]:
     """Of each column: how many of the running plan's replicas are of this shape and whole."""
     counts = [0] * len(problem.columns)
     for replica in running.replicas:
@@ -130,7 +130,7 @@ def _surviving(problem: Problem, running: Plan, there: set[str]) -> list[int]:
     return counts
 
 
-def _same_shape(problem: Problem, running: Plan, there: set[str]) -> int | None:
+def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
     """The row of the running plan's training shape, where all of its GPUs are still there."""
     if not set(running.training.gpu_ids) <= there:
         return None
@@ -145,13 +145,13 @@ def _same_shape(problem: Problem, running: Plan, there: set[str]) -> int | None:
     return int(np.argmax(same)) if same.any() else None
 
 
-def _only(problem: Problem, row: int) -> Problem:
+def _only(problem: AssignmentProblem, row: int) -> AssignmentProblem:
     rows: Ints = np.array([row], dtype=np.int64)
     table = msgspec.structs.replace(problem.table.take(rows), is_complete=True)
     return msgspec.structs.replace(problem, table=table, sync_s=problem.sync_s[rows])
 
 
-def _filled(problem: Problem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
+def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
     """Keep replicas and a training shape, and put more replicas on what is free."""
     table = problem.table
     left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
@@ -164,7 +164,9 @@ def _filled(problem: Problem, program: RolloutProgram, row: int, kept: list[int]
     return Solution(row, rollout, sync_s, step_s, step_s)
 
 
-def _beside(problem: Problem, program: RolloutProgram, left: tuple[int, ...], kept: list[int]) -> Rollout | None:
+def _beside(
+    problem: AssignmentProblem, program: RolloutProgram, left: tuple[int, ...], kept: list[int]
+) -> RolloutAllocation | None:
     """The fastest rollout that has at least the kept replicas: by bisection on its time."""
     rest = program.less(left, kept)
     running = sum(count * column.cost.batch for count, column in zip(kept, problem.columns, strict=True))
@@ -191,10 +193,10 @@ def _beside(problem: Problem, program: RolloutProgram, left: tuple[int, ...], ke
         low, high, counts = (low, middle, tried) if can else (middle, high, counts)
         if high <= low * (1 + 1e-7):
             break
-    return Rollout(tuple(counts), high, high)
+    return RolloutAllocation(tuple(counts), high, high)
 
 
-def _trained_beside(problem: Problem, program: RolloutProgram, kept: list[int]) -> Solution | None:
+def _trained_beside(problem: AssignmentProblem, program: RolloutProgram, kept: list[int]) -> Solution | None:
     """Keep replicas; of the training shapes that fit beside them take the one with the fastest step."""
     table = problem.table
     shapes = zip(table.gpus.tolist(), table.tp.tolist(), strict=True)

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from baton.planner.integer import Answer, maximise
-from baton.planner.problem import Column, Floats, Ints, Problem
+from baton.planner.integer import IntegerSolution, maximise
+from baton.planner.problem import AssignmentProblem, Floats, Ints, ReplicaShape
 
 CLOSE = 1e-9
 """Relative difference below which two times are the same."""
 
 
-class Rollout(msgspec.Struct, frozen=True):
+class RolloutAllocation(msgspec.Struct, frozen=True):
     """Replicas and what they need for a step's tokens."""
 
     counts: tuple[int, ...]
@@ -33,7 +33,7 @@ class Rollout(msgspec.Struct, frozen=True):
 class RolloutProgram:
     """The integer programs of one problem, each solved once."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: AssignmentProblem) -> None:
         self._step, self._columns, self._pools = problem.step, problem.columns, problem.pools.pools
         self._rows = [(pool, level) for pool in range(len(self._pools)) for level in self._pools[pool].levels]
         self._speed = np.array([column.cost.tokens_per_s for column in problem.columns])
@@ -42,8 +42,8 @@ class RolloutProgram:
         self._gpus = np.array([column.num_gpus for column in problem.columns], dtype=float)
         self._pool = np.array([column.pool for column in problem.columns], dtype=int)
         self._matrix = np.array([[_used(c, pool, level) for c in problem.columns] for pool, level in self._rows])
-        self._best: dict[tuple[object, ...], Rollout] = {}
-        self._most: dict[tuple[object, ...], Answer] = {}
+        self._best: dict[tuple[object, ...], RolloutAllocation] = {}
+        self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
         """GPUs that training leaves, at each level of each pool, where it takes `gpus` in groups of `tp`."""
@@ -57,14 +57,14 @@ class RolloutProgram:
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
-    def reaches(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> Answer:
+    def reaches(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> IntegerSolution:
         """Return the replicas that generate most within a time."""
         key = (left, tuple(allowed), time_s)
         if key not in self._most:
             self._most[key] = self._solve(left, allowed, time_s)
         return self._most[key]
 
-    def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> Rollout | None:
+    def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
         """Return the replicas that generate a step's tokens soonest, or None where there can be none.
 
         `least_s` is a time below which it is known not to be, or not to matter.
@@ -77,7 +77,7 @@ class RolloutProgram:
             self._best[key] = found
         return self._best[key]
 
-    def _newton(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> Rollout | None:
+    def _newton(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
         tokens = self._step.output_tokens
         usable = self._usable(left, allowed)
         if not usable.any():
@@ -85,7 +85,7 @@ class RolloutProgram:
         time_s = max(least_s, float(self._pause[usable].min()) * (1 + 1e-6) + 1e-9)
         answer = self.reaches(left, allowed, time_s)
         if time_s == least_s and answer.value >= tokens * (1 - CLOSE):
-            return Rollout(answer.counts, least_s, least_s)
+            return RolloutAllocation(answer.counts, least_s, least_s)
         for _ in range(60):
             counts = np.array(answer.counts)
             works = (counts > 0) & (self._pause < time_s)
@@ -98,7 +98,7 @@ class RolloutProgram:
             time_s = following
             answer = self.reaches(left, allowed, time_s)
         below = time_s * min(1.0, tokens / answer.bound) if answer.bound > answer.value * (1 + 1e-6) else time_s
-        return Rollout(answer.counts, time_s, below)
+        return RolloutAllocation(answer.counts, time_s, below)
 
     def _usable(self, left: tuple[int, ...], allowed: Sequence[bool]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         room = np.array(left, dtype=float)
@@ -106,20 +106,20 @@ class RolloutProgram:
         usable: np.ndarray[tuple[int], np.dtype[np.bool_]] = fits & np.array(allowed, dtype=bool)[self._pool]
         return usable & (self._batch <= self._step.max_running)
 
-    def _solve(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> Answer:
+    def _solve(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> IntegerSolution:
         gains = self._speed * np.maximum(0.0, time_s - self._pause)
         usable: Ints = np.nonzero(self._usable(left, allowed) & (gains > 0))[0].astype(np.int64)
         kept = self._undominated(usable, gains, left)
         counts = np.zeros(len(self._columns), dtype=int)
         if not len(kept):
-            return Answer(tuple(counts.tolist()), 0.0, 0.0)
+            return IntegerSolution(tuple(counts.tolist()), 0.0, 0.0)
         rows, limits = self._matrix[:, kept], np.array(left, dtype=float)
         if np.isfinite(self._step.max_running):
             rows, limits = np.vstack([rows, self._batch[kept]]), np.append(limits, self._step.max_running)
         matters = np.any(rows > 0, axis=1)
         answer = maximise(gains[kept], rows[matters], limits[matters])
         counts[kept] = answer.counts
-        return Answer(tuple(counts.tolist()), answer.value, answer.bound)
+        return IntegerSolution(tuple(counts.tolist()), answer.value, answer.bound)
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
         """Leave out a column where another of its pool takes no more GPUs, in no larger groups, and does no less.
@@ -145,7 +145,7 @@ class RolloutProgram:
         return np.array(kept, dtype=int)
 
 
-def _used(column: Column, pool: int, level: int) -> float:
+def _used(column: ReplicaShape, pool: int, level: int) -> float:
     return float(column.num_gpus) if column.pool == pool and column.cost.tp >= level else 0.0
 
 

@@ -18,7 +18,7 @@ from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.paper import solve_paper
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
-from baton.planner.problem import Problem
+from baton.planner.problem import AssignmentProblem
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
 
@@ -124,12 +124,14 @@ def _plan(
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 
 
-def lower_bound_s(problem: Problem) -> float:
+def lower_bound_s(problem: AssignmentProblem) -> float:
     """A step time that no division of the problem's GPUs undercuts, in milliseconds of work."""
     return division_bound_s(problem, RolloutBound(problem), [pool.num_gpus for pool in problem.pools.pools])
 
 
-def solve(inputs: Inputs, problem: Problem, method: Method, time_limit_s: float) -> tuple[Problem, Solution]:
+def solve(
+    inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
+) -> tuple[AssignmentProblem, Solution]:
     """Return the solution of a problem by a method, and the problem whose table it points into.
 
     The solution of `paper` carries the bound of `exact`.

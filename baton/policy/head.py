@@ -120,7 +120,7 @@ def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedScores:
     """What is asked of the head beside the log-probabilities."""
 
     temperature: float
@@ -129,7 +129,7 @@ class Wanted:
 
 
 def head_scores(
-    head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: Wanted
+    head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log π of targets, and the entropy, both [N] float32, never holding more than MAX_LOGITS logits.
 
@@ -154,7 +154,7 @@ class _HeadScores(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
         head: Head,
-        wanted: Wanted,
+        wanted: RequestedScores,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
@@ -211,7 +211,11 @@ def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
 
 @torch.enable_grad()
 def _gradient(
-    head: Head, products: torch.Tensor, targets: torch.Tensor, wanted: Wanted, gradients: list[torch.Tensor | None]
+    head: Head,
+    products: torch.Tensor,
+    targets: torch.Tensor,
+    wanted: RequestedScores,
+    gradients: list[torch.Tensor | None],
 ) -> torch.Tensor:
     """[n, V] float32 of what the linear layer gave, from those of log-probabilities and entropies."""
     leaf = products.detach().requires_grad_()
@@ -230,7 +234,9 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
         total_VH.addmm_(of_products.T, hidden.float())
 
 
-def score(logits: torch.Tensor, targets: torch.Tensor, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
+def score(
+    logits: torch.Tensor, targets: torch.Tensor, wanted: RequestedScores
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log π of targets [N] from logits [N, V], and the entropy."""
     logits = logits.float()
     if wanted.temperature != 1.0:

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
-from baton.policy.head import Wanted, find_head, head_scores, score
+from baton.policy.head import RequestedScores, find_head, head_scores, score
 from baton.policy.packing import packed_hidden_states
 
 SDPA_FLOAT32 = "sdpa_float32"
@@ -68,7 +68,7 @@ def padded_scores(
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
-    wanted = Wanted(temperature, with_entropy, entropy_has_gradient)
+    wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     if (head := find_head(model)) is not None:
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted), hidden_BKH)
@@ -99,7 +99,7 @@ def packed_scores(
     assert head is not None, f"{type(model).__name__} has no known head"
     hidden_TH = packed_hidden_states(model, input_ids_T, position_ids_T, lengths)
     hidden_NH, targets_N = hidden_TH[places_N - 1], input_ids_T[places_N]
-    wanted = Wanted(temperature, with_entropy, entropy_has_gradient)
+    wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted), hidden_NH)
 
 

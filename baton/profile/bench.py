@@ -22,14 +22,14 @@ import msgspec
 
 from baton.errors import UserError
 from baton.profile.bench_lengths import ScriptedLengths
-from baton.records.journal import StreamPlace
-from baton.rollout.controller import Runner
+from baton.records.journal import StreamCursor
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import Engine, EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.parts import Parts, Source
+from baton.rollout.parts import PromptSource, RolloutParts
 from baton.rollout.settings import Mode, RolloutSettings, Rules
-from baton.rollout.transport import LocalPort
-from baton.types import FromPort, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Trajectory
+from baton.rollout.transport import LocalTransport
+from baton.types import FromPort, PolicyVersion, Prompt, RewardResult, SamplingParams, ScoredTrajectory, Trajectory
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
@@ -83,7 +83,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     modes: tuple[ModeResult, ...]
 
 
-class TimedPort(LocalPort):
+class TimedTransport(LocalTransport):
     """Notes what each step of the engine took."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
@@ -102,7 +102,7 @@ class TimedPort(LocalPort):
         return messages
 
 
-class FlatPort(TimedPort):
+class FlatTransport(TimedTransport):
     """A clock that goes on by one second with each decode step."""
 
     def __init__(self, engine: Engine) -> None:
@@ -113,48 +113,48 @@ class FlatPort(TimedPort):
         self.engine.load_weights(tensors, version)
 
 
-class _NoJudges:
+class _ConstantScorer:
     """Says at once that all went well, by halves."""
 
     sees_groups = False
 
     def __init__(self) -> None:
-        self._waiting: list[Judged] = []
+        self._waiting: list[ScoredTrajectory] = []
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        self._waiting += [Judged(t, Judgement(float(t.sample_index % 2), {}, False)) for t in trajectories]
+        self._waiting += [ScoredTrajectory(t, RewardResult(float(t.sample_index % 2), {}, False)) for t in trajectories]
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         found, self._waiting = self._waiting, []
         return found
 
 
-class Side:
+class ModeBench:
     """One mode's runner and its account."""
 
     def __init__(
         self,
         name: str,
         settings: RolloutSettings,
-        port: TimedPort,
-        source: Source,
+        port: TimedTransport,
+        source: PromptSource,
         prompt_ids: Callable[[Prompt], tuple[int, ...]],
         lengths: ScriptedLengths,
         tensors: Mapping[str, Any],
     ) -> None:
         self.name, self._port, self._tensors = name, port, tensors
         self._sampling = {n: SamplingParams(n) for n in range(1, lengths.longest + 1)}
-        parts = Parts(
+        parts = RolloutParts(
             port,
             source,
-            _NoJudges(),
+            _ConstantScorer(),
             prompt_ids=prompt_ids,
             text=lambda ids: "",
             sampling=lambda group_id, sample_index: self._sampling[lengths.length(group_id, sample_index)],
             noise_seed=1,
             lease_ids=port.lease_ids,
         )
-        self._runner = Runner(parts, settings.rules())
+        self._controller = RolloutController(parts, settings.rules())
         self._version = -1
         self._held = ExitStack()
         """Keeps this mode from leasing while another one has the engine."""
@@ -170,15 +170,15 @@ class Side:
         before, first_step = self._port.stats(), len(self._port.steps)
         begin_s, tokens = self._port.clock(), 0
         for _ in range(steps):
-            groups = self._runner.next_batch()
+            groups = self._controller.next_batch()
             self._version += 1
             self._publish()
             if is_counted:
                 tokens += sum(m.trajectory.num_tokens for g in groups for m in g.members)
                 self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) for g in groups)
         seconds, after = self._port.clock() - begin_s, self._port.stats()
-        self._held.enter_context(self._runner.paused())
-        counts = self._runner.scheduler.take_step_counts()
+        self._held.enter_context(self._controller.paused())
+        counts = self._controller.scheduler.take_step_counts()
         if is_counted:
             self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + steps
             self.rounds.append(tokens / seconds)
@@ -193,7 +193,7 @@ class Side:
         """Begin, or go on after another mode has had the engine."""
         if self._version < 0:
             self._version = 0
-            self._runner.begin(0, StreamPlace(0, {}))
+            self._controller.begin(0, StreamCursor(0, {}))
             self._publish()
         else:
             self._port.load_weights(self._tensors, self._own_version)
@@ -228,7 +228,7 @@ class Side:
         return PolicyVersion(self.name, self._version)
 
     def _publish(self) -> None:
-        self._runner.publish(self._tensors, self._own_version)
+        self._controller.publish(self._tensors, self._own_version)
 
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
@@ -254,8 +254,8 @@ def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, Rollout
 
 
 def measure(
-    sides: Sequence[Side],
-    port: TimedPort,
+    sides: Sequence[ModeBench],
+    port: TimedTransport,
     lengths: ScriptedLengths,
     clock: str,
     steps: int,
@@ -280,7 +280,7 @@ def measure(
     prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
     rates = {side.name: side.rate for side in sides}
 
-    def bound_s(side: Side) -> float:
+    def bound_s(side: ModeBench) -> float:
         return side.tokens / max(curve) * full_s + side.prompt_tokens * prefill_s
 
     sync = next((side for side in sides if side.name == "sync"), None)
@@ -302,7 +302,7 @@ def measure(
 def bench_engine(
     engine: Engine,
     settings: Mapping[str, RolloutSettings],
-    source: Callable[[], Source],
+    source: Callable[[], PromptSource],
     prompt_ids: Callable[[Prompt], tuple[int, ...]],
     lengths: ScriptedLengths,
     tensors: Mapping[str, Any],
@@ -312,8 +312,8 @@ def bench_engine(
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
     """Measure modes on a real engine in this process."""
-    port = TimedPort(engine, time.process_time if on_cpu else time.perf_counter)
-    sides = [Side(name, s, port, source(), prompt_ids, lengths, tensors) for name, s in settings.items()]
+    port = TimedTransport(engine, time.process_time if on_cpu else time.perf_counter)
+    sides = [ModeBench(name, s, port, source(), prompt_ids, lengths, tensors) for name, s in settings.items()]
     return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps, warm_up)
 
 
@@ -325,8 +325,10 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
-    port = FlatPort(engine)
-    sides = [Side(name, s, port, _Numbers(), lambda prompt: (1,), lengths, {}) for name, s in settings.items()]
+    port = FlatTransport(engine)
+    sides = [
+        ModeBench(name, s, port, _NumberedPrompts(), lambda prompt: (1,), lengths, {}) for name, s in settings.items()
+    ]
     return measure(sides, port, lengths, "steps", steps)
 
 
@@ -338,7 +340,7 @@ def _most_in_flight(rules: Rules) -> int:
     return int(groups) * rules.group_size
 
 
-class _Numbers:
+class _NumberedPrompts:
     """Prompts without content."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from baton.clock import call_within
-from baton.cost.fit import Measured
+from baton.cost.fit import Measurement
 from baton.errors import EngineFault
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
     return EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("profile", 0), ())
 
 
-def engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
+def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
     """Measure decode steps and prefills over batch and context; a prefill of one sequence alone too."""
     engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
@@ -86,7 +86,7 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
         context = max(2, int(longest * share))
         alone = [_timed(engine, 1, context, leases + index, 8)[0] for index in range(REPEATS)]
         leases += REPEATS
-        yield Measured("prefill", 1, context, max(statistics.median(alone), 1e-6))
+        yield Measurement("prefill", 1, context, max(statistics.median(alone), 1e-6))
         for batch in batches:
             runs = []
             for _ in range(REPEATS):
@@ -94,8 +94,8 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measured]:
                 leases += batch
             decode, prefill = statistics.median(run[1] for run in runs), statistics.median(run[0] for run in runs)
             middle = context + DECODE_STEPS // 2
-            yield Measured("decode", batch, middle, decode)
-            yield Measured("prefill", batch, context, max(prefill, 1e-6))
+            yield Measurement("decode", batch, middle, decode)
+            yield Measurement("prefill", batch, context, max(prefill, 1e-6))
             say(
                 f"batch {batch}, context {context}: decode {batch / decode:,.0f} tokens/s, "
                 f"prefill {batch * context / max(prefill, 1e-6):,.0f} tokens/s"

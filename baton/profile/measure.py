@@ -19,8 +19,8 @@ import tomli_w
 import torch
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.fit import Measured, fit, with_beside, with_rollout
-from baton.cost.generate import Place
+from baton.cost.fit import Measurement, fit, with_beside, with_rollout
+from baton.cost.generate import DeviceClass
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.policy.load import torch_device
@@ -41,7 +41,7 @@ class Profile(msgspec.Struct, frozen=True):
     devices: int
     """Cores (or GPUs) that the trainer has."""
     efficiency: Efficiency
-    points: list[Measured]
+    points: list[Measurement]
     publish_s: float
 
 
@@ -72,7 +72,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     start = Efficiency(
         train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5
     )
-    place = Place(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
+    place = DeviceClass(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
     found, shown = fit(spec, recipe_workload(recipe), place, devices, [*points, *turns.train])
     ways = {"publish": 1.0, "publish_latency_s": turns.publish_s, "handover_s": turns.handover_s}
     found = found.model_copy(update=ways)

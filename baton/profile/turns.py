@@ -19,30 +19,30 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.cost.fit import Beside, Measured
+from baton.cost.fit import Measurement, OverlapMeasurement
 from baton.policy.load import torch_device
 from baton.policy.tokenizer import load_tokenizer
 from baton.profile.engine import REPEATS, Say
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
-from baton.records.journal import Journal, StreamPlace
+from baton.records.journal import Journal, StreamCursor
 from baton.records.trace import LeaseTrace, Span
-from baton.rollout.controller import Runner
-from baton.rollout.parts import Parts
+from baton.rollout.controller import RolloutController
+from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
 from baton.run.assemble import build_engine, build_port, build_trainer
 from baton.specs.workload import Workload, measured
 from baton.tasks.stream import PromptStream, TaskMixture
-from baton.trainer.trainer import Trainer, Weights
+from baton.trainer.trainer import PublishedWeights, Trainer
 from baton.types import (
     Batch,
     FinishReason,
     Group,
-    Judged,
-    Judgement,
     Message,
     PolicyVersion,
     Prompt,
+    RewardResult,
+    ScoredTrajectory,
     Segment,
     Trajectory,
 )
@@ -55,30 +55,30 @@ TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
 """Train steps that are measured: factor on the lengths that came out, share of groups that have an advantage."""
 
 
-class Turns(msgspec.Struct):
+class StepTimings(msgspec.Struct):
     """What batches and train steps took."""
 
-    rollout: Measured
-    train: list[Measured]
-    beside: Beside | None
+    rollout: Measurement
+    train: list[Measurement]
+    beside: OverlapMeasurement | None
     """The same at the same time, where they share cores."""
     lengths: Workload
     handover_s: float
     publish_s: float
 
 
-class _Praise:
+class _InstantScorer:
     """`Judges` that take no time."""
 
     sees_groups = False
 
     def __init__(self) -> None:
-        self._judged: list[Judged] = []
+        self._judged: list[ScoredTrajectory] = []
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        self._judged += [Judged(t, Judgement(1.0, {}, True)) for t in trajectories]
+        self._judged += [ScoredTrajectory(t, RewardResult(1.0, {}, True)) for t in trajectories]
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         judged, self._judged = self._judged, []
         return judged
 
@@ -86,7 +86,7 @@ class _Praise:
 class _Rollouts:
     """Batches of the recipe's own prompts as a run makes them: by its runner, with a journal, weights before each."""
 
-    def __init__(self, recipe: Recipe, weights: Weights, directory: Path) -> None:
+    def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
         tokenizer = load_tokenizer(recipe.model.path)
         sampling = rollout.sampling()
@@ -98,10 +98,10 @@ class _Rollouts:
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
         self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
-        self._parts = Parts(
+        self._parts = RolloutParts(
             self.port,
             PromptStream(TaskMixture(recipe.task, recipe.answer), seed),
-            _Praise(),
+            _InstantScorer(),
             prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
             text=tokenizer.text,
             sampling=lambda group_id, sample_index: sampling,
@@ -111,18 +111,20 @@ class _Rollouts:
             stall_timeout_s=rollout.stall_timeout_s,
         )
         self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
-        self._runner = Runner(self._parts, RolloutSettings.model_validate({"mode": "sync", **self._shape}).rules())
-        self._runner.begin(0, StreamPlace(0, {}))
+        self._controller = RolloutController(
+            self._parts, RolloutSettings.model_validate({"mode": "sync", **self._shape}).rules()
+        )
+        self._controller.begin(0, StreamCursor(0, {}))
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
     def batch(self) -> tuple[float, list[Trajectory]]:
         """Generate one; return its seconds and its trajectories."""
-        self._runner.publish(self._weights.tensors, PolicyVersion("profile", self._version))
+        self._controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
         self.spans = []
         started = time.perf_counter()
-        groups = self._runner.next_batch()
+        groups = self._controller.next_batch()
         seconds = time.perf_counter() - started
         self._version += 1
         self._journal.consumed(self._version, [group.group_id for group in groups])
@@ -132,18 +134,18 @@ class _Rollouts:
         """Train in a thread of its own while engines that are always full go on, as `async` does; return the seconds of
         a train step and the tokens that come in a second."""
         keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE, **self._shape}
-        runner = Runner(self._parts, RolloutSettings.model_validate(keys).rules())
-        runner.begin(self._version, self._runner.place)
+        controller = RolloutController(self._parts, RolloutSettings.model_validate(keys).rules())
+        controller.begin(self._version, self._controller.place)
         seconds: list[float] = []
         rates: list[float] = []
         for _ in range(REPEATS + 1):  # the first one warms up
-            runner.publish(self._weights.tensors, PolicyVersion("profile", self._version))
+            controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
             self._version += 1
-            runner.next_batch()
+            controller.next_batch()
             before, started = self.port.stats().decoded_tokens, time.perf_counter()
             with ThreadPoolExecutor(1, "trainer") as pool:
                 future = pool.submit(_step_s, trainer, _batch(trainer, trajectories, *TRAIN_KINDS[0], longest))
-                runner.run_until(lambda timeout_s, future=future: bool(wait([future], timeout_s).done))  # type: ignore[misc]
+                controller.run_until(lambda timeout_s, future=future: bool(wait([future], timeout_s).done))  # type: ignore[misc]
             seconds.append(future.result())
             rates.append((self.port.stats().decoded_tokens - before) / (time.perf_counter() - started))
         return statistics.median(seconds[1:]), statistics.median(rates[1:])
@@ -165,7 +167,7 @@ class _Rollouts:
         self._journal.close()
 
 
-def take_turns(recipe: Recipe, threads: int, say: Say) -> Turns:
+def take_turns(recipe: Recipe, threads: int, say: Say) -> StepTimings:
     """Generate and train in turns, as often as there are kinds of train steps; then at the same time."""
     trainer = _trainer(recipe)
     with tempfile.TemporaryDirectory() as directory:
@@ -176,7 +178,7 @@ def take_turns(recipe: Recipe, threads: int, say: Say) -> Turns:
             rollouts.close()
 
 
-def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> Turns:
+def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> StepTimings:
     times: list[float] = []
     seen: list[Trajectory] = []
     train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]
@@ -190,13 +192,13 @@ def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: 
         train[kind].append((_step_s(trainer, batch), _num_tokens(batch) / len(trajectories)))
     count, lengths = len(trajectories), _lengths(recipe, seen)
     mean = round(lengths.output.mean)
-    rollout = Measured("rollout", count, mean, statistics.median(times[len(TRAIN_KINDS) :]))
+    rollout = Measurement("rollout", count, mean, statistics.median(times[len(TRAIN_KINDS) :]))
     say(f"a batch of {count} responses, {mean} tokens on average: {rollout.seconds:.3f} s")
     points = []
     for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first one warms up
         tokens = round(statistics.fmean(each for _, each in found[1:]))
         seconds = statistics.median(each for each, _ in found[1:])
-        points.append(Measured("train", count, tokens, seconds, trained_share=share))
+        points.append(Measurement("train", count, tokens, seconds, trained_share=share))
         taught = f"{tokens} tokens, {share:.0%} with an advantage"
         say(f"train, {count} trajectories of {taught}: {points[-1].tokens_per_s:,.0f} tokens/s")
     handover_s, beside = 0.0, None
@@ -205,10 +207,10 @@ def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: 
     if recipe.engine.processes and torch_device(recipe.model.device).type == "cpu":
         fewer = max(1, threads - recipe.engine.processes)
         torch.set_num_threads(fewer)
-        beside = Beside(fewer, *rollouts.beside(trainer, trajectories, longest))
+        beside = OverlapMeasurement(fewer, *rollouts.beside(trainer, trajectories, longest))
         torch.set_num_threads(threads)
         say(f"at the same time: {beside.tokens_per_s:,.0f} tokens/s, a train step of {beside.train_s:.3f} s")
-    return Turns(rollout, points, beside, lengths, handover_s, _publish_s(recipe, trainer))
+    return StepTimings(rollout, points, beside, lengths, handover_s, _publish_s(recipe, trainer))
 
 
 def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
@@ -237,7 +239,7 @@ def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, 
     """Trajectories as they came out, so many times as long; rewards differ in a share of the groups."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
-    groups: dict[int, list[Judged]] = {}
+    groups: dict[int, list[ScoredTrajectory]] = {}
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, 60, (count,), generator=generator).tolist())
@@ -249,7 +251,7 @@ def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, 
         teaches = math.floor((t.group_id + 1) * share) > math.floor(t.group_id * share)
         reward = float(teaches and t.sample_index % 2 == 0)
         made = Trajectory(t.group_id, t.sample_index, ids(prompt), (segment,), FinishReason.LENGTH)
-        groups.setdefault(t.group_id, []).append(Judged(made, Judgement(reward, {}, reward > 0)))
+        groups.setdefault(t.group_id, []).append(ScoredTrajectory(made, RewardResult(reward, {}, reward > 0)))
     prompts = Prompt("0", "profile", (Message("user", ""),))
     return Batch(version + 1, tuple(Group(group_id, prompts, tuple(found)) for group_id, found in groups.items()))
 

@@ -17,7 +17,7 @@ LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(
 """Sections of which a recipe may have several."""
 
 
-class Key(msgspec.Struct, frozen=True):
+class RecipeKey(msgspec.Struct, frozen=True):
     """One key of a recipe."""
 
     section: str
@@ -29,7 +29,7 @@ class Key(msgspec.Struct, frozen=True):
     meaning: str
 
 
-def recipe_keys(section: str | None = None) -> list[Key]:
+def recipe_keys(section: str | None = None) -> list[RecipeKey]:
     """Return the keys of one section or of all, those of `baton train` before those only `baton sft` knows."""
     found = list(dict.fromkeys([*_keys(Recipe), *_keys(WarmStart)]))
     if section is None:
@@ -43,7 +43,7 @@ def recipe_keys(section: str | None = None) -> list[Key]:
     return chosen
 
 
-def _keys(kind: type[BaseModel]) -> Iterator[Key]:
+def _keys(kind: type[BaseModel]) -> Iterator[RecipeKey]:
     nested = {name: _section_type(field) for name, field in kind.model_fields.items()}
     for name, field in kind.model_fields.items():
         if nested[name] is None:
@@ -59,8 +59,8 @@ def _section_type(field: FieldInfo) -> type[BaseModel] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def _key(section: str, name: str, field: FieldInfo) -> Key:
+def _key(section: str, name: str, field: FieldInfo) -> RecipeKey:
     annotation = field.annotation
     shown = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     default = None if field.is_required() else repr(field.get_default(call_default_factory=True))
-    return Key(section, name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))
+    return RecipeKey(section, name, shown.replace("typing.", ""), default, " ".join((field.description or "").split()))

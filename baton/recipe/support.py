@@ -22,7 +22,7 @@ ARCHITECTURES_IN_README = 6
 """Names of one refusal that the README shows; docs/support.md has all of them."""
 
 
-class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One dimension in which runs differ."""
 
     name: str
@@ -32,7 +32,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether two values that are not the defaults of their axes need a test of the two together."""
 
 
-class Support(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is known of runs that have one of these values on each of these axes; one of the three texts is given."""
 
     when: dict[str, tuple[str, ...]]
@@ -60,17 +60,17 @@ class Support(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None if None in found.values() else {axis: str(value) for axis, value in found.items()}
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SupportTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
-    axis: tuple[Axis, ...]
-    support: tuple[Support, ...]
+    axis: tuple[SupportAxis, ...]
+    support: tuple[SupportEntry, ...]
 
 
 @cache
-def support_table() -> Table:
+def support_table() -> SupportTable:
     """Read `support.toml`, which is a part of the package."""
-    return msgspec.toml.decode(files("baton.recipe").joinpath("support.toml").read_bytes(), type=Table)
+    return msgspec.toml.decode(files("baton.recipe").joinpath("support.toml").read_bytes(), type=SupportTable)
 
 
 def check_support(run: Run) -> None:
@@ -100,7 +100,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_single(entry: Support, axis: str) -> bool:
+def _is_single(entry: SupportEntry, axis: str) -> bool:
     """Whether an entry is about an axis by itself: no other axis, or nothing but defaults."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())
@@ -157,7 +157,7 @@ def _without_key(sentence: str) -> str:
     return sentence if " " in key else rest
 
 
-def _reason(entry: Support) -> str:
+def _reason(entry: SupportEntry) -> str:
     """The test as code; a sentence with its placeholders named in words."""
     if entry.test:
         return f"`{entry.test}`"

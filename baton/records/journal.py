@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from baton.errors import StorageFault
 from baton.files import flush_to_disk
-from baton.types import Judged, Prompt, Segment, Trajectory
+from baton.types import Prompt, ScoredTrajectory, Segment, Trajectory
 
 FORMAT = 2
 """Kept as SQLite's `user_version`."""
@@ -35,20 +35,20 @@ CREATE TABLE IF NOT EXISTS entries (
 """
 """kind and what it is about → content:
 
-    group        group id                          Issued
+    group        group id                          IssuedGroup
     segments     group id, sample, token offset    segments of an unfinished trajectory
     finished     group id, sample                  Trajectory
-    judged       group id, sample                  Judged
+    judged       group id, sample                  ScoredTrajectory
     consumed     group id                          the step whose batch has it
     discarded    group id                          why
     batch        step                              what the rollout side counted for it
-    place                                          StreamPlace
+    place                                          StreamCursor
     last_step                                      the last step whose batch was recorded
 """
 _OF_A_GROUP = "('group', 'segments', 'finished', 'judged', 'consumed', 'discarded')"
 
 
-class Issued(msgspec.Struct, frozen=True):
+class IssuedGroup(msgspec.Struct, frozen=True):
     """A group as it was opened."""
 
     group_id: int
@@ -64,14 +64,14 @@ class Issued(msgspec.Struct, frozen=True):
 class OpenGroup(msgspec.Struct, frozen=True):
     """A group that is in no batch."""
 
-    issued: Issued
+    issued: IssuedGroup
     members: tuple[Trajectory, ...]
     """[G] with what they had when it was last reported."""
-    judged: dict[int, Judged]
+    judged: dict[int, ScoredTrajectory]
     """By sample index."""
 
 
-class StreamPlace(msgspec.Struct, frozen=True):
+class StreamCursor(msgspec.Struct, frozen=True):
     """Where the prompts go on."""
 
     next_group_id: int
@@ -122,7 +122,7 @@ class Journal:
             if digest != _digest(key, content):
                 raise sqlite3.DatabaseError(f"the entry {key} does not have the digest that it was written with")
 
-    def issued(self, group: Issued, place: StreamPlace) -> None:
+    def issued(self, group: IssuedGroup, place: StreamCursor) -> None:
         """A group has been opened, and the stream of prompts is where it is."""
         self._put("group", group.group_id, content=group)
         self._put("place", content=place)
@@ -139,7 +139,7 @@ class Journal:
         self._remove("judged", *key)
         self._put("finished", *key, content=trajectory)
 
-    def judged(self, judged: Judged) -> None:
+    def judged(self, judged: ScoredTrajectory) -> None:
         """… and judged, or known to have no judgement."""
         self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
@@ -210,9 +210,9 @@ class Journal:
         found = self._get("batch", dict[str, float], step)
         return {} if found is None else found
 
-    def place(self) -> StreamPlace | None:
+    def place(self) -> StreamCursor | None:
         """Where the prompts go on; None where none was ever taken."""
-        found: StreamPlace | None = self._get("place", StreamPlace)
+        found: StreamCursor | None = self._get("place", StreamCursor)
         return found
 
     def last_step(self) -> int:
@@ -222,7 +222,7 @@ class Journal:
     def open_groups(self, step: float = math.inf) -> list[OpenGroup]:
         """The groups that are in no batch up to `step`, in the order of their ids."""
         gone = {*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))}
-        groups = [_unpack(content, Issued) for number, content in self._entries("group") if number not in gone]
+        groups = [_unpack(content, IssuedGroup) for number, content in self._entries("group") if number not in gone]
         return [self._open_group(issued) for issued in groups]
 
     def groups_of(self, step: int) -> list[int]:
@@ -233,17 +233,17 @@ class Journal:
         steps = {number: _unpack(content, int) for number, content in self._entries("consumed")}
         return {group_id: step for group_id, step in steps.items() if step <= up_to}
 
-    def _open_group(self, issued: Issued) -> OpenGroup:
+    def _open_group(self, issued: IssuedGroup) -> OpenGroup:
         group_id = issued.group_id
         members = [Trajectory(group_id, index, issued.prompt_ids) for index in range(issued.group_size)]
-        judged: dict[int, Judged] = {}
+        judged: dict[int, ScoredTrajectory] = {}
         for kind, index, offset, content in self._db.execute(
             "SELECT kind, sample, token_offset, content FROM entries WHERE number = ? "
             "AND kind IN ('segments', 'finished', 'judged') ORDER BY kind = 'finished', sample, token_offset",
             (group_id,),
         ).fetchall():
             if kind == "judged":
-                judged[index] = _unpack(content, Judged)
+                judged[index] = _unpack(content, ScoredTrajectory)
             elif kind == "finished":
                 members[index] = _unpack(content, Trajectory)
             elif offset == members[index].num_tokens:

@@ -28,7 +28,7 @@ from baton.files import make_directory, write_whole
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LockHolder(msgspec.Struct, frozen=True):
     """Who holds a run's directory."""
 
     epoch: int
@@ -47,7 +47,7 @@ class Holder(msgspec.Struct, frozen=True):
 class RunLock:
     """A run's directory, held by this process."""
 
-    def __init__(self, directory: Path, file: IO[bytes], holder: Holder, made: Sequence[Path]) -> None:
+    def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
         """made: the directories that were not there before, lowest first."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
@@ -64,7 +64,7 @@ class RunLock:
             )
         since = datetime.now(UTC).isoformat(timespec="seconds")
         epoch = 1 if before is None else before.epoch + 1
-        holder = Holder(epoch, os.getpid(), socket.gethostname(), since, tuple(sys.argv))
+        holder = LockHolder(epoch, os.getpid(), socket.gethostname(), since, tuple(sys.argv))
         _write(directory, holder)
         return cls(directory, file, holder, made)
 
@@ -110,12 +110,12 @@ def _lock(directory: Path) -> IO[bytes]:
         file.close()  # its last holder has removed it
 
 
-def _read(directory: Path) -> Holder | None:
+def _read(directory: Path) -> LockHolder | None:
     try:
-        return msgspec.json.decode((directory / "holder.json").read_bytes(), type=Holder)
+        return msgspec.json.decode((directory / "holder.json").read_bytes(), type=LockHolder)
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
-def _write(directory: Path, holder: Holder) -> None:
+def _write(directory: Path, holder: LockHolder) -> None:
     write_whole(directory / "holder.json", msgspec.json.encode(holder))

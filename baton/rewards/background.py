@@ -18,7 +18,7 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
 from baton.errors import DeadlineExceeded
-from baton.rewards.calls import Call, Failed, Setup
+from baton.rewards.calls import Call, CallFailure, ScorerSetup
 from baton.rewards.pool import Calls, Outcomes, WorkerPool
 from baton.rewards.remote import ask_remote
 from baton.rewards.settings import JudgeSettings
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class Background:
     """Makes calls apart from the run's own thread. Methods ending in `_call` are coroutines of its loop."""
 
-    def __init__(self, setup: Setup, settings: JudgeSettings) -> None:
+    def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
         """Start the thread; worker processes and connections come with the first call that needs them."""
         self._settings = settings
         self._loop = asyncio.new_event_loop()
@@ -109,7 +109,7 @@ class Background:
 
     def _retrying(self, cause: FailureCause) -> AsyncRetrying:
         def is_worth_a_retry(outcomes: Outcomes) -> bool:
-            return any(isinstance(outcome, Failed) and outcome.cause is cause for outcome in outcomes)
+            return any(isinstance(outcome, CallFailure) and outcome.cause is cause for outcome in outcomes)
 
         def last(state: RetryCallState) -> Any:
             assert state.outcome is not None

@@ -1,9 +1,9 @@
 """What a judge is asked and what it says, in memory and between a run and its worker processes.
 
       run                                       worker process
-      Setup: what it will be asked about  ──▶
+      ScorerSetup: what it will be asked about  ──▶
                                           ◀──   Ready: loaded, or why not
-      Ask: one call                       ──▶
+      ScoreRequest: one call                       ──▶
                                           ◀──   Answer: a value, or why there is none
 
 A frame is four bytes of length (big-endian) and a msgpack body.
@@ -33,14 +33,14 @@ class Call(msgspec.Struct, frozen=True):
     """[L] of the response, as the engine sampled them."""
 
 
-class Value(msgspec.Struct, frozen=True, tag="Value"):
+class CallValue(msgspec.Struct, frozen=True, tag="Value"):
     """What a judge said."""
 
     value: float | None
     """Finite; None where the judge says that it does not apply (TRL's convention only)."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="Failed"):
+class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):
     """Why a judge said nothing."""
 
     cause: FailureCause
@@ -48,12 +48,12 @@ class Failed(msgspec.Struct, frozen=True, tag="Failed"):
     """One sentence without the name of the judge."""
 
 
-Outcome = Value | Failed
+Outcome = CallValue | CallFailure
 
 
 def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> tuple[Outcome, ...]:
     """Return the same failure for each of the responses that were judged together."""
-    return (Failed(cause, detail),) * len(calls)
+    return (CallFailure(cause, detail),) * len(calls)
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, tag="FunctionSpec"):
@@ -112,7 +112,7 @@ class ScoredTask(Protocol):
         """Score an extracted answer in 0..1; only 1 is correct, less is partial credit."""
 
 
-class Setup(msgspec.Struct, frozen=True, tag="Setup"):
+class ScorerSetup(msgspec.Struct, frozen=True, tag="Setup"):
     """The first message to a worker process."""
 
     specs: tuple[Spec, ...]
@@ -122,8 +122,8 @@ class Setup(msgspec.Struct, frozen=True, tag="Setup"):
     """Most that the process may allocate; 0 sets no limit."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag="Ready"):
-    """The answer to `Setup`."""
+class ScorerReady(msgspec.Struct, frozen=True, tag="Ready"):
+    """The answer to `ScorerSetup`."""
 
     error: str | None = None
     """Why something could not be loaded."""
@@ -131,25 +131,25 @@ class Ready(msgspec.Struct, frozen=True, tag="Ready"):
     """What the process is kept from."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="Ask"):
+class ScoreRequest(msgspec.Struct, frozen=True, tag="Ask"):
     """Responses to be judged in one call of the judge: one, or those of a group."""
 
     call_id: int
     spec: int
-    """Place in `Setup.specs`."""
+    """Place in `ScorerSetup.specs`."""
     calls: tuple[Call, ...]
     deadline_s: float
 
 
-class Answer(msgspec.Struct, frozen=True, tag="Answer"):
+class CallResult(msgspec.Struct, frozen=True, tag="Answer"):
     """What came of one call of the judge."""
 
     call_id: int
     outcomes: tuple[Outcome, ...]
-    """As many as `Ask.calls`, in their order."""
+    """As many as `ScoreRequest.calls`, in their order."""
 
 
-FromWorker = Ready | Answer
+FromWorker = ScorerReady | CallResult
 
 HEADER_BYTES = 4
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import UserError
-from baton.rewards.calls import Call, Failed, Outcome, Signature, Value, failed
+from baton.rewards.calls import Call, CallFailure, CallValue, Outcome, Signature, failed
 from baton.rewards.columns import find_reference
 from baton.types import FailureCause, Message
 
@@ -101,7 +101,7 @@ def _outcomes(result: Any, signature: Signature, calls: Sequence[Call]) -> tuple
             raise ValueError(f"has {len(values)} values for {len(calls)} completion(s)")
     except Exception as error:  # noqa: BLE001 - what it returned may be anything too
         return (malformed(result, str(error)),) * len(calls)
-    return tuple(Value(None) if value is None else _outcome(value, signature) for value in values)
+    return tuple(CallValue(None) if value is None else _outcome(value, signature) for value in values)
 
 
 def _outcome(result: Any, signature: Signature) -> Outcome:
@@ -131,17 +131,17 @@ def number(result: Any) -> Outcome:
             return malformed(result, "is not finite")
     if abs(value) > MAX_REWARD:
         return malformed(result, f"is larger than {MAX_REWARD:g} in magnitude; scale it down")
-    return Value(value)
+    return CallValue(value)
 
 
-def malformed(result: Any, why: str) -> Failed:
+def malformed(result: Any, why: str) -> CallFailure:
     """The failure of a judge that returned something, but no judgement."""
     try:
         shown = repr(result)
     except Exception:  # noqa: BLE001 - such as an integer of more digits than Python prints
         shown = "a value that cannot be printed"
     shown = shown if len(shown) <= 80 else shown[:77] + "…"
-    return Failed(FailureCause.MALFORMED, f"returned {shown} ({type(result).__name__}), which {why}")
+    return CallFailure(FailureCause.MALFORMED, f"returned {shown} ({type(result).__name__}), which {why}")
 
 
 def told(error: BaseException, function: RewardFunction | None = None) -> str:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from baton.errors import UserError
-from baton.rewards.calls import Failed, Outcome, Value
+from baton.rewards.calls import CallFailure, CallValue, Outcome
 from baton.types import FailureCause
 
 
@@ -31,18 +31,18 @@ def math_score(answer: str | None, reference: str | None) -> Outcome:
     A reference that math-verify cannot read is a failure: nobody's answer could equal it.
     """
     if answer is None:
-        return Value(0.0)
+        return CallValue(0.0)
     if reference is None:
-        return Failed(FailureCause.MALFORMED, "has no reference answer to compare with")
+        return CallFailure(FailureCause.MALFORMED, "has no reference answer to compare with")
     if answer.strip() == reference.strip():
-        return Value(1.0)
+        return CallValue(1.0)
     import math_verify
 
     gold = _parsed(reference)
     if not gold:
-        return Failed(FailureCause.MALFORMED, f"cannot read the reference {reference[:80]!r} as mathematics")
+        return CallFailure(FailureCause.MALFORMED, f"cannot read the reference {reference[:80]!r} as mathematics")
     # its own timeouts use signal.alarm and swallow what they interrupt; the deadline of the worker process rules
-    return Value(float(math_verify.verify(gold, _parsed(answer), timeout_seconds=None, raise_on_error=True)))
+    return CallValue(float(math_verify.verify(gold, _parsed(answer), timeout_seconds=None, raise_on_error=True)))
 
 
 @lru_cache(maxsize=1024)

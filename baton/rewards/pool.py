@@ -23,7 +23,18 @@ import msgspec
 
 import baton
 from baton.errors import UserError
-from baton.rewards.calls import HEADER_BYTES, Answer, Ask, Call, FromWorker, Outcome, Ready, Setup, failed, frame
+from baton.rewards.calls import (
+    HEADER_BYTES,
+    Call,
+    CallResult,
+    FromWorker,
+    Outcome,
+    ScoreRequest,
+    ScorerReady,
+    ScorerSetup,
+    failed,
+    frame,
+)
 from baton.rewards.isolation import environment
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
@@ -43,13 +54,13 @@ class _Lost(Exception):
 class WorkerPool:
     """Makes calls in worker processes."""
 
-    def __init__(self, setup: Setup, settings: JudgeSettings) -> None:
+    def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
         self._setup = setup
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.workers)
-        self._idle: list[_Worker] = []
-        self._launched: set[asyncio.Task[_Worker]] = set()
-        self._shared: asyncio.Task[_Worker] | None = None
+        self._idle: list[_ScorerProcess] = []
+        self._launched: set[asyncio.Task[_ScorerProcess]] = set()
+        self._shared: asyncio.Task[_ScorerProcess] | None = None
         self._unloadable: str | None = None
         self._isolation = ""
 
@@ -71,7 +82,7 @@ class WorkerPool:
         """Kill every worker process and wait until they are gone."""
         launched = await asyncio.gather(*self._launched, return_exceptions=True)
         for worker in launched:
-            if isinstance(worker, _Worker):
+            if isinstance(worker, _ScorerProcess):
                 worker.kill()
                 await worker.ended()
         if self._shared is not None:
@@ -93,18 +104,18 @@ class WorkerPool:
             self._idle.append(worker)
             return outcomes
 
-    def _take_idle(self) -> _Worker | None:
+    def _take_idle(self) -> _ScorerProcess | None:
         return self._idle.pop() if self._idle else None
 
-    async def _shared_worker(self) -> _Worker:
+    async def _shared_worker(self) -> _ScorerProcess:
         if self._shared is None or (self._shared.done() and not self._shared.result().is_alive):
             self._shared = asyncio.create_task(self._start())
         return await asyncio.shield(self._shared)
 
-    async def _start(self) -> _Worker:
+    async def _start(self) -> _ScorerProcess:
         if self._unloadable:
             raise UserError(self._unloadable)
-        launch = asyncio.create_task(_Worker.launch(self._settings))
+        launch = asyncio.create_task(_ScorerProcess.launch(self._settings))
         self._launched = {task for task in self._launched if not _is_over(task)} | {launch}
         worker = await asyncio.shield(launch)  # asyncio may hang where the start of a process is cancelled; see close
         timeout_s = self._settings.load_timeout_s
@@ -122,11 +133,11 @@ class WorkerPool:
         return worker
 
 
-def _is_over(launch: asyncio.Task[_Worker]) -> bool:
+def _is_over(launch: asyncio.Task[_ScorerProcess]) -> bool:
     return launch.done() and (launch.exception() is not None or not launch.result().is_alive)
 
 
-class _Worker:
+class _ScorerProcess:
     """One process and the calls in its hands."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -134,11 +145,11 @@ class _Worker:
         self.is_alive = True
         self._waiting: dict[int, asyncio.Future[Outcomes]] = {}
         self._next_id = 0
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[ScorerReady] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def launch(cls, settings: JudgeSettings) -> _Worker:
+    async def launch(cls, settings: JudgeSettings) -> _ScorerProcess:
         root = str(Path(baton.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         process = await asyncio.create_subprocess_exec(
@@ -158,7 +169,7 @@ class _Worker:
         )
         return cls(process)
 
-    def set_up(self, setup: Setup) -> Awaitable[Ready]:
+    def set_up(self, setup: ScorerSetup) -> Awaitable[ScorerReady]:
         """Send what it will be asked about. The result raises _Lost when the process ends first."""
         self._send(setup)
         return self._ready
@@ -172,7 +183,7 @@ class _Worker:
         future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
-            self._send(Ask(call_id, spec, calls, deadline_s))
+            self._send(ScoreRequest(call_id, spec, calls, deadline_s))
             return await asyncio.wait_for(future, patience_s)
         finally:
             self._waiting.pop(call_id, None)
@@ -220,7 +231,7 @@ class _Worker:
                 future.set_exception(_Lost(how))
 
     def _take(self, message: FromWorker) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, ScorerReady):
             self._ready.set_result(message)
-        elif isinstance(message, Answer) and (future := self._waiting.get(message.call_id)) and not future.done():
+        elif isinstance(message, CallResult) and (future := self._waiting.get(message.call_id)) and not future.done():
             future.set_result(message.outcomes)

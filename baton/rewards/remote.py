@@ -10,7 +10,7 @@ import asyncio
 import aiohttp
 import msgspec
 
-from baton.rewards.calls import Call, Failed, Outcome
+from baton.rewards.calls import Call, CallFailure, Outcome
 from baton.rewards.functions import malformed, number
 from baton.types import FailureCause
 
@@ -39,20 +39,20 @@ async def ask_remote(session: aiohttp.ClientSession, url: str, call: Call, deadl
             body = await reply.read()
             status = reply.status
     except TimeoutError:
-        return Failed(FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s")
+        return CallFailure(FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s")
     except aiohttp.ClientResponseError as error:
-        return Failed(FailureCause.MALFORMED, f"does not speak HTTP: {error.message}")
+        return CallFailure(FailureCause.MALFORMED, f"does not speak HTTP: {error.message}")
     except (aiohttp.ClientError, OSError) as error:
-        return Failed(FailureCause.UNREACHABLE, f"cannot be reached: {error or type(error).__name__}")
+        return CallFailure(FailureCause.UNREACHABLE, f"cannot be reached: {error or type(error).__name__}")
     shown = body[:80].decode(errors="replace")
     if status >= 500 or status in BUSY:
-        return Failed(FailureCause.UNREACHABLE, f"answered with status {status}: {shown!r}")
+        return CallFailure(FailureCause.UNREACHABLE, f"answered with status {status}: {shown!r}")
     if status >= 300:
-        return Failed(FailureCause.RAISED, f"refused with status {status}: {shown!r}")
+        return CallFailure(FailureCause.RAISED, f"refused with status {status}: {shown!r}")
     try:
         said = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        return Failed(FailureCause.MALFORMED, f"answered {shown!r}, which is no JSON")
+        return CallFailure(FailureCause.MALFORMED, f"answered {shown!r}, which is no JSON")
     if isinstance(said, dict):
         key = next((k for k in ("reward", "score") if k in said), None)
         if key is None:

@@ -23,13 +23,24 @@ from pydantic import Field, model_validator
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards.answer import AnswerFormat, extract_answer, meets_format
-from baton.rewards.calls import Call, Failed, FunctionSpec, MathSpec, Outcome, ScoredTask, Setup, Signature, Spec, Value
+from baton.rewards.calls import (
+    Call,
+    CallFailure,
+    CallValue,
+    FunctionSpec,
+    MathSpec,
+    Outcome,
+    ScoredTask,
+    ScorerSetup,
+    Signature,
+    Spec,
+)
 from baton.rewards.functions import MAX_REWARD, call_here, detect_signature, import_function, is_async, number, told
 from baton.rewards.mathematics import check_installed
 from baton.rewards.settings import JudgeSettings
 from baton.rewards.warnings import RewardWarnings
 from baton.settings import Settings
-from baton.types import FailureCause, Group, Judged, Judgement, Prompt, Trajectory
+from baton.types import FailureCause, Group, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
     from baton.rewards.background import Background
@@ -112,7 +123,7 @@ class _Here:
     sees_groups: bool = False
 
 
-class Judge:
+class RewardScorer:
     """Judges responses of all tasks of a recipe. Nothing is started before a call needs it; `close` ends it all."""
 
     def __init__(
@@ -132,7 +143,7 @@ class Judge:
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
         self._background_: Background | None = None
-        self._finished: queue.SimpleQueue[tuple[list[int], Future[list[Judgement]] | list[Judgement]]] = (
+        self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
             queue.SimpleQueue()
         )
         self._waiting: dict[int, Trajectory] = {}
@@ -159,7 +170,7 @@ class Judge:
             return ""
         return self._background().run(self._background().start_call()).result(self.patience_s)
 
-    def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> Judgement:
+    def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> RewardResult:
         """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
         begun = self._begin(prompt, [response], [token_ids])
         try:
@@ -183,12 +194,12 @@ class Judge:
         else:
             begun.add_done_callback(lambda done: self._finished.put((places, done)))
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return what has been judged, waiting at most `timeout_s` for the first.
 
         Raises UserError where a judge cannot work at all, and DeadlineExceeded naming who gave no sign for too long.
         """
-        found: list[Judged] = []
+        found: list[ScoredTrajectory] = []
         while self._waiting:
             try:
                 finished = self._finished.get(timeout=0.0 if found else timeout_s)
@@ -205,7 +216,7 @@ class Judge:
             )
         return found
 
-    def drain(self, check: Callable[[], None] = lambda: None) -> Iterator[Judged]:
+    def drain(self, check: Callable[[], None] = lambda: None) -> Iterator[ScoredTrajectory]:
         """Yield all that was submitted and not yet collected, waiting for it as `collect` does.
 
         check: called about once a second; what it raises ends the wait.
@@ -221,7 +232,7 @@ class Judge:
         if background is not None:
             background.close()
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> RewardScorer:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -229,7 +240,7 @@ class Judge:
 
     def _begin(
         self, prompt: Prompt, responses: Sequence[str], token_ids: Sequence[Sequence[int]]
-    ) -> Future[list[Judgement]] | list[Judgement]:
+    ) -> Future[list[RewardResult]] | list[RewardResult]:
         calls = tuple(
             Call(prompt, response, extract_answer(response, self._format), tuple(ids))
             for response, ids in zip(responses, token_ids, strict=True)
@@ -245,7 +256,9 @@ class Judge:
             return self._judgements(calls, outcomes)
         return self._background().run(self._ask_all(calls, outcomes, asked))
 
-    async def _ask_all(self, calls: Calls, outcomes: dict[str, Outcomes], asked: dict[str, _Asked]) -> list[Judgement]:
+    async def _ask_all(
+        self, calls: Calls, outcomes: dict[str, Outcomes], asked: dict[str, _Asked]
+    ) -> list[RewardResult]:
         once = {judge.who: judge for judge in asked.values()}  # `math` may be both the scorer and a part
         said = dict(zip(once, await asyncio.gather(*(self._ask(j, calls) for j in once.values())), strict=True))
         return self._judgements(calls, outcomes | {name: said[judge.who] for name, judge in asked.items()})
@@ -258,7 +271,7 @@ class Judge:
     async def _watched(self, judge: _Asked, calls: Calls) -> Outcomes:
         """Ask a judge; after too many calls without an answer see whether it is the judge or the responses."""
         if judge.needs_answer and calls[0].answer is None:
-            return (Value(0.0),)
+            return (CallValue(0.0),)
         outcomes = await judge.ask(calls)
         if _is_answered(outcomes):
             self._unanswered[judge.who], self._answered[judge.who] = 0, calls
@@ -270,7 +283,7 @@ class Judge:
             prompt = calls[0].prompt
             probe = known or (Call(prompt, prompt.answer or "", prompt.answer),) * len(calls)
             said = await judge.ask(probe)
-            if not _is_answered(said) and isinstance(refusal := said[0], Failed):
+            if not _is_answered(said) and isinstance(refusal := said[0], CallFailure):
                 what = "what it had answered before" if known else "the reference answer as a response"
                 raise UserError(
                     f"{judge.who} left {count} calls in a row unanswered, and then {what}, which {refusal.detail}; "
@@ -278,13 +291,13 @@ class Judge:
                 )
         return outcomes
 
-    def _judgements(self, calls: Calls, outcomes: dict[str, Outcomes]) -> list[Judgement]:
+    def _judgements(self, calls: Calls, outcomes: dict[str, Outcomes]) -> list[RewardResult]:
         return [
             self._judgement(call, {name: said[index] for name, said in outcomes.items()})
             for index, call in enumerate(calls)
         ]
 
-    def _judgement(self, call: Call, outcomes: dict[str, Outcome]) -> Judgement:
+    def _judgement(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
         """Put the outcomes together: those of the parts by name, the scorer's under the empty name."""
         score = outcomes.get("")
         failure = _first_failure(self._who("", call), score)
@@ -292,7 +305,7 @@ class Judge:
         for reward in self._rewards:
             outcome = score if reward.kind in NEEDS_SCORER else outcomes[reward.name]
             failure = failure or _first_failure(self._who(reward.name, call), outcome)
-            if isinstance(outcome, Value) and outcome.value is not None:
+            if isinstance(outcome, CallValue) and outcome.value is not None:
                 parts[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
         if failure is None and not parts:
             failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
@@ -301,12 +314,12 @@ class Judge:
             said = f"the weighted sum of the reward parts is {total:g}, beyond {MAX_REWARD:g} in magnitude"
             failure = FailureCause.MALFORMED, f"{said}: lower the weights in [[reward]]"
         if failure is not None:
-            return Judgement(0.0, parts, False, call.answer, failure[1], failure[0])
-        if isinstance(score, Value):
+            return RewardResult(0.0, parts, False, call.answer, failure[1], failure[0])
+        if isinstance(score, CallValue):
             is_correct = score.value is not None and score.value >= 1.0
         else:
             is_correct = all(parts.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
-        return Judgement(total, parts, is_correct, call.answer)
+        return RewardResult(total, parts, is_correct, call.answer)
 
     def _who(self, name: str, call: Call) -> str:
         judge = self._parts.get(name) if name else self._scorers[call.prompt.task]
@@ -334,7 +347,7 @@ class Judge:
             try:
                 return number(task.score(call.answer, call.prompt.answer, call.prompt.metadata))
             except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
-                return Failed(FailureCause.RAISED, f"raised {told(error)}")
+                return CallFailure(FailureCause.RAISED, f"raised {told(error)}")
 
         return _each(score_here)
 
@@ -343,12 +356,12 @@ class Judge:
         match reward.kind:
             case "exact":
                 return _each(
-                    lambda call: Value(
+                    lambda call: CallValue(
                         float(call.answer is not None and call.answer == (call.prompt.answer or "").strip())
                     )
                 )
             case "format":
-                return _each(lambda call: Value(float(meets_format(call.response, self._format))))
+                return _each(lambda call: CallValue(float(meets_format(call.response, self._format))))
             case "math":
                 return self._in_worker(MathSpec(), str(MathSpec()), reward, needs_answer=True)
             case "http":
@@ -410,7 +423,7 @@ class Judge:
         if self._background_ is None:
             from baton.rewards.background import Background  # brings aiohttp, which most recipes never need
 
-            setup = Setup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
+            setup = ScorerSetup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
             self._background_ = Background(setup, self._settings)
         return self._background_
 
@@ -423,13 +436,15 @@ class Judge:
         judges = [*self._scorers.values(), *self._parts.values()]
         return ", ".join(dict.fromkeys(j.who for j in judges if isinstance(j, _Asked)))
 
-    def _take(self, finished: tuple[list[int], Future[list[Judgement]] | list[Judgement]]) -> list[Judged]:
+    def _take(
+        self, finished: tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]
+    ) -> list[ScoredTrajectory]:
         places, said = finished
         trajectories = [self._waiting.pop(place) for place in places]
         judgements = said if isinstance(said, list) else said.result()
         for judgement in judgements:
             self.warnings.count(judgement)
-        return [Judged(t, j) for t, j in zip(trajectories, judgements, strict=True)]
+        return [ScoredTrajectory(t, j) for t, j in zip(trajectories, judgements, strict=True)]
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
@@ -454,8 +469,8 @@ def _each(score: Callable[[Call], Outcome]) -> _Here:
 def _is_answered(outcomes: Outcomes) -> bool:
     """Whether a judge has answered, be it that it raised, rather than hung, crashed or been away."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
-    return any(isinstance(o, Value) or o.cause in answered for o in outcomes)
+    return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 
 
 def _first_failure(who: str, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
-    return (outcome.cause, f"{who} {outcome.detail}") if isinstance(outcome, Failed) else None
+    return (outcome.cause, f"{who} {outcome.detail}") if isinstance(outcome, CallFailure) else None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.types import FailureCause, FinishReason, Group, Judgement
+from baton.types import FailureCause, FinishReason, Group, RewardResult
 
 MAX_EXPLAINED = 10
 """Kinds of failure whose cause is told; more are only counted."""
@@ -30,7 +30,7 @@ class RewardWarnings:
         self._equal_steps = 0
         self._next_warning = EQUAL_STEPS
 
-    def count(self, judgement: Judgement) -> None:
+    def count(self, judgement: RewardResult) -> None:
         """Take a judgement, also of a trajectory that will be in no batch."""
         self._judged += 1
         if judgement.failure is None:

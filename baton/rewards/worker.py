@@ -22,14 +22,14 @@ from typing import TypeVar
 import msgspec
 
 from baton.rewards.calls import (
-    Answer,
-    Ask,
     Call,
+    CallResult,
     FunctionSpec,
     Outcome,
-    Ready,
+    ScoreRequest,
+    ScorerReady,
+    ScorerSetup,
     ScorerSpec,
-    Setup,
     Spec,
     failed,
 )
@@ -38,7 +38,7 @@ from baton.rewards.isolation import keep
 from baton.types import FailureCause
 
 Judge = Callable[[tuple[Call, ...]], Awaitable[tuple[Outcome, ...]]]
-Message = TypeVar("Message", Setup, Ask)
+Message = TypeVar("Message", ScorerSetup, ScoreRequest)
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a reward function prints must not meet our messages
     sys.stdout = os.fdopen(1, "w", buffering=1)  # line by line: this process may be ended before it has filled a block
-    setup = _receive(inbox, Setup)
+    setup = _receive(inbox, ScorerSetup)
     if setup is None:
         return
     sys.path[:] = [str(Path(place).absolute()) for place in setup.sys_path]
@@ -58,11 +58,11 @@ def main() -> None:
         try:
             judges.append(_judge(spec))
         except BaseException as error:  # noqa: BLE001 - whatever an import raises, the run has to hear of it
-            _send(outbox, Ready(f"{spec} cannot be loaded in a worker process: {told(error)}"))
+            _send(outbox, ScorerReady(f"{spec} cannot be loaded in a worker process: {told(error)}"))
             return
     os.chdir(isolation.scratch)
     os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
-    _send(outbox, Ready(isolation=isolation.description))
+    _send(outbox, ScorerReady(isolation=isolation.description))
     asyncio.run(_serve(judges, inbox, outbox))
 
 
@@ -70,27 +70,27 @@ async def _serve(judges: list[Judge], inbox: Connection, outbox: Connection) -> 
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
-    def begin(ask: Ask) -> None:
+    def begin(ask: ScoreRequest) -> None:
         task = loop.create_task(_answer(judges[ask.spec], ask, outbox))
         running.add(task)
         task.add_done_callback(running.discard)
 
     def listen() -> None:
-        while (ask := _receive(inbox, Ask)) is not None:
+        while (ask := _receive(inbox, ScoreRequest)) is not None:
             loop.call_soon_threadsafe(begin, ask)
 
     threading.Thread(target=listen, daemon=True).start()
     await asyncio.Event().wait()
 
 
-async def _answer(judge: Judge, ask: Ask, outbox: Connection) -> None:
+async def _answer(judge: Judge, ask: ScoreRequest, outbox: Connection) -> None:
     limit = asyncio.timeout(ask.deadline_s)  # of asynchronous judges; the run kills those that never let go
     try:
         async with limit:
             outcomes = await judge(ask.calls)
     except TimeoutError:
         outcomes = failed(ask.calls, FailureCause.TIMEOUT, f"gave no answer within {ask.deadline_s:g} s")
-    _send(outbox, Answer(ask.call_id, outcomes))
+    _send(outbox, CallResult(ask.call_id, outcomes))
 
 
 def _judge(spec: Spec) -> Judge:

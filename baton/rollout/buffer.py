@@ -19,7 +19,7 @@ Stale = Literal["mask", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class TakeResult:
     """What a wish for a batch led to."""
 
     group_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class Buffer:
         del self._open[group_id]
         self._complete.pop(group_id, None)
 
-    def take(self, version: int) -> Take:
+    def take(self, version: int) -> TakeResult:
         """Return a batch for the trainer at `version`, which makes `version + 1`, if there is one."""
         floor = version - self._max_staleness
         expired: tuple[int, ...] = ()
@@ -78,11 +78,11 @@ class Buffer:
                 self.closed(group_id)
         chosen = self._choice()
         if len(chosen) < self._batch_groups:
-            return Take((), expired)
+            return TakeResult((), expired)
         for group_id in chosen:
             assert self._stale != "drop" or self._complete[group_id] >= floor, f"group {group_id} is too old to train"
             self.closed(group_id)
-        return Take(tuple(chosen), expired)
+        return TakeResult(tuple(chosen), expired)
 
     def _choice(self) -> dict[int, None]:
         """At most `batch_groups` groups, in the order in which they are consumed."""

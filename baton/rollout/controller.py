@@ -1,7 +1,7 @@
 """Carries out the scheduler's decisions: leases out through a worker port, reports in, judgements asked for.
 
       source ──prompt──▶ ┌────────┐ ══ lease, abort ══▶ worker port ══▶ engine
-                         │ Runner │ ◀══ reports, retries ═════════════════┘
+                         │ RolloutController │ ◀══ reports, retries ═════════════════┘
       judge ◀─finished── │        │ ──events──▶ RolloutScheduler ──commands──▶ back here
         └───judgement──▶ └────────┘ ──▶ journal
 
@@ -19,35 +19,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import EngineFault
-from baton.records.journal import Issued, OpenGroup, StreamPlace
+from baton.records.journal import IssuedGroup, OpenGroup, StreamCursor
 from baton.rollout.events import (
-    Abort,
+    AbortTrajectory,
     Assign,
-    BatchWanted,
+    BatchRequested,
     Capacity,
     Command,
     Deliver,
     Discard,
+    DispatchPaused,
+    DispatchResumed,
     Event,
     Finished,
-    Grew,
+    LeaseEnded,
     Load,
-    Lost,
     Open,
-    Paused,
-    PutDown,
     Restart,
-    Resumed,
     Revoked,
     Rewarded,
-    Serving,
-    VersionMade,
+    TokensLost,
+    TokensReceived,
+    VersionServed,
+    VersionTrained,
 )
-from baton.rollout.parts import Parts
+from baton.rollout.parts import RolloutParts
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
 from baton.rollout.stall import StallWatch
-from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory
+from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.trajectories import append_report, check_room
 from baton.types import Abort as AbortLease
 from baton.types import (
@@ -55,11 +55,11 @@ from baton.types import (
     FromPort,
     FromWorker,
     Group,
-    Judged,
     Lease,
     PolicyVersion,
     Report,
     Retry,
+    ScoredTrajectory,
     Trajectory,
     WorkLost,
     WorkRevoked,
@@ -73,15 +73,15 @@ SHORT_WAIT_S = 0.02
 
 @dataclass(slots=True)
 class _Group:
-    issued: Issued
+    issued: IssuedGroup
     members: list[Trajectory]
-    judged: dict[int, Judged]
+    judged: dict[int, ScoredTrajectory]
 
 
-class Runner:
+class RolloutController:
     """The rollout side of a run."""
 
-    def __init__(self, parts: Parts, rules: Rules) -> None:
+    def __init__(self, parts: RolloutParts, rules: Rules) -> None:
         self._parts, self.rules = parts, rules
         self._watch = StallWatch(parts.port, parts.stall_timeout_s)
         self._groups: dict[int, _Group] = {}
@@ -100,7 +100,7 @@ class Runner:
     def begin(
         self,
         version: int,
-        place: StreamPlace,
+        place: StreamCursor,
         carried: Sequence[OpenGroup] = (),
         *,
         num_batches: float = math.inf,
@@ -126,14 +126,14 @@ class Runner:
         self._look_at_capacity()
 
     @property
-    def place(self) -> StreamPlace:
+    def place(self) -> StreamCursor:
         """Where prompts and group ids go on."""
-        return StreamPlace(self._next_group_id, dict(self._parts.source.position))
+        return StreamCursor(self._next_group_id, dict(self._parts.source.position))
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Have the worker serve a version, and return once it does. Raises Stopped."""
         self._tensors, self._version = tensors, version
-        self._tell(VersionMade(self._now_s(), version.number))
+        self._tell(VersionTrained(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
@@ -144,7 +144,7 @@ class Runner:
         """
         self._on_judged = on_judged
         on_judged(sum(len(group.judged) for group in self._groups.values()))
-        self._tell(BatchWanted(self._now_s()))
+        self._tell(BatchRequested(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
             if self.rules.mode != "async":  # the worker is idle from here to the next batch
@@ -169,16 +169,16 @@ class Runner:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Free the worker and the judges for something else; running rollouts are aborted, and resumed afterwards."""
-        self._tell(Paused(self._now_s()))
+        self._tell(DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
         yield
-        self._tell(Resumed(self._now_s()))
+        self._tell(DispatchResumed(self._now_s()))
 
     def put_down(self, longest_s: float) -> None:
         """Have the worker report what it has made, and no more, before the run ends; wait at most so long for it."""
         until_s = self._now_s() + longest_s
         if not self._is_loading:  # else the worker was left in the middle of a load, and cannot be asked
-            self._tell(Paused(self._now_s()))
+            self._tell(DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
         if self._parts.journal is not None:
@@ -191,7 +191,7 @@ class Runner:
 
     def made(self, version: int) -> None:
         """The trainer has made a version that is not published."""
-        self._tell(VersionMade(self._now_s(), version, is_published=False))
+        self._tell(VersionTrained(self._now_s(), version, is_published=False))
 
     # ---- the pump ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Runner:
     def _hear(self, message: FromPort) -> None:
         match message:
             case WorkLost(cause=cause, num_tokens=num_tokens):
-                self._tell(Lost(self._now_s(), cause, num_tokens))
+                self._tell(TokensLost(self._now_s(), cause, num_tokens))
             case WorkRevoked():
                 self._revoke(message)
             case _:
@@ -275,12 +275,12 @@ class Runner:
         self._write_down(trajectory, grown, message)
         for segment in message.segments:
             if segment.author is Author.POLICY:
-                self._tell(Grew(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
+                self._tell(TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
         if grown.finish_reason is not None:
             self._ask_judges(group, [grown])
             self._tell(Finished(self._now_s(), *key))
         elif message.is_aborted:
-            self._tell(PutDown(self._now_s(), *key))
+            self._tell(LeaseEnded(self._now_s(), *key))
 
     def _write_down(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
         journal = self._parts.journal
@@ -299,7 +299,7 @@ class Runner:
                 f"(last: {trajectory.name})"
             )
         self._end_lease(retry.lease_id)
-        self._tell(PutDown(self._now_s(), trajectory.group_id, trajectory.sample_index))
+        self._tell(LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
 
     def _end_lease(self, lease_id: int) -> None:
         del self._lease_of[self._leases.pop(lease_id)]
@@ -314,7 +314,7 @@ class Runner:
             if together:
                 judges.submit(together, group.issued.prompt, [text(t.token_ids) for t in together])
 
-    def _take_judgement(self, judged: Judged) -> None:
+    def _take_judgement(self, judged: ScoredTrajectory) -> None:
         self._num_judging -= 1
         trajectory, judgement = judged.trajectory, judged.judgement
         group = self._groups.get(trajectory.group_id)
@@ -327,7 +327,7 @@ class Runner:
         reward = judgement.reward if judgement.is_judged else None
         self._tell(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
-    def _is_first(self, judged: Judged) -> bool:
+    def _is_first(self, judged: ScoredTrajectory) -> bool:
         """Whether it has no judgement yet; a whole group is judged again when one of it was revoked."""
         group = self._groups.get(judged.trajectory.group_id)
         return group is None or judged.trajectory.sample_index not in group.judged
@@ -347,7 +347,7 @@ class Runner:
                 self._open(group_id, again)
             case Assign():
                 self._lease(command)
-            case Abort(group_id=group_id, sample_index=sample_index):
+            case AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease_id = self._lease_of.get((group_id, sample_index))
                 if lease_id is not None:
                     self._parts.port.send(AbortLease(lease_id))
@@ -365,7 +365,7 @@ class Runner:
                 with self._parts.stop.interrupting():
                     self._parts.port.load_weights(self._tensors, version)
                 self._is_loading = False
-                self._tell(Serving(self._now_s(), version.number))
+                self._tell(VersionServed(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:
         if again is None:
@@ -377,7 +377,7 @@ class Runner:
         check_room(group_id, ids, self._parts.max_context_tokens)
         self._next_group_id = group_id + 1
         size, version = self.rules.group_size, self.scheduler.version
-        issued = Issued(group_id, prompt, ids, size, version, attempts)
+        issued = IssuedGroup(group_id, prompt, ids, size, version, attempts)
         self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, ids) for index in range(size)], {})
         if self._parts.journal is not None:
             self._parts.journal.issued(issued, self.place)
@@ -411,7 +411,13 @@ def _tracked(group: _Group) -> TrackedGroup:
     for trajectory in group.members:
         judged = group.judged.get(trajectory.sample_index)
         finished = trajectory.finish_reason is not None
-        state = State.JUDGED if judged is not None else State.JUDGING if finished else State.PENDING
+        state = (
+            TrajectoryState.JUDGED
+            if judged is not None
+            else TrajectoryState.JUDGING
+            if finished
+            else TrajectoryState.PENDING
+        )
         member = TrackedTrajectory(trajectory.group_id, trajectory.sample_index, state)
         for segment in trajectory.segments:
             if segment.author is Author.POLICY:

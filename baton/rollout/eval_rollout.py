@@ -13,12 +13,12 @@ import msgspec
 from baton.errors import EngineFault
 from baton.rollout.stall import StallWatch
 from baton.rollout.trajectories import append_report, check_room
-from baton.rollout.transport import WorkerPort
+from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
 from baton.types import FromPort, Lease, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
 
 
-class Request(msgspec.Struct, frozen=True):
+class EvalGroup(msgspec.Struct, frozen=True):
     """One group to be generated."""
 
     group_id: int
@@ -26,12 +26,12 @@ class Request(msgspec.Struct, frozen=True):
     group_size: int
 
 
-class Sweep:
+class EvalRollout:
     """Grows trajectories on one worker that does nothing else meanwhile."""
 
     def __init__(
         self,
-        port: WorkerPort,
+        port: WorkerTransport,
         stall_timeout_s: float = 300.0,
         *,
         max_context_tokens: int | None = None,
@@ -49,7 +49,7 @@ class Sweep:
 
     def rollout(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[EvalGroup],
         sampling: SamplingParams,
         *,
         noise_seed: int,
@@ -87,7 +87,7 @@ class Sweep:
                 if finished is not None:
                     yield finished
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
+    def _check_room(self, requests: Sequence[EvalGroup]) -> None:
         longest = max(requests, key=lambda r: len(r.prompt_ids), default=None)
         if longest is not None:
             check_room(longest.group_id, longest.prompt_ids, self._max_context_tokens)

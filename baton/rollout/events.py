@@ -21,7 +21,7 @@ class Capacity(msgspec.Struct, frozen=True, tag="Capacity", gc=False):
     """Leases they want beyond that, so that a free slot never waits for one."""
 
 
-class Lost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
+class TokensLost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
     """Tokens were generated that are part of no trajectory: a branch that another overtook, or a worker took away."""
 
     at_s: float
@@ -38,7 +38,7 @@ class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
     cause: str
 
 
-class Grew(msgspec.Struct, frozen=True, tag="Grew", gc=False):
+class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
     """Tokens of one version have arrived."""
 
     at_s: float
@@ -56,7 +56,7 @@ class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
     sample_index: int
 
 
-class PutDown(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
+class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
     """A lease has ended without finishing its trajectory: aborted, or refused by the worker."""
 
     at_s: float
@@ -73,7 +73,7 @@ class Rewarded(msgspec.Struct, frozen=True, tag="Rewarded", gc=False):
     reward: float | None
 
 
-class VersionMade(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
+class VersionTrained(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
     """The trainer has made a version."""
 
     at_s: float
@@ -82,26 +82,26 @@ class VersionMade(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
     """Whether workers are to serve it; with a publish period above 1 most are not."""
 
 
-class Serving(msgspec.Struct, frozen=True, tag="Serving", gc=False):
+class VersionServed(msgspec.Struct, frozen=True, tag="Serving", gc=False):
     """The workers serve the version that was loaded."""
 
     at_s: float
     version: int
 
 
-class BatchWanted(msgspec.Struct, frozen=True, tag="BatchWanted", gc=False):
+class BatchRequested(msgspec.Struct, frozen=True, tag="BatchWanted", gc=False):
     """The trainer can take a batch."""
 
     at_s: float
 
 
-class Paused(msgspec.Struct, frozen=True, tag="Paused", gc=False):
+class DispatchPaused(msgspec.Struct, frozen=True, tag="Paused", gc=False):
     """The workers are wanted for something else: put down everything, start nothing."""
 
     at_s: float
 
 
-class Resumed(msgspec.Struct, frozen=True, tag="Resumed", gc=False):
+class DispatchResumed(msgspec.Struct, frozen=True, tag="Resumed", gc=False):
     """They are free again."""
 
     at_s: float
@@ -109,17 +109,17 @@ class Resumed(msgspec.Struct, frozen=True, tag="Resumed", gc=False):
 
 Event = (
     Capacity
-    | Grew
+    | TokensReceived
     | Finished
-    | PutDown
-    | Lost
+    | LeaseEnded
+    | TokensLost
     | Revoked
     | Rewarded
-    | VersionMade
-    | Serving
-    | BatchWanted
-    | Paused
-    | Resumed
+    | VersionTrained
+    | VersionServed
+    | BatchRequested
+    | DispatchPaused
+    | DispatchResumed
 )
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Assign(msgspec.Struct, frozen=True, tag="Assign", gc=False):
     """Serve exactly this version, else at least it."""
 
 
-class Abort(msgspec.Struct, frozen=True, tag="Abort", gc=False):
+class AbortTrajectory(msgspec.Struct, frozen=True, tag="Abort", gc=False):
     """Have a trajectory put down, and what there is of it reported."""
 
     group_id: int
@@ -178,4 +178,4 @@ class Load(msgspec.Struct, frozen=True, tag="Load", gc=False):
     version: int
 
 
-Command = Open | Assign | Abort | Restart | Discard | Deliver | Load
+Command = Open | Assign | AbortTrajectory | Restart | Discard | Deliver | Load

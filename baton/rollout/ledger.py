@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from baton.rollout.overprovision import Measured
+from baton.rollout.overprovision import BatchMeasurement
 from baton.rollout.tracked import TrackedGroup
 
 QUANTILES = 4
@@ -81,9 +81,9 @@ class StepCounts:
                 self.spans.append(latest - oldest + 1)
                 self.lengths_and_staleness.append((member.num_tokens, version - oldest))
 
-    def measured(self) -> Measured:
+    def measured(self) -> BatchMeasurement:
         """What the choice of over-provision goes by."""
-        return Measured(
+        return BatchMeasurement(
             occupancy=self.busy_slot_s / self.slot_s if self.slot_s else 1.0,
             masked_frac=self.masked_tokens / max(1, self.consumed_tokens),
             reprefilled_frac=self.reprefilled_tokens / max(1, self.generated_tokens),

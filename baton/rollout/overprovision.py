@@ -20,7 +20,7 @@ PREFILL_COST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BatchMeasurement:
     """One batch, as far as over-provision is concerned."""
 
     occupancy: float
@@ -31,7 +31,7 @@ class Measured:
     """Tokens prefilled again after they were put down, per generated token."""
 
 
-def next_overprovision(now: float, measured: Measured, most: float) -> float:
+def next_overprovision(now: float, measured: BatchMeasurement, most: float) -> float:
     """Return the over-provision of the next batch, from 1 to `most`, at most one step from `now`."""
     is_costly = measured.masked_frac > MAX_MASKED or measured.reprefilled_frac * PREFILL_COST > 1 - measured.occupancy
     if measured.masked_frac > MAX_MASKED or (is_costly and measured.occupancy >= BUSY):

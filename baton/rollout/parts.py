@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.records.journal import Journal
-from baton.rollout.transport import WorkerPort
+from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
-from baton.types import Judged, Prompt, SamplingParams, Trajectory
+from baton.types import Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 
-class Source(Protocol):
+class PromptSource(Protocol):
     """Where prompts come from."""
 
     @property
@@ -24,7 +24,7 @@ class Source(Protocol):
         """Return the next prompts."""
 
 
-class Judges(Protocol):
+class TrajectoryScorer(Protocol):
     """Who judges finished trajectories."""
 
     sees_groups: bool
@@ -33,17 +33,17 @@ class Judges(Protocol):
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
         """Have finished trajectories of one prompt judged."""
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return what has been judged, waiting at most `timeout_s` for the first."""
 
 
 @dataclass(slots=True)
-class Parts:
+class RolloutParts:
     """What a runner works with."""
 
-    port: WorkerPort
-    source: Source
-    judges: Judges
+    port: WorkerTransport
+    source: PromptSource
+    judges: TrajectoryScorer
     prompt_ids: Callable[[Prompt], tuple[int, ...]]
     text: Callable[[Sequence[int]], str]
     sampling: Callable[[int, int], SamplingParams]

@@ -5,7 +5,7 @@ state, and its tokens in one account of the `Ledger`:
 
     Open ─▶ pending ──Assign──▶ leased ──Finished──▶ judging ──Rewarded──▶ judged ─▶ (group complete) ─▶ buffer
               ▲  ▲                 │                                           │                          │
-              │  └──── PutDown ◀───┘ Abort                              filtered, dropped              Deliver
+              │  └──── LeaseEnded ◀───┘ Abort                              filtered, dropped              Deliver
               └─────── Revoked ◀── any of these
 
 One rule opens groups in all modes: N of them may have been submitted by version v,
@@ -29,32 +29,32 @@ from typing import assert_never
 from baton.errors import UserError
 from baton.rollout.buffer import Buffer
 from baton.rollout.events import (
-    Abort,
+    AbortTrajectory,
     Assign,
-    BatchWanted,
+    BatchRequested,
     Capacity,
     Command,
     Deliver,
     Discard,
+    DispatchPaused,
+    DispatchResumed,
     Event,
     Finished,
-    Grew,
+    LeaseEnded,
     Load,
-    Lost,
     Open,
-    Paused,
-    PutDown,
     Restart,
-    Resumed,
     Revoked,
     Rewarded,
-    Serving,
-    VersionMade,
+    TokensLost,
+    TokensReceived,
+    VersionServed,
+    VersionTrained,
 )
 from baton.rollout.ledger import Ledger, StepCounts
 from baton.rollout.overprovision import next_overprovision
 from baton.rollout.settings import FILTERED_LIMIT, Rules
-from baton.rollout.tracked import State, TrackedGroup, TrackedTrajectory
+from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectoryState
 
 
 class RolloutScheduler:
@@ -105,7 +105,7 @@ class RolloutScheduler:
             self._buffer.opened(group.group_id)
             self.ledger.generated += group.num_tokens
             for member in group.members:
-                if member.state is State.PENDING:
+                if member.state is TrajectoryState.PENDING:
                     self._put_back(member)
             if not group.num_unjudged:
                 yield from self._complete(group)
@@ -146,37 +146,37 @@ class RolloutScheduler:
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
-            case Grew():
+            case TokensReceived():
                 self._grew(event)
             case Finished():
                 yield from self._finished(event)
-            case PutDown():
+            case LeaseEnded():
                 yield from self._put_down(event)
             case Rewarded():
                 yield from self._rewarded(event)
             case Capacity(slots=slots, queue=queue):
                 self._slots, self._places = slots, slots + queue
-            case Lost():
+            case TokensLost():
                 self._lost(event)
             case Revoked():
                 yield from self._revoked(event)
-            case VersionMade():
+            case VersionTrained():
                 yield from self._version_made(event)
-            case Serving():
+            case VersionServed():
                 yield from self._serving(event)
-            case BatchWanted():
+            case BatchRequested():
                 assert not self._is_wanted, "a batch is wanted already"
                 assert self._delivered == self.version, "a batch is wanted while the last one is being trained"
                 self._is_wanted = True
-            case Paused():
+            case DispatchPaused():
                 self._is_paused = True
                 yield from self._abort_all()
-            case Resumed():
+            case DispatchResumed():
                 self._is_paused = False
             case _:
                 assert_never(event)
 
-    def _lost(self, event: Lost) -> None:
+    def _lost(self, event: TokensLost) -> None:
         self.ledger.generated += event.num_tokens
         self.ledger.lose(event.cause, event.num_tokens)
         self.step.lost_tokens += event.num_tokens
@@ -184,7 +184,7 @@ class RolloutScheduler:
     def _revoked(self, event: Revoked) -> Iterator[Command]:
         """Whatever state it is in, it begins again; whoever judges it meanwhile is not listened to."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        if trajectory.state is State.JUDGED:
+        if trajectory.state is TrajectoryState.JUDGED:
             group = self._groups[event.group_id]
             if not group.num_unjudged:
                 self._buffer.reopened(event.group_id)
@@ -193,42 +193,46 @@ class RolloutScheduler:
         self.ledger.lose(event.cause, forgotten)
         self.step.lost_tokens += forgotten
         yield Restart(event.group_id, event.sample_index)
-        if trajectory.state is State.PENDING:
+        if trajectory.state is TrajectoryState.PENDING:
             self._pending = [item for item in self._pending if item[1:] != (event.group_id, event.sample_index)]
             heapq.heapify(self._pending)
         self._put_back(trajectory)
         yield from self._load_when_free()
 
-    def _grew(self, event: Grew) -> None:
+    def _grew(self, event: TokensReceived) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} grew while {trajectory.state.name}"
+        assert trajectory.state is TrajectoryState.LEASED, (
+            f"trajectory {trajectory.name} grew while {trajectory.state.name}"
+        )
         trajectory.grow(event.version, event.num_tokens)
         self.ledger.generated += event.num_tokens
         self.step.generated_tokens += event.num_tokens
 
     def _finished(self, event: Finished) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        self._release(trajectory, State.JUDGING)
+        self._release(trajectory, TrajectoryState.JUDGING)
         self.step.finished += 1
         yield from self._load_when_free()
 
-    def _put_down(self, event: PutDown) -> Iterator[Command]:
-        self._put_back(self._release(self._trajectory(event.group_id, event.sample_index), State.PENDING))
+    def _put_down(self, event: LeaseEnded) -> Iterator[Command]:
+        self._put_back(self._release(self._trajectory(event.group_id, event.sample_index), TrajectoryState.PENDING))
         yield from self._load_when_free()
 
     def _rewarded(self, event: Rewarded) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        if trajectory.state is State.JUDGED:  # again, with the whole group, of which a member was revoked
+        if trajectory.state is TrajectoryState.JUDGED:  # again, with the whole group, of which a member was revoked
             trajectory.reward = event.reward
             return
-        assert trajectory.state is State.JUDGING, f"trajectory {trajectory.name} judged while {trajectory.state.name}"
-        trajectory.state, trajectory.reward = State.JUDGED, event.reward
+        assert trajectory.state is TrajectoryState.JUDGING, (
+            f"trajectory {trajectory.name} judged while {trajectory.state.name}"
+        )
+        trajectory.state, trajectory.reward = TrajectoryState.JUDGED, event.reward
         group = self._groups[event.group_id]
         group.num_unjudged -= 1
         if not group.num_unjudged:
             yield from self._complete(group)
 
-    def _version_made(self, event: VersionMade) -> Iterator[Command]:
+    def _version_made(self, event: VersionTrained) -> Iterator[Command]:
         assert event.version == self._delivered, f"version {event.version} made of {self._delivered} batches"
         self.version = event.version
         if not event.is_published:
@@ -241,7 +245,7 @@ class RolloutScheduler:
             yield from self._abort_all()
         yield from self._load_when_free()
 
-    def _serving(self, event: Serving) -> Iterator[Command]:
+    def _serving(self, event: VersionServed) -> Iterator[Command]:
         self._is_loading, self._served = False, event.version
         self._is_changing = event.version != self._published
         yield from self._load_when_free()
@@ -277,7 +281,7 @@ class RolloutScheduler:
                 yield from self._open()
             _, group_id, sample_index = heapq.heappop(self._pending)
             trajectory = self._trajectory(group_id, sample_index)
-            trajectory.state = State.LEASED
+            trajectory.state = TrajectoryState.LEASED
             self._leased[group_id, sample_index] = None
             if trajectory.num_tokens:
                 self.step.resumed += 1
@@ -356,7 +360,7 @@ class RolloutScheduler:
 
     def _abort_all(self) -> Iterator[Command]:
         for key in sorted(self._leased):
-            yield Abort(*key)
+            yield AbortTrajectory(*key)
 
     def _load_when_free(self) -> Iterator[Command]:
         """Have a version loaded once nobody runs under the old one."""
@@ -369,13 +373,15 @@ class RolloutScheduler:
     def _trajectory(self, group_id: int, sample_index: int) -> TrackedTrajectory:
         return self._groups[group_id].members[sample_index]
 
-    def _release(self, trajectory: TrackedTrajectory, state: State) -> TrackedTrajectory:
-        assert trajectory.state is State.LEASED, f"trajectory {trajectory.name} is {trajectory.state.name}, not leased"
+    def _release(self, trajectory: TrackedTrajectory, state: TrajectoryState) -> TrackedTrajectory:
+        assert trajectory.state is TrajectoryState.LEASED, (
+            f"trajectory {trajectory.name} is {trajectory.state.name}, not leased"
+        )
         del self._leased[trajectory.group_id, trajectory.sample_index]
         trajectory.state = state
         return trajectory
 
     def _put_back(self, trajectory: TrackedTrajectory) -> None:
         self._leased.pop((trajectory.group_id, trajectory.sample_index), None)
-        trajectory.state = State.PENDING
+        trajectory.state = TrajectoryState.PENDING
         heapq.heappush(self._pending, (not trajectory.num_tokens, trajectory.group_id, trajectory.sample_index))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from baton.errors import DeadlineExceeded
-from baton.rollout.transport import WorkerPort
+from baton.rollout.transport import WorkerTransport
 from baton.types import FromPort
 
 LONGEST_LOOK_S = 5.0
@@ -17,7 +17,7 @@ LONGEST_LOOK_S = 5.0
 class StallWatch:
     """Counts any message, and any change of the engine's counters, as a sign of progress."""
 
-    def __init__(self, port: WorkerPort, timeout_s: float) -> None:
+    def __init__(self, port: WorkerTransport, timeout_s: float) -> None:
         self._port, self._timeout_s = port, timeout_s
         self.reset()
 

@@ -6,17 +6,17 @@ import time
 from collections.abc import Sequence
 
 from baton.records.trace import Tracer
-from baton.rollout.parts import Judges
-from baton.types import Judged, Prompt, Trajectory
+from baton.rollout.parts import TrajectoryScorer
+from baton.types import Prompt, ScoredTrajectory, Trajectory
 
 CUT_S = 1.0
 """A longer stretch of judging is written in pieces, so that none is missing when the process ends."""
 
 
-class TracedJudges(Judges):
+class TracedTrajectoryScorer(TrajectoryScorer):
     """Judges, and a span for each stretch of time in which somebody waits for them."""
 
-    def __init__(self, judges: Judges, tracer: Tracer) -> None:
+    def __init__(self, judges: TrajectoryScorer, tracer: Tracer) -> None:
         self._judges, self._tracer = judges, tracer
         self.sees_groups = judges.sees_groups
         self._num_out = self._num_judged = 0
@@ -28,7 +28,7 @@ class TracedJudges(Judges):
         self._num_out += len(trajectories)
         self._judges.submit(trajectories, prompt, responses)
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         found = self._judges.collect(timeout_s)
         self._num_out -= len(found)
         self._num_judged += len(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class State(Enum):
+class TrajectoryState(Enum):
     """Where a trajectory is."""
 
     PENDING = 0
@@ -23,7 +23,7 @@ class TrackedTrajectory:
 
     group_id: int
     sample_index: int
-    state: State = State.PENDING
+    state: TrajectoryState = TrajectoryState.PENDING
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(version, tokens) in the order in which they came; versions ascend."""
     num_tokens: int = 0

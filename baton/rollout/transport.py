@@ -14,7 +14,7 @@ from baton.rollout.engine import Engine, EngineStats
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 
-class WorkerPort(Protocol):
+class WorkerTransport(Protocol):
     """One worker, seen from the runner."""
 
     @property
@@ -54,7 +54,7 @@ class WorkerPort(Protocol):
         """End the worker. May be called twice. is_over: the run is complete, and workers need not wait for it."""
 
 
-class LocalPort(WorkerPort):
+class LocalTransport(WorkerTransport):
     """A worker in this process: receiving runs the engine for one step."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:

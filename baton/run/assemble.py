@@ -27,26 +27,26 @@ from baton.records.journal import Journal
 from baton.records.metrics import MetricsWriter
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
-from baton.records.trace import BEGIN, Clock, LeaseTrace, TraceWriter
-from baton.rewards.scorer import Judge, require_judged
-from baton.rollout.controller import Runner
+from baton.records.trace import BEGIN, LeaseTrace, StageTimer, TraceWriter
+from baton.rewards.scorer import RewardScorer, require_judged
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
-from baton.rollout.eval_rollout import Sweep
-from baton.rollout.parts import Judges, Parts
+from baton.rollout.eval_rollout import EvalRollout
+from baton.rollout.parts import RolloutParts, TrajectoryScorer
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
-from baton.rollout.traced import TracedJudges
-from baton.rollout.transport import LocalPort, WorkerPort
-from baton.run.device_sharing import Turns
+from baton.rollout.traced import TracedTrajectoryScorer
+from baton.rollout.transport import LocalTransport, WorkerTransport
+from baton.run.device_sharing import DeviceSharing
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.stop import StopRequest
-from baton.swarm.supervisor import Crew
+from baton.swarm.supervisor import WorkerSupervisor
 from baton.tasks.prompt_lengths import measure
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.checkpoint import newest_intact_checkpoint
@@ -79,10 +79,10 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
     return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
 
 
-def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerPort:
+def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:
     """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
-        return LocalPort(build_engine(recipe, path, version), trace)
+        return LocalTransport(build_engine(recipe, path, version), trace)
     start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
     timeout_s = recipe.rollout.stall_timeout_s
     return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
@@ -100,7 +100,7 @@ def build_loop(
     resume: bool,
     overwrite: bool,
     stop: StopRequest | None = None,
-    crew: Crew | None = None,
+    worker_supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
     """Make every part of a run, from its beginning or from its latest checkpoint.
@@ -117,7 +117,13 @@ def build_loop(
         if not resume or not (path / "run.json").exists():
             RunDirectory.check_free(path, overwrite=overwrite)
         return _build_loop(
-            recipe, observer, lock, resume=resume, stop=stop or StopRequest(), crew=crew, start_ranks=start_ranks
+            recipe,
+            observer,
+            lock,
+            resume=resume,
+            stop=stop or StopRequest(),
+            worker_supervisor=worker_supervisor,
+            start_ranks=start_ranks,
         )
     except BaseException:
         lock.release()
@@ -131,29 +137,33 @@ def _build_loop(
     *,
     resume: bool,
     stop: StopRequest,
-    crew: Crew | None,
+    worker_supervisor: WorkerSupervisor | None,
     start_ranks: StartRanks | None,
 ) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
     if recipe.swarm.is_on:
-        check_swarm(recipe, crew)
+        check_swarm(recipe, worker_supervisor)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
-    config, _ = check_room(recipe, is_here=crew is None and start_ranks is None)
+    config, _ = check_room(recipe, is_here=worker_supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
     mixture = TaskMixture(recipe.task, recipe.answer)
-    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    judge = RewardScorer(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = _prompts(recipe, mixture, tokenizer, observer)
     place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
     trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
     trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
     trace.mark(BEGIN, step=place.state.step)
-    run, port, metrics, journal = _open(recipe, lock, trainer, tokenizer, place, threads, observer, trace, crew)
+    run, port, metrics, journal = _open(
+        recipe, lock, trainer, tokenizer, place, threads, observer, trace, worker_supervisor
+    )
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-    sweep, runner = _rollout_side(recipe, port, stream, TracedJudges(judge, trace), tokenizer, journal, stop)
+    sweep, controller = _rollout_side(
+        recipe, port, stream, TracedTrajectoryScorer(judge, trace), tokenizer, journal, stop
+    )
     return Loop(
         run=run,
         lock=lock,
@@ -163,7 +173,7 @@ def _build_loop(
         tokenizer=tokenizer,
         port=port,
         sweep=sweep,
-        runner=runner,
+        controller=controller,
         journal=journal,
         trainer=trainer,
         save_checkpoint=checkpoint_writer(recipe, run, trainer),
@@ -178,7 +188,7 @@ def _build_loop(
         last_checkpoint=place.checkpoint,
         stop=stop,
         turns=_turns(recipe, port, trainer),
-        clock=Clock(trace),
+        clock=StageTimer(trace),
     )
 
 
@@ -203,14 +213,14 @@ def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
     return trainer
 
 
-def _turns(recipe: Recipe, port: WorkerPort, trainer: Trainer) -> Turns | None:
+def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSharing | None:
     """Make the turns of a device that engine and trainer share."""
     if not recipe.rollout.is_colocated:
         return None
-    engine = port.engine if isinstance(port, LocalPort) else None
+    engine = port.engine if isinstance(port, LocalTransport) else None
     assert isinstance(engine, EmbeddedEngine), "the recipe has let an engine through that cannot rest"
     assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
-    return Turns(engine, trainer)
+    return DeviceSharing(engine, trainer)
 
 
 def _open(
@@ -222,8 +232,8 @@ def _open(
     threads: int,
     observer: Observer,
     trace: TraceWriter,
-    crew: Crew | None,
-) -> tuple[RunDirectory, WorkerPort, MetricsWriter, Journal]:
+    worker_supervisor: WorkerSupervisor | None,
+) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
     """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
     with ExitStack() as undo:
         undo.callback(trainer.close)
@@ -232,7 +242,7 @@ def _open(
             undo.callback(port.close)
         run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, crew)
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, worker_supervisor)
             undo.callback(port.close)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
         keeps_partials = recipe.rollout.mode != "sync"
@@ -243,17 +253,17 @@ def _open(
 
 def _rollout_side(
     recipe: Recipe,
-    port: WorkerPort,
+    port: WorkerTransport,
     stream: PromptStream,
-    judges: Judges,
+    judges: TrajectoryScorer,
     tokenizer: Tokenizer,
     journal: Journal,
     stop: StopRequest,
-) -> tuple[Sweep, Runner]:
+) -> tuple[EvalRollout, RolloutController]:
     """Make the two who lease to the worker: for evaluations, and for training."""
     lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
     timeout_s, room = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
-    parts = Parts(
+    parts = RolloutParts(
         port,
         stream,
         judges,
@@ -267,8 +277,8 @@ def _rollout_side(
         lease_ids=lease_ids,
         stop=stop,
     )
-    sweep = Sweep(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids, stop=stop)
-    return sweep, Runner(parts, recipe.rules())
+    sweep = EvalRollout(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids, stop=stop)
+    return sweep, RolloutController(parts, recipe.rules())
 
 
 def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
@@ -321,7 +331,7 @@ def evaluate_model(
     tokenizer = load_tokenizer(str(model_path))
     mixture = TaskMixture(recipe.task, recipe.answer)
     mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
-    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    judge = RewardScorer(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts, or_fewer=num_prompts is None)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
     model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
@@ -331,8 +341,8 @@ def evaluate_model(
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
     with judge:
         results, groups = evaluate(
-            Sweep(
-                LocalPort(engine),
+            EvalRollout(
+                LocalTransport(engine),
                 recipe.rollout.stall_timeout_s,
                 max_context_tokens=recipe.engine.max_context_tokens,
             ),

@@ -31,7 +31,7 @@ class Resident(Protocol):
         ...
 
 
-class Owner(Resident, Protocol):
+class DeviceOwner(Resident, Protocol):
     """The resident that knows the device."""
 
     def take_peak_bytes(self) -> int | None:
@@ -39,10 +39,10 @@ class Owner(Resident, Protocol):
         ...
 
 
-class Turns:
+class DeviceSharing:
     """Who has the device. The engine, at the beginning."""
 
-    def __init__(self, engine: Resident, trainer: Owner) -> None:
+    def __init__(self, engine: Resident, trainer: DeviceOwner) -> None:
         """Let the trainer rest and the engine wake."""
         self._engine, self._trainer = engine, trainer
         self._peak_bytes = self._engine_bytes = self._trainer_bytes = 0

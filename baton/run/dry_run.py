@@ -15,7 +15,7 @@ from baton.policy.memory import available_bytes
 from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
-from baton.rewards.scorer import Judge
+from baton.rewards.scorer import RewardScorer
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.optimizer import check_schedule
@@ -64,7 +64,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     check_weight_files(recipe.model.path)
     config, model = check_room(recipe, is_here=is_here)
     mixture = TaskMixture(recipe.task, recipe.answer)
-    Judge(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    RewardScorer(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
     prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
     held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
     prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 from baton.policy.tokenizer import Tokenizer
 from baton.records.evaluation import Evaluation, share_interval
-from baton.rewards.scorer import Judge
-from baton.rollout.eval_rollout import Request, Sweep
-from baton.types import Group, Judged, Prompt, SamplingParams, Trajectory
+from baton.rewards.scorer import RewardScorer
+from baton.rollout.eval_rollout import EvalGroup, EvalRollout
+from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
 """Noise seed of evaluations: the same draws each time, so that two checkpoints differ by their weights alone."""
 
 
 def evaluate(
-    sweep: Sweep,
-    judge: Judge,
+    sweep: EvalRollout,
+    judge: RewardScorer,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
@@ -29,8 +29,8 @@ def evaluate(
 
     Raises Stopped where the sweep is to stop.
     """
-    requests = [Request(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
-    members: list[list[Judged]] = [[] for _ in prompts]
+    requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
+    members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
     finished: list[list[Trajectory]] = [[] for _ in prompts]
     for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
         ready = finished[trajectory.group_id]

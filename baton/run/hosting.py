@@ -21,30 +21,30 @@ from baton.recipe.recipe import Recipe
 from baton.records.trace import LeaseTrace, Tracer
 from baton.rollout.engines.embedded.rescore import Rescorer
 from baton.swarm.audit import Audit
-from baton.swarm.auth import Authenticator, Grant, Role, TokenFile, write_private
+from baton.swarm.auth import AccessGrant, Authenticator, Role, TokenFile, write_private
 from baton.swarm.hub.hub import Hub, HubParts
 from baton.swarm.hub.overview import overview
 from baton.swarm.hub.peers import Peer
 from baton.swarm.hub.status import HubStatus, prometheus
-from baton.swarm.hub.traced import DeskTrace, TracedDesk, TracedScorer
+from baton.swarm.hub.traced import BrokerTrace, TracedLeaseBroker, TracedLogprobScorer
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.lease_broker import Outside, Span
+from baton.swarm.lease_broker import BrokerCallbacks, Span
 from baton.swarm.leases import LeaseTable
-from baton.swarm.listen import Listen
+from baton.swarm.listen import ListenAddress
 from baton.swarm.local_workers import LocalWorkers
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
 from baton.swarm.scratch import Scratch
-from baton.swarm.supervisor import Crew, HubAccess, OwnWorkers
-from baton.swarm.throughput import Pace
+from baton.swarm.supervisor import HubAccess, LocalWorkerSupervisor, WorkerSupervisor
+from baton.swarm.throughput import ThroughputTracker
 from baton.swarm.transfer import model_digest, pack_model
-from baton.swarm.transport import PortParts, SwarmPort
-from baton.swarm.verification.checks import Limits, check_report
-from baton.swarm.verification.policy import Author, Conviction, Inspector
+from baton.swarm.transport import SwarmTransport, SwarmTransportParts
+from baton.swarm.verification.checks import ReportLimits, check_report
+from baton.swarm.verification.policy import Author, QuarantineRecord, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
-from baton.swarm.verification.service import Examiner, Scorer
+from baton.swarm.verification.service import LogprobScorer, VerificationService
 from baton.swarm.verification.verify import Calibration, unseen_draws
 from baton.types import FromPort, Lease, PolicyVersion, Report, Trajectory
-from baton.weights.publish import Published, Publisher
+from baton.weights.publish import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
@@ -55,7 +55,7 @@ HEARTBEATS = 6
 """In the time after which a silent worker is taken for dead."""
 
 
-def check_swarm(recipe: Recipe, crew: Crew | None = None) -> Listen:
+def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = None) -> ListenAddress:
     """Look at everything that can be seen to be wrong before a run begins. Raises UserError.
 
     With a crew others need not be able to join: the token file may be missing.
@@ -64,9 +64,9 @@ def check_swarm(recipe: Recipe, crew: Crew | None = None) -> Listen:
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
     key = Path(swarm.key) if swarm.key else None
-    listen = Listen.parse(address, certificate, key, swarm.insecure)
+    listen = ListenAddress.parse(address, certificate, key, swarm.insecure)
     listen.ssl_context()
-    if _lets_others_join(recipe, crew):
+    if _lets_others_join(recipe, worker_supervisor):
         TokenFile(Path(swarm.token_file)).tokens()
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
@@ -80,8 +80,8 @@ def check_swarm(recipe: Recipe, crew: Crew | None = None) -> Listen:
     return listen
 
 
-def _lets_others_join(recipe: Recipe, crew: Crew | None) -> bool:
-    return recipe.swarm.serve is not None and (crew is None or Path(recipe.swarm.token_file).exists())
+def _lets_others_join(recipe: Recipe, worker_supervisor: WorkerSupervisor | None) -> bool:
+    return recipe.swarm.serve is not None and (worker_supervisor is None or Path(recipe.swarm.token_file).exists())
 
 
 def open_swarm(
@@ -91,10 +91,10 @@ def open_swarm(
     version: PolicyVersion,
     say: Callable[[str], None],
     tracer: Tracer,
-    crew: Crew | None = None,
-) -> SwarmPort:
+    worker_supervisor: WorkerSupervisor | None = None,
+) -> SwarmTransport:
     """Start a hub for a run whose directory is there, and the run's own workers. Raises UserError."""
-    return _Host(recipe, run, tokenizer, version, say, tracer, crew).open()
+    return _Host(recipe, run, tokenizer, version, say, tracer, worker_supervisor).open()
 
 
 class _Host:
@@ -108,18 +108,18 @@ class _Host:
         version: PolicyVersion,
         say: Callable[[str], None],
         tracer: Tracer,
-        crew: Crew | None,
+        worker_supervisor: WorkerSupervisor | None,
     ) -> None:
         self.recipe, self.run, self.lineage, self.say = recipe, run, version.lineage, say
-        self.tracer, self.crew = tracer, crew
+        self.tracer, self.worker_supervisor = tracer, worker_supervisor
         self.rules = recipe.rules()
-        self.listen = check_swarm(recipe, crew)
+        self.listen = check_swarm(recipe, worker_supervisor)
         self.passing = Scratch(run / "scratch.txt")
         self.scratch = self.passing.directory()
         memory = Path("/dev/shm")
         self.shared = self.passing.directory(memory) if memory.is_dir() else None
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
-        self.pace = Pace()
+        self.pace = ThroughputTracker()
         self.authors: dict[int, Author] = {}
         """By worker number, also of workers that are gone."""
         model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"))
@@ -132,32 +132,32 @@ class _Host:
             digest = weights_digest(tensors)
             self.base = PolicyVersion(f"base-{digest[:16]}", 0, digest)
             Publisher(self.store, recipe.weights).publish(tensors, self.base)
-        self.limits = Limits(
+        self.limits = ReportLimits(
             vocabulary=int(model.config.get_text_config().vocab_size),
             max_context_tokens=recipe.engine.max_context_tokens,
             end_ids=end_ids(model, tokenizer),
         )
         self.text = lambda ids: tokenizer.text(ids, keep_special=True)
         self.secret = _secret(run / "inspection.secret")
-        self.desk = TracedDesk(
+        self.broker = TracedLeaseBroker(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
-            Outside(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
+            BrokerCallbacks(self._to_worker, self._to_runner, self._hang_up, self._violated, self._finished),
             self._check,
             time.monotonic,
-            DeskTrace(LeaseTrace(tracer), lambda worker: self.hub.peers[worker].name, self.pace.announced),
+            BrokerTrace(LeaseTrace(tracer), lambda worker: self.hub.peers[worker].name, self.pace.announced),
         )
-        self.examiner = self._make_examiner()
+        self.verifier = self._make_examiner()
 
-    def open(self) -> SwarmPort:
+    def open(self) -> SwarmTransport:
         """Listen, and start this machine's workers."""
         swarm = self.recipe.swarm
         own_token = self._make_token("local")
         authenticators = [Authenticator(self.scratch / "tokens.json", is_own=True)]
-        if _lets_others_join(self.recipe, self.crew):
+        if _lets_others_join(self.recipe, self.worker_supervisor):
             authenticators.append(Authenticator(Path(swarm.token_file)))
         self.hub = Hub(
             HubParts(
-                self.desk,
+                self.broker,
                 tuple(authenticators),
                 Audit(self.run / "audit.jsonl"),
                 self.store,
@@ -169,10 +169,10 @@ class _Host:
                     time.monotonic(), (p.served for p in hub.peers.values() if p.is_connected)
                 ),
                 on_joined=self._joined,
-                on_tick=self.examiner.tick,
+                on_tick=self.verifier.tick,
                 admits=self._admits,
                 keys=WorkerKeys(self.secret),
-                is_banned=self.examiner.quarantine.reason,
+                is_banned=self.verifier.quarantine.reason,
                 weight=self._weight,
                 on_malformed=lambda peer, sentence: self._violated(peer.number, f"malformed: {sentence}"),
                 say=self.say,
@@ -182,12 +182,12 @@ class _Host:
         self.port = self._make_port(own_token)
         return self.port
 
-    def _make_port(self, own_token: str) -> SwarmPort:
-        recipe, swarm, crew = self.recipe, self.recipe.swarm, self.crew
+    def _make_port(self, own_token: str) -> SwarmTransport:
+        recipe, swarm, worker_supervisor = self.recipe, self.recipe.swarm, self.worker_supervisor
         port = self.hub.start()
         write_private(self.scratch / "token", own_token.encode())
         url = self.listen.url(port)
-        if _lets_others_join(recipe, crew):
+        if _lets_others_join(recipe, worker_supervisor):
             self.say(f"the hub listens at {url}; to join: {self.listen.join_command(port)}")
         local = LocalWorkers(
             swarm.workers,
@@ -198,11 +198,11 @@ class _Host:
             say=self.say,
             device=recipe.model.device,
         )
-        if crew is not None:
-            crew.begin(self._access(url))
-        own = OwnWorkers(local, crew)
-        return SwarmPort(
-            PortParts(
+        if worker_supervisor is not None:
+            worker_supervisor.begin(self._access(url))
+        own = LocalWorkerSupervisor(local, worker_supervisor)
+        return SwarmTransport(
+            SwarmTransportParts(
                 self.hub,
                 self.publisher,
                 self.store,
@@ -210,7 +210,7 @@ class _Host:
                 own.look_after,
                 own.close,
                 self.passing.close,
-                _TrainingChecks(self.examiner, recipe.run.seed) if self._examines else None,
+                _TrainingChecks(self.verifier, recipe.run.seed) if self._examines else None,
                 swarm.publish_every,
                 recipe.rollout.batch_groups * recipe.rollout.group_size,
                 self._keep_versions,
@@ -240,19 +240,19 @@ class _Host:
         def part() -> None:
             for number in self._numbers(name):
                 self.hub.hang_up(number, cause)
-                self.desk.leave(number, cause)
+                self.broker.leave(number, cause)
 
         self.hub.call(part)
 
     def _weigh(self, name: str, weight: float) -> None:
         def all_of_them() -> None:
             for number in self._numbers(name):
-                self.desk.weigh(number, weight)
+                self.broker.weigh(number, weight)
 
         self.hub.call(all_of_them)
 
-    def _weight(self, grant: Grant) -> float:
-        return self.crew.weight(grant.name) if self.crew is not None and grant.is_own else 1.0
+    def _weight(self, grant: AccessGrant) -> float:
+        return self.worker_supervisor.weight(grant.name) if self.worker_supervisor is not None and grant.is_own else 1.0
 
     def _numbers(self, name: str) -> list[int]:
         """Of the run's own workers of a token: another's token of this name is none of theirs."""
@@ -271,7 +271,7 @@ class _Host:
         """Whether anything is scored again: what was generated while weights changed in flight cannot be."""
         inspection = self.recipe.inspection
         is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
-        has_any = inspection.own or _lets_others_join(self.recipe, self.crew)
+        has_any = inspection.own or _lets_others_join(self.recipe, self.worker_supervisor)
         return is_on and has_any and self.rules.on_new_version != "keep"
 
     def _model_files(self, model: Any, tokenizer: Tokenizer) -> bytes:
@@ -297,22 +297,22 @@ class _Host:
             report_every_s=swarm.report_every_s,
         )
 
-    def _make_examiner(self) -> Examiner:
-        return Examiner(
+    def _make_examiner(self) -> VerificationService:
+        return VerificationService(
             self._make_scorer,
-            Inspector(self.recipe.inspection, self.secret),
+            VerificationPolicy(self.recipe.inspection, self.secret),
             Calibration(),
             Quarantine(self.run / "quarantine.jsonl"),
             keep_versions=self._keep_versions,
             to_hub=lambda action: self.hub.call(action),
-            on_release=self.desk.release,
-            on_remake=self.desk.remake,
+            on_release=self.broker.release,
+            on_remake=self.broker.remake,
             on_conviction=self._convicted,
             say=self.say,
         )
 
-    def _make_scorer(self) -> Scorer:
-        return TracedScorer(self._make_rescorer(), self.tracer)
+    def _make_scorer(self) -> LogprobScorer:
+        return TracedLogprobScorer(self._make_rescorer(), self.tracer)
 
     def _make_rescorer(self) -> Rescorer:
         """In the engines' dtype: then honest tokens are mostly scored to the same bits, and small lies stand out."""
@@ -329,7 +329,7 @@ class _Host:
 
     def _to_runner(self, message: FromPort) -> None:
         if isinstance(message, Report) and message.finish_reason is not None:
-            self.pace.finish(time.monotonic(), self.desk.busy_since_s)
+            self.pace.finish(time.monotonic(), self.broker.busy_since_s)
         self.inbox.put(message)
 
     def _hang_up(self, worker: int, cause: str) -> None:
@@ -340,26 +340,26 @@ class _Host:
         return check_report(lease, report, self.limits, grown=grown, newest_version=newest, text=self.text)
 
     def _violated(self, worker: int, sentence: str) -> None:
-        if self.examiner.violated(self.authors[worker], sentence, f"a report of worker {worker}") is None:
+        if self.verifier.violated(self.authors[worker], sentence, f"a report of worker {worker}") is None:
             self.hub.hang_up(worker, sentence, is_final=True)
-            self.desk.leave(worker, "in quarantine")
+            self.broker.leave(worker, "in quarantine")
 
     def _finished(self, lease: Lease, trajectory: Trajectory, spans: tuple[Span, ...]) -> bool:
         if not self._examines:
             return False
-        return self.examiner.finished(lease, trajectory, [(self.authors[w], first, end) for w, first, end in spans])
+        return self.verifier.finished(lease, trajectory, [(self.authors[w], first, end) for w, first, end in spans])
 
-    def _convicted(self, conviction: Conviction) -> None:
+    def _convicted(self, quarantine_record: QuarantineRecord) -> None:
         """Hang up on a worker, or on all of its token's, and have everything made again that is not trained."""
-        self.say(f"worker {conviction.shown} is in quarantine: {conviction.verdict.reason}")
-        reasons = {n: self.examiner.quarantine.reason(a.grant, a.worker) for n, a in self.authors.items()}
+        self.say(f"worker {quarantine_record.shown} is in quarantine: {quarantine_record.verdict.reason}")
+        reasons = {n: self.verifier.quarantine.reason(a.grant, a.worker) for n, a in self.authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
         for number in workers:
             self.hub.hang_up(number, reasons[number] or "", is_final=True)
-            self.desk.leave(number, "in quarantine")
-        self.desk.revoke(frozenset(workers), "quarantine")
+            self.broker.leave(number, "in quarantine")
+        self.broker.revoke(frozenset(workers), "quarantine")
 
-    def _admits(self, hello: Hello, grant: Grant) -> str | None:
+    def _admits(self, hello: Hello, grant: AccessGrant) -> str | None:
         if self.rules.on_new_version == "keep" and not grant.is_trusted:
             return 'on_new_version = "keep" is for trusted workers: baton token create --role worker --trusted'
         dtype = self.recipe.engine.dtype
@@ -368,10 +368,10 @@ class _Host:
         if grant.is_trusted:
             return None
         unseen = unseen_draws(hello.worker_class, self.recipe.engine.kind)
-        return unseen or self.examiner.calibration.refusal(hello.worker_class)
+        return unseen or self.verifier.calibration.refusal(hello.worker_class)
 
     def _status(self, hub: Hub) -> HubStatus:
-        return overview(hub, self.port, self.examiner, lineage=self.lineage)
+        return overview(hub, self.port, self.verifier, lineage=self.lineage)
 
     def _joined(self, peer: Peer) -> None:
         self.authors[peer.number] = Author(peer.worker, peer.grant, peer.name, peer.worker_class)
@@ -393,7 +393,7 @@ class _TracedPublisher(Publisher):
         super().__init__(store, settings, shared=shared)
         self._tracer = tracer
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> Published:
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> PublishedVersion:
         begin_s = time.monotonic()
         made = super().publish(tensors, version)
         self._tracer.span("publish", "hub", 0, begin_s, time.monotonic(), version=version.number, bytes=made.bytes)
@@ -403,14 +403,14 @@ class _TracedPublisher(Publisher):
 class _TrainingChecks:
     """The examiner as the port knows it: batches are of the run's own noise."""
 
-    def __init__(self, examiner: Examiner, noise_seed: int) -> None:
-        self._examiner, self._noise_seed = examiner, noise_seed
+    def __init__(self, verifier: VerificationService, noise_seed: int) -> None:
+        self._verifier, self._noise_seed = verifier, noise_seed
 
     def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
-        self._examiner.published(version, tensors)
+        self._verifier.published(version, tensors)
 
     def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
-        self._examiner.consumed(step, trajectories, self._noise_seed)
+        self._verifier.consumed(step, trajectories, self._noise_seed)
 
     def close(self) -> None:
-        self._examiner.close()
+        self._verifier.close()

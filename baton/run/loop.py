@@ -18,18 +18,18 @@ from baton.files import STORAGE_ERRORS
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.sections import CheckpointSettings, EvalSettings
 from baton.records.evaluation import Evaluation, evaluation_metrics
-from baton.records.journal import Journal, StreamPlace
+from baton.records.journal import Journal, StreamCursor
 from baton.records.metrics import MetricsWriter
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
-from baton.records.trace import Clock
-from baton.rewards.scorer import Judge, failure_metrics, require_judged
-from baton.rollout.controller import Runner
+from baton.records.trace import StageTimer
+from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
-from baton.rollout.eval_rollout import Sweep
+from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.settings import RolloutSettings
-from baton.rollout.transport import WorkerPort
-from baton.run.device_sharing import Turns
+from baton.rollout.transport import WorkerTransport
+from baton.run.device_sharing import DeviceSharing
 from baton.run.evaluation import evaluate
 from baton.stop import Stopped, StopRequest
 from baton.tasks.stream import PromptStream
@@ -91,12 +91,12 @@ class Loop:
     """Of the run's directory, until `close`."""
     stream: PromptStream
     held_out: Sequence[Prompt]
-    judge: Judge
+    judge: RewardScorer
     tokenizer: Tokenizer
-    port: WorkerPort
-    sweep: Sweep
+    port: WorkerTransport
+    sweep: EvalRollout
     """For evaluations."""
-    runner: Runner
+    controller: RolloutController
     """For training."""
     journal: Journal
     trainer: Trainer
@@ -113,9 +113,9 @@ class Loop:
     """Versions of which one is published; above 1 only with a swarm."""
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
-    turns: Turns | None = None
+    turns: DeviceSharing | None = None
     """Of trainer and engine, where they share a device."""
-    clock: Clock = field(default_factory=Clock)
+    clock: StageTimer = field(default_factory=StageTimer)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters when the last step ended."""
     has_begun: bool = False
@@ -186,7 +186,7 @@ class Loop:
             self._save()
         if self.has_begun:
             try:
-                self.runner.put_down(PUT_DOWN_S)  # so that what the worker has not reported yet is in the journal
+                self.controller.put_down(PUT_DOWN_S)  # so that what the worker has not reported yet is in the journal
             except (EngineFault, DeadlineExceeded) as error:
                 self.observer.said(f"what the worker has not reported yet will be generated again: {error}")
             self.journal.settle()
@@ -240,8 +240,8 @@ class Loop:
             if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
                 self._publish()
             else:
-                self.runner.made(step)
-        place = self.runner.place if self.has_begun else StreamPlace(self.state.next_group_id, self.state.position)
+                self.controller.made(step)
+        place = self.controller.place if self.has_begun else StreamCursor(self.state.next_group_id, self.state.position)
         self.state = msgspec.structs.replace(
             self.state, step=step, next_group_id=place.next_group_id, position=place.position
         )
@@ -278,15 +278,15 @@ class Loop:
             self._begin()
         total = self.rollout.batch_groups * self.rollout.group_size
         with self.clock.stage("wait_for_batch", step), self.observer.phase("generate", total) as done:
-            groups = self.runner.next_batch(done)
-        counts = self.runner.scheduler.take_step_counts()
+            groups = self.controller.next_batch(done)
+        counts = self.controller.scheduler.take_step_counts()
         counted = counts.metrics()
         is_sync = self.rollout.mode == "sync"
         in_batch = sum(m.trajectory.num_tokens for g in groups for m in g.members)
         counted |= self.stream.take_counts()
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
-        if self.runner.rules.is_adaptive:
-            counted["rollout/overprovision"] = self.runner.scheduler.overprovision
+        if self.controller.rules.is_adaptive:
+            counted["rollout/overprovision"] = self.controller.scheduler.overprovision
         self.journal.counted(step, counted)  # before the batch can be found, so that it is never without
         self.run.write_groups(step, groups)
         self._consumed(step, groups)
@@ -315,17 +315,17 @@ class Loop:
         """Let the rollout side begin where prompts, group ids and open groups are."""
         place = self.journal.place()
         if place is None or place.next_group_id < self.state.next_group_id:
-            place = StreamPlace(self.state.next_group_id, self.state.position)
+            place = StreamCursor(self.state.next_group_id, self.state.position)
         self.stream.position.update(place.position)
         carried = self.journal.open_groups(self.state.step)
         newest = self.newest_group_id
         if newest >= place.next_group_id:  # a journal that has lost its end knows less than the recorded batches
             self.stream.take(newest + 1 - place.next_group_id)
-            place = StreamPlace(newest + 1, dict(self.stream.position))
+            place = StreamCursor(newest + 1, dict(self.stream.position))
         if carried:
             finished = sum(t.finish_reason is not None for g in carried for t in g.members)
             self.observer.said(f"{len(carried)} open groups go on, {finished} of their trajectories finished")
-        self.runner.begin(self.state.step, place, carried, num_batches=self.num_steps)
+        self.controller.begin(self.state.step, place, carried, num_batches=self.num_steps)
         self.has_begun = True
         self._publish()
 
@@ -344,7 +344,7 @@ class Loop:
             return self.trainer.step(batch)
         with ThreadPoolExecutor(1, "trainer") as pool:
             future = pool.submit(self.trainer.step, batch)
-            self.runner.run_until(lambda timeout_s: bool(wait([future], timeout_s).done))
+            self.controller.run_until(lambda timeout_s: bool(wait([future], timeout_s).done))
             return future.result()
 
     def _save(self) -> None:
@@ -367,13 +367,13 @@ class Loop:
         weights = self.trainer.publish()
         with suppress(Stopped):
             if self.has_begun:
-                self.runner.publish(weights.tensors, weights.version)
+                self.controller.publish(weights.tensors, weights.version)
             else:
                 with self.stop.interrupting():
                     self.port.load_weights(weights.tensors, weights.version)
 
     def _performance(self, groups: Sequence[Group], counted: dict[str, float], step_time_s: float) -> dict[str, float]:
-        waited = self.runner.take_seconds()
+        waited = self.controller.take_seconds()
         hidden_s = waited.pop("hidden")
         times = {f"time/{name}": seconds for name, seconds in {**waited, **self.clock.take()}.items()}
         before, self.stats = self.stats, self.port.stats()
@@ -401,7 +401,7 @@ class Loop:
         if self.eval.greedy:
             ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
         results: list[Evaluation] = []
-        with self.clock.stage("eval", self.state.step), self.runner.paused() if self.has_begun else nullcontext():
+        with self.clock.stage("eval", self.state.step), self.controller.paused() if self.has_begun else nullcontext():
             for sampling in ways:
                 samples = self.eval.samples if sampling.temperature else 1
                 with self.observer.phase("evaluate", 0):

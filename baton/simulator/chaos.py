@@ -20,12 +20,12 @@ from baton.console import out
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
 from baton.simulator.find import broken_law
-from baton.simulator.run import Options, simulate
-from baton.simulator.script import Work
+from baton.simulator.run import RunOptions, simulate
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
+from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
-from baton.simulator.world import Hang
+from baton.simulator.world import NoProgress
 from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
 
@@ -40,7 +40,7 @@ LOT = 50
 
 
 @dataclass(slots=True)
-class Survey:
+class ChaosSummary:
     """What happened on many days."""
 
     days: Counter[str] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class Survey:
     violations: dict[int, str] = field(default_factory=dict)
     """Day → what does not hold, and the log that shows it."""
 
-    def add(self, other: Survey) -> None:
+    def add(self, other: ChaosSummary) -> None:
         """Count the days of another one too."""
         self.days += other.days
         self.outcomes += other.outcomes
@@ -59,7 +59,7 @@ class Survey:
         self.violations |= other.violations
 
 
-def bad_day(number: int) -> tuple[Setting, Options]:
+def random_case(number: int) -> tuple[Setting, RunOptions]:
     """Return a day: three workers of impatient people, for whom everything that takes minutes takes seconds."""
     draw = choices(number, "day")
     mode = MODES[number % len(MODES)]
@@ -85,9 +85,9 @@ def bad_day(number: int) -> tuple[Setting, Options]:
     setting = Setting(
         rules,
         tuple(EngineSpec(f"w{index}", 4, FlatSpeed(0.02, 1e-4, 1e-8, 1e-5)) for index in range(3)),
-        Work(constant(16), lognormal(60, 1.0, 400), 0.5, trained_share=draw.choice((0.8, 1.0))),
+        TrajectoryWork(constant(16), lognormal(60, 1.0, 400), 0.5, trained_share=draw.choice((0.8, 1.0))),
         TrainSpeed(0.5, 1e-6, 0.0),
-        JudgeSpec(draw.choice((0.0, 0.05, 0.3)), 1.0, 4),
+        ScoringSpec(draw.choice((0.0, 0.05, 0.3)), 1.0, 4),
         publish_s=0.1,
         num_steps=draw.randint(4, 8),
         publish_every=every,
@@ -95,18 +95,18 @@ def bad_day(number: int) -> tuple[Setting, Options]:
         swarm=SwarmSpec(leases, report_every_s=1.0, heartbeat_s=1.0, fetch_s=0.3),
     )
     faults = draw_faults(choices(number, "faults"), RandomSettings(faults=draw.randint(0, 12), until_s=UNTIL_S))
-    return setting, Options(number, [*faults, FaultSettings(kind="join", at_s=HELP_S)], laws=True)
+    return setting, RunOptions(number, [*faults, FaultSettings(kind="join", at_s=HELP_S)], laws=True)
 
 
-def live_through(numbers: Iterable[int]) -> Survey:
+def live_through(numbers: Iterable[int]) -> ChaosSummary:
     """Let these days happen."""
-    found = Survey()
+    found = ChaosSummary()
     for number in numbers:
-        setting, options = bad_day(number)
+        setting, options = random_case(number)
         found.days[setting.rules.mode] += 1
         try:
             record = simulate(setting, options)
-        except (AssertionError, Hang) as error:
+        except (AssertionError, NoProgress) as error:
             violation = broken_law(setting, options)
             found.violations[number] = violation.sentence() if violation is not None else f"once only: {error}"
             continue
@@ -117,10 +117,10 @@ def live_through(numbers: Iterable[int]) -> Survey:
     return found
 
 
-def survey(days: int, first: int = 0, processes: int = 1) -> Survey:
+def survey(days: int, first: int = 0, processes: int = 1) -> ChaosSummary:
     """Let so many days happen, on several cores."""
     lots = [range(start, min(start + LOT, first + days)) for start in range(first, first + days, LOT)]
-    found = Survey()
+    found = ChaosSummary()
     if processes == 1:
         for lot in lots:
             found.add(live_through(lot))
@@ -131,7 +131,7 @@ def survey(days: int, first: int = 0, processes: int = 1) -> Survey:
     return found
 
 
-def sentences(found: Survey, seconds: float) -> Iterator[str]:
+def sentences(found: ChaosSummary, seconds: float) -> Iterator[str]:
     """Say what happened."""
     modes = ", ".join(f"{count:,} {mode}" for mode, count in found.days.items())
     yield f"{found.days.total():,} bad days ({modes}), {found.tokens:,} tokens, {seconds:.0f} s"

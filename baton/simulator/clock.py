@@ -9,7 +9,7 @@ from typing import Any
 Action = Callable[..., None]
 
 
-class Clock:
+class VirtualClock:
     """One timeline. Nothing here is random and nothing looks at real time."""
 
     __slots__ = ("_heap", "_sequence", "now_s", "num_fired")

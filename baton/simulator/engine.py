@@ -18,8 +18,8 @@ from collections import Counter, deque
 from typing import Protocol
 
 from baton.records.trace import Tracer
-from baton.simulator.clock import Clock
-from baton.simulator.rows import Busy, Grown, Longest, Row, Wish
+from baton.simulator.clock import VirtualClock
+from baton.simulator.rows import EngineTime, GenerationRequest, LeaseProgress, LongestContext, SimulatedLease
 from baton.simulator.setting import EngineSpec
 from baton.simulator.timing import steps_within
 from baton.simulator.tracing import trace_row
@@ -29,10 +29,10 @@ WATERMARK = 0.01
 _CLOSE = 1e-9
 
 
-class Owner(Protocol):
+class EngineOwner(Protocol):
     """Who holds an engine."""
 
-    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         """The engine reports. May submit, abort and switch at once."""
 
 
@@ -41,22 +41,22 @@ class SimEngine:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         spec: EngineSpec,
-        owner: Owner,
+        owner: EngineOwner,
         *,
         report_every_s: float = math.inf,
         shares_prefill: bool = True,
         tracer: Tracer | None = None,
     ) -> None:
-        self.name, self.slots, self.busy = spec.name, spec.slots, Busy()
+        self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
         self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
-        self._shares_prefill, self._longest = shares_prefill, Longest() if spec.pads else None
-        self._heap: list[tuple[int, int, Row]] = []
-        self._waiting: deque[Row] = deque()
-        self._rows: dict[int, Row] = {}
+        self._shares_prefill, self._longest = shares_prefill, LongestContext() if spec.pads else None
+        self._heap: list[tuple[int, int, SimulatedLease]] = []
+        self._waiting: deque[SimulatedLease] = deque()
+        self._rows: dict[int, SimulatedLease] = {}
         """Every lease that is here, running or waiting."""
         self._here: Counter[int] = Counter()
         """Groups among what runs."""
@@ -84,10 +84,10 @@ class SimEngine:
         """They."""
         return [*self._rows]
 
-    def submit(self, wish: Wish) -> None:
+    def submit(self, generation_request: GenerationRequest) -> None:
         """Take a lease."""
-        w = wish
-        row = Row(w.lease, w.group_id, w.sample_index, w.prompt, w.tokens, w.length, w.version, w.is_exact)
+        w = generation_request
+        row = SimulatedLease(w.lease, w.group_id, w.sample_index, w.prompt, w.tokens, w.length, w.version, w.is_exact)
         self._rows[row.lease] = row
         self._waiting.append(row)
         if not self._width or len(self._waiting) + self._width <= self.slots:
@@ -138,7 +138,7 @@ class SimEngine:
         if self._is_stopped:
             return
         self._settle(self._whole_steps())
-        reports: list[Grown] = []
+        reports: list[LeaseProgress] = []
         self._report_all(reports)
         if reports:
             self._owner.heard(self, reports)
@@ -209,7 +209,7 @@ class SimEngine:
     def _between(self) -> None:
         self._is_between = True
         self._since_s = max(self._since_s, self._clock.now_s)
-        reports: list[Grown] = []
+        reports: list[LeaseProgress] = []
         self._end_complete(reports)
         if self._aborting or self._dropping:
             self._end_unwanted(reports)
@@ -227,16 +227,16 @@ class SimEngine:
         self._admit()
         self._plan()
 
-    def _end_complete(self, reports: list[Grown]) -> None:
+    def _end_complete(self, reports: list[LeaseProgress]) -> None:
         heap, step = self._heap, self._step
         while heap and heap[0][0] <= step:
             row = heapq.heappop(heap)[2]
             self._count(row)
             self._leave(row, "finish")
             del self._rows[row.lease]
-            reports.append(Grown(row, row.grown, "finished"))
+            reports.append(LeaseProgress(row, row.grown, "finished"))
 
-    def _end_unwanted(self, reports: list[Grown]) -> None:
+    def _end_unwanted(self, reports: list[LeaseProgress]) -> None:
         gone = set()
         for lease in (*self._aborting, *self._dropping):
             row = self._rows.pop(lease, None)
@@ -247,7 +247,7 @@ class SimEngine:
                 self._count(row)
                 self._leave(row)
             if lease not in self._dropping:
-                reports.append(Grown(row, row.grown, "put_down"))
+                reports.append(LeaseProgress(row, row.grown, "put_down"))
         self._aborting.clear()
         self._dropping.clear()
         self._heap = [item for item in self._heap if item[2].lease not in gone]
@@ -255,7 +255,7 @@ class SimEngine:
         if self._waiting:
             self._waiting = deque(row for row in self._waiting if row.lease not in gone)
 
-    def _exchange(self, reports: list[Grown]) -> None:
+    def _exchange(self, reports: list[LeaseProgress]) -> None:
         assert self._switch is not None, "there is a version to switch to"
         version, resumes, load_s = self._switch
         self._switch = None
@@ -272,18 +272,18 @@ class SimEngine:
         self._since_s += load_s
         self.busy.load_s += load_s
 
-    def _report_all(self, reports: list[Grown]) -> None:
+    def _report_all(self, reports: list[LeaseProgress]) -> None:
         for _, _, row in sorted(self._heap, key=lambda item: item[2].born):
             self._count(row)
             if row.grown:
-                reports.append(Grown(row, row.grown, ""))
+                reports.append(LeaseProgress(row, row.grown, ""))
                 row.grown = []
         self._report_s = self._clock.now_s + self._report_every_s
 
-    def _fresh(self, row: Row) -> int:
+    def _fresh(self, row: SimulatedLease) -> int:
         return row.length - (row.end_step - self._step) - row.tokens
 
-    def _count(self, row: Row) -> None:
+    def _count(self, row: SimulatedLease) -> None:
         """Write down what has grown since the last count, under the version that serves."""
         fresh = self._fresh(row)
         if fresh > 0:
@@ -293,7 +293,7 @@ class SimEngine:
             row.tokens += fresh
             row.grown.append((self.version, fresh))
 
-    def _leave(self, row: Row, ended: str = "abort") -> None:
+    def _leave(self, row: SimulatedLease, ended: str = "abort") -> None:
         """A sequence leaves the batch."""
         if self._tracer is not None:
             trace_row(self._tracer, self.name, row, self._since_s, ended)
@@ -307,7 +307,7 @@ class SimEngine:
             del self._here[row.group_id]
         self._lanes.append(row.lane)
 
-    def _put_back(self, row: Row) -> None:
+    def _put_back(self, row: SimulatedLease) -> None:
         self._count(row)
         self._leave(row)
         self._waiting.appendleft(row)
@@ -334,7 +334,7 @@ class SimEngine:
             waiting.popleft()
             if self.version is None or (row.version != self.version if row.is_exact else row.version > self.version):
                 del self._rows[row.lease]
-                self._owner.heard(self, [Grown(row, row.grown, "refused")])
+                self._owner.heard(self, [LeaseProgress(row, row.grown, "refused")])
                 continue
             row.lane = self._lanes.pop()
             self._prefill(row, context)
@@ -349,7 +349,7 @@ class SimEngine:
             self._here[row.group_id] += 1
             heapq.heappush(self._heap, (row.end_step, row.born, row))
 
-    def _prefill(self, row: Row, context: int) -> None:
+    def _prefill(self, row: SimulatedLease, context: int) -> None:
         seconds = self._speed.trajectory_s
         if row.tokens or not self._shares_prefill or row.group_id not in self._here:
             seconds += self._speed.prefill_s(context) + (not self._has_prefilled) * self._speed.prefill_overhead_s

@@ -9,8 +9,8 @@ for_s = 60.0
 ```
 
 Kinds: `crash`, `hang` (it stands still and says nothing for for_s), `slow` (by factor), `leave` (it says goodbye),
-`join` (one more like `worker`), `restart` (the controller dies and is back after for_s), `partition`, and `storm` (of
-messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
+`join` (one more like `worker`), `restart` (the controller dies and is back after for_s), `partition`, and
+`network_fault` (of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class FaultSettings(Settings):
     at_s: float = Field(ge=0)
     """When."""
     worker: str = ""
-    """Name of the worker; without it one of those that are alive, or for `partition` and `storm` all."""
+    """Name of the worker; without it one of those that are alive, or for `partition` and `network_fault` all."""
     for_s: float = Field(default=0.0, ge=0)
     """How long it lasts, or how long until something takes its place; 0: for good."""
     factor: float = Field(default=1.0, ge=1)
     """`slow`: everything takes so many times as long."""
     loss: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages lost, each with its connection."""
+    """`network_fault`: share of messages lost, each with its connection."""
     duplicate: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages that come twice."""
+    """`network_fault`: share of messages that come twice."""
     reorder: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages that are overtaken by later ones."""
+    """`network_fault`: share of messages that are overtaken by later ones."""
     delay_s: float = Field(default=0.0, ge=0)
-    """`storm`: longest extra delay of a message."""
+    """`network_fault`: longest extra delay of a message."""
     corrupt: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of fetched versions with a corrupt chunk."""
+    """`network_fault`: share of fetched versions with a corrupt chunk."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> FaultSettings:

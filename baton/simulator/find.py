@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from baton.errors import BatonError
 from baton.simulator.faults import FaultSettings
-from baton.simulator.invariants import Broken
-from baton.simulator.log import Log
-from baton.simulator.run import Options, simulate
+from baton.simulator.invariants import InvariantViolation
+from baton.simulator.log import EventLog
+from baton.simulator.run import RunOptions, simulate
 from baton.simulator.setting import Setting
-from baton.simulator.world import Hang
+from baton.simulator.world import NoProgress
 
 
-class LawBroken(BatonError):
+class InvariantBroken(BatonError):
     """A law of the architecture does not hold; the message has the seed and the log that shows it."""
 
 
@@ -23,7 +23,7 @@ SHOWN_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Violation:
+class ReproducedViolation:
     """A law that does not hold, as small as it was found."""
 
     law: str
@@ -46,7 +46,7 @@ class Violation:
         )
 
 
-def broken_law(setting: Setting, options: Options) -> Violation | None:
+def broken_law(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
     """Simulate with all laws on; return the violation in as few faults and events as were found, or None."""
     first = _try(setting, options)
     if first is None:
@@ -75,17 +75,17 @@ def broken_law(setting: Setting, options: Options) -> Violation | None:
     return best
 
 
-def _try(setting: Setting, options: Options) -> Violation | None:
-    log = Log()
+def _try(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
+    log = EventLog()
     faults: Sequence[FaultSettings] = options.faults
     try:
         simulate(setting, replace(options, laws=True, log=log))
         return None
-    except Broken as error:
+    except InvariantViolation as error:
         law, what = error.law, f"at {error.at_s:.3f} s: {error.what}"
-    except Hang as error:
+    except NoProgress as error:
         law, what = "progress", str(error)
     except AssertionError as error:  # a decision object's own
         law, what = "its own assertion", str(error)
     lines = tuple(line.decode() for line in log.lines)
-    return Violation(law, what, options.seed, setting.num_steps, tuple(faults), lines)
+    return ReproducedViolation(law, what, options.seed, setting.num_steps, tuple(faults), lines)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from baton.simulator.clock import Clock
-from baton.simulator.rows import Wish
-from baton.simulator.wire import Hello, Report, Segments
+from baton.simulator.clock import VirtualClock
+from baton.simulator.rows import GenerationRequest
+from baton.simulator.wire import Segments, SimulatedHello, SimulatedReport
 from baton.simulator.worker import SimWorker
-from baton.simulator.world import World
+from baton.simulator.world import Simulation
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
@@ -25,7 +25,7 @@ MAX_REFUSALS = 64
 """In a row, after which a worker is hung up on, as in the live desk."""
 
 
-class TableWatch(Protocol):
+class LeaseTableObserver(Protocol):
     """Whoever looks at every event of the lease table."""
 
     def heard_lease(self, event: ev.Event) -> None:
@@ -39,10 +39,10 @@ class TableWatch(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class SimulatedTask:
     """A trajectory that is to be grown."""
 
-    wish: Wish
+    generation_request: GenerationRequest
     committed: int
     newest: int
     """Version of the last committed token; -1 before the first."""
@@ -50,7 +50,7 @@ class Task:
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
+class SimulatedProgress:
     """One lease of it."""
 
     worker: int
@@ -64,7 +64,7 @@ class Branch:
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class SimulatedPeer:
     """A worker as the hub knows it."""
 
     worker: SimWorker
@@ -77,14 +77,16 @@ class Peer:
 class SimHub:
     """The hub of one incarnation of the controller."""
 
-    def __init__(self, table: LeaseTable, clock: Clock, controller: World, lineage: str, acks: bool) -> None:
+    def __init__(
+        self, table: LeaseTable, clock: VirtualClock, controller: Simulation, lineage: str, acks: bool
+    ) -> None:
         """acks: whether workers are told what has come in, which only a fault makes use of."""
         self.table, self.lineage = table, lineage
-        self.peers: dict[int, Peer] = {}
+        self.peers: dict[int, SimulatedPeer] = {}
         self.versions: dict[int, PolicyVersion] = {}
-        self.tasks: dict[int, Task] = {}
-        self.branches: dict[int, Branch] = {}
-        self.watches: list[TableWatch] = []
+        self.tasks: dict[int, SimulatedTask] = {}
+        self.branches: dict[int, SimulatedProgress] = {}
+        self.watches: list[LeaseTableObserver] = []
         self.outcomes: Callable[[str], None] = lambda name: None
         """Hears of expulsions and the like."""
         self._clock, self._controller, self._acks = clock, controller, acks
@@ -97,11 +99,22 @@ class SimHub:
 
     # ---- from the controller -----------------------------------------------------------------------------------------
 
-    def want(self, wish: Wish) -> None:
+    def want(self, generation_request: GenerationRequest) -> None:
         """Have a trajectory grown."""
-        self.tasks[wish.lease] = Task(wish, wish.tokens, wish.newest)
+        self.tasks[generation_request.lease] = SimulatedTask(
+            generation_request, generation_request.tokens, generation_request.newest
+        )
         now_s = self._clock.now_s
-        self._tell(ev.TaskWanted(now_s, wish.lease, wish.version, wish.is_exact, wish.tokens, wish.length))
+        self._tell(
+            ev.TaskSubmitted(
+                now_s,
+                generation_request.lease,
+                generation_request.version,
+                generation_request.is_exact,
+                generation_request.tokens,
+                generation_request.length,
+            )
+        )
 
     def abort(self, task: int) -> None:
         """Have it put down."""
@@ -116,21 +129,21 @@ class SimHub:
 
     def tick(self) -> None:
         """Time has passed."""
-        self._tell(ev.Tick(self._clock.now_s))
+        self._tell(ev.LeaseTick(self._clock.now_s))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
     def hear(self, worker: SimWorker, message: object) -> None:
         """Take a worker's message."""
         number = worker.number
-        if isinstance(message, Hello):
+        if isinstance(message, SimulatedHello):
             self._hello(worker, message)
             return
         peer = self.peers.get(number)
         if peer is None or peer.worker is not worker:
             return
         match message:
-            case Report():
+            case SimulatedReport():
                 self._alive(number, peer)
                 self._report(number, peer, message)
             case Heartbeat(serves=serves, stats=stats):
@@ -152,9 +165,9 @@ class SimHub:
             return
         peer.is_connected = False
         self._count_slots()
-        self._tell(ev.WorkerHeard(self._clock.now_s, worker.number, None, peer.decoded))
+        self._tell(ev.WorkerSeen(self._clock.now_s, worker.number, None, peer.decoded))
 
-    def _hello(self, worker: SimWorker, hello: Hello) -> None:
+    def _hello(self, worker: SimWorker, hello: SimulatedHello) -> None:
         known = self.peers.get(worker.number)
         if known is not None and known.worker is worker:
             peer, number = known, worker.number
@@ -162,7 +175,7 @@ class SimHub:
         else:
             number = worker.number = self._next_worker
             self._next_worker += 1
-            peer = self.peers[number] = Peer(worker)
+            peer = self.peers[number] = SimulatedPeer(worker)
             spec = worker.spec
             self._tell(ev.WorkerJoined(self._clock.now_s, number, spec.slots, spec.weight))
         if self._want is not None:
@@ -176,11 +189,11 @@ class SimHub:
         """What a worker should hold and does not is leased anew; what it should not is dropped."""
         known = set(self.table.workers[number].leases)
         for lease in sorted(known - claimed):
-            self._tell(ev.LeasePutDown(self._clock.now_s, lease))
+            self._tell(ev.LeaseReturned(self._clock.now_s, lease))
         for lease in sorted(claimed - known):
             self._send(number, Dropped(lease))
 
-    def _report(self, number: int, peer: Peer, report: Report) -> None:
+    def _report(self, number: int, peer: SimulatedPeer, report: SimulatedReport) -> None:
         lease = report.lease
         branch = self.branches.get(lease)
         if branch is None or branch.worker != number or not self.table.knows(lease):
@@ -201,18 +214,18 @@ class SimHub:
             branch.newest = report.segments[-1][0]
         now_s = self._clock.now_s
         if grown:
-            self._tell(ev.LeaseGrew(now_s, lease, grown, branch.newest))
+            self._tell(ev.LeaseProgressed(now_s, lease, grown, branch.newest))
         if report.end == "finished":
             self._tell(ev.LeaseFinished(now_s, lease))
         elif report.end:
-            self._tell(ev.LeasePutDown(now_s, lease))
+            self._tell(ev.LeaseReturned(now_s, lease))
         self._acknowledge(number, lease, branch)
 
-    def _is_older(self, branch: Branch, segments: Segments) -> bool:
+    def _is_older(self, branch: SimulatedProgress, segments: Segments) -> bool:
         """Whether tokens follow those of a newer version: the live hub takes that for a lie (swarm/checks.py)."""
         return any(version < branch.newest for version, _ in segments)
 
-    def _refused(self, number: int, peer: Peer, retry: Retry) -> None:
+    def _refused(self, number: int, peer: SimulatedPeer, retry: Retry) -> None:
         branch = self.branches.get(retry.lease_id)
         if branch is None or branch.worker != number or not self.table.knows(retry.lease_id):
             return
@@ -221,17 +234,17 @@ class SimHub:
             self._hang_up(number, "refused too often")
             return
         now_s = self._clock.now_s
-        self._tell(ev.WorkerHeard(now_s, number, retry.has_version, self.table.workers[number].decoded_tokens))
-        self._tell(ev.LeasePutDown(now_s, retry.lease_id))
+        self._tell(ev.WorkerSeen(now_s, number, retry.has_version, self.table.workers[number].decoded_tokens))
+        self._tell(ev.LeaseReturned(now_s, retry.lease_id))
 
-    def _alive(self, number: int, peer: Peer) -> None:
-        self._tell(ev.WorkerHeard(self._clock.now_s, number, peer.serves, peer.decoded))
+    def _alive(self, number: int, peer: SimulatedPeer) -> None:
+        self._tell(ev.WorkerSeen(self._clock.now_s, number, peer.serves, peer.decoded))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
         """The number of a version of this lineage; None for any other."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
-    def _acknowledge(self, number: int, lease: int, branch: Branch) -> None:
+    def _acknowledge(self, number: int, lease: int, branch: SimulatedProgress) -> None:
         if self._acks:
             self._send(number, Ack(lease, branch.length, not self.table.knows(lease)))
 
@@ -242,7 +255,7 @@ class SimHub:
         self._tell(ev.WorkerLeft(self._clock.now_s, number, cause))
         self._drop_connection(peer)
 
-    def _drop_connection(self, peer: Peer) -> None:
+    def _drop_connection(self, peer: SimulatedPeer) -> None:
         worker = peer.worker
         worker.number = -1
         if peer.is_connected:
@@ -278,42 +291,44 @@ class SimHub:
 
     def _obey(self, command: ev.Command) -> None:
         match command:
-            case ev.Commit(task=task, lease=lease, length=length):
+            case ev.CommitTokens(task=task, lease=lease, length=length):
                 self._commit(task, self.branches[lease], length)
-            case ev.Grant():
+            case ev.GrantLease():
                 self._grant(command)
-            case ev.Finish(task=task):
+            case ev.FinishTask(task=task):
                 self._forget(task)
                 self._to_say.append((self._controller.finished, task))
-            case ev.Recall(worker=worker, lease=lease):
+            case ev.RecallLease(worker=worker, lease=lease):
                 self._send(worker, Abort(lease))
-            case ev.Drop(worker=worker, lease=lease):
+            case ev.DropLease(worker=worker, lease=lease):
                 self._send(worker, Dropped(lease))
-            case ev.PutDown(task=task):
+            case ev.ReturnTask(task=task):
                 self._forget(task)
                 self._to_say.append((self._controller.put_down, task))
-            case ev.Waste(cause=cause, num_tokens=num_tokens):
+            case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 self._to_say.append((self._controller.lost, cause, num_tokens))
-            case ev.Replace():
+            case ev.ReplaceTokens():
                 raise AssertionError("simulated workers are of one kind: none makes other tokens than another")
-            case ev.Expel(worker=worker):
+            case ev.DisconnectWorker(worker=worker):
                 peer = self.peers.pop(worker, None)
                 if peer is not None:
                     self.outcomes("worker expelled")
                     self._drop_connection(peer)
 
-    def _grant(self, grant: ev.Grant) -> None:
+    def _grant(self, grant: ev.GrantLease) -> None:
         task, base = self.tasks[grant.task], grant.base
-        wish = task.wish
-        branch = Branch(grant.worker, grant.task, base, base, task.newest if base else -1)
+        generation_request = task.generation_request
+        branch = SimulatedProgress(grant.worker, grant.task, base, base, task.newest if base else -1)
         self.branches[grant.lease] = branch
         task.branches.append(grant.lease)
         if len(task.branches) > 1:
             self.outcomes("trajectory leased again")
-        version = wish.version if wish.is_exact else max(wish.version, task.newest)
-        self._send(grant.worker, replace(wish, lease=grant.lease, tokens=base, version=version))
+        version = (
+            generation_request.version if generation_request.is_exact else max(generation_request.version, task.newest)
+        )
+        self._send(grant.worker, replace(generation_request, lease=grant.lease, tokens=base, version=version))
 
-    def _commit(self, number: int, branch: Branch, length: int) -> None:
+    def _commit(self, number: int, branch: SimulatedProgress, length: int) -> None:
         task = self.tasks[number]
         at, offset = branch.base, task.committed
         task.committed = length

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.rollout import events as ro
-from baton.rollout.tracked import State
+from baton.rollout.tracked import TrajectoryState
 from baton.simulator.swarm import Swarm
-from baton.simulator.world import World
+from baton.simulator.world import Simulation
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 
 Key = tuple[int, int]
 
 
-class Broken(AssertionError):
+class InvariantViolation(AssertionError):
     """A law does not hold."""
 
     def __init__(self, law: str, what: str, at_s: float) -> None:
@@ -38,7 +38,7 @@ class Broken(AssertionError):
 class _Own:
     """One trajectory, as counted here."""
 
-    state: State = State.PENDING
+    state: TrajectoryState = TrajectoryState.PENDING
     versions: list[tuple[int, int]] = field(default_factory=list)
     ask: tuple[int, bool] = (0, False)
 
@@ -47,10 +47,10 @@ class _Own:
         return sum(count for _, count in self.versions)
 
 
-class Laws:
+class InvariantChecker:
     """A witness of one run."""
 
-    def __init__(self, world: World, swarm: Swarm | None) -> None:
+    def __init__(self, world: Simulation, swarm: Swarm | None) -> None:
         self._world, self._swarm = world, swarm
         self._rules = world.rules
         self._own: dict[Key, _Own] = {}
@@ -63,13 +63,13 @@ class Laws:
         self._places = 0
         self._counts: Counter[str] = Counter()
         """Tokens by account, of this lineage."""
-        self._table = _TableLaws(self)
+        self._table = _LeaseTableChecker(self)
         self.num_checked = 0
 
-    def must(self, holds: bool, law: str, what: Any = "") -> None:
-        """Raise Broken unless something holds. `what` may be a function, asked only then."""
+    def check(self, holds: bool, law: str, what: Any = "") -> None:
+        """Raise InvariantViolation unless something holds. `what` may be a function, asked only then."""
         if not holds:
-            raise Broken(law, what() if callable(what) else str(what), self._world.clock.now_s)
+            raise InvariantViolation(law, what() if callable(what) else str(what), self._world.clock.now_s)
 
     # ---- what is heard -----------------------------------------------------------------------------------------------
 
@@ -77,48 +77,54 @@ class Laws:
         if self._lineage != self._world.lineage:
             self._restarted()
         match event:
-            case ro.Grew():
+            case ro.TokensReceived():
                 self._grew(event)
             case ro.Finished(group_id=g, sample_index=s):
                 own = self._own[g, s]
-                self.must(own.state is State.LEASED, "conservation", f"{g}/{s} finished while {own.state.name}")
-                own.state = State.JUDGING
+                self.check(
+                    own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} finished while {own.state.name}"
+                )
+                own.state = TrajectoryState.JUDGING
                 length = self._world.script.length(g, s)
-                self.must(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
-            case ro.PutDown(group_id=g, sample_index=s):
+                self.check(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
+            case ro.LeaseEnded(group_id=g, sample_index=s):
                 own = self._own[g, s]
-                self.must(own.state is State.LEASED, "conservation", f"{g}/{s} put down while {own.state.name}")
-                own.state = State.PENDING
+                self.check(
+                    own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} put down while {own.state.name}"
+                )
+                own.state = TrajectoryState.PENDING
             case ro.Rewarded(group_id=g, sample_index=s):
                 own = self._own[g, s]
-                self.must(own.state is State.JUDGING, "conservation", f"{g}/{s} judged while {own.state.name}")
-                own.state = State.JUDGED
-            case ro.Lost(num_tokens=count):
+                self.check(
+                    own.state is TrajectoryState.JUDGING, "conservation", f"{g}/{s} judged while {own.state.name}"
+                )
+                own.state = TrajectoryState.JUDGED
+            case ro.TokensLost(num_tokens=count):
                 self._counts["generated"] += count
                 self._counts["lost"] += count
-            case ro.Serving(version=version):
+            case ro.VersionServed(version=version):
                 self._served = version
-            case ro.BatchWanted():
+            case ro.BatchRequested():
                 self._wanted = True
             case ro.Capacity(slots=slots, queue=queue):
                 self._places = slots + queue
             case _:
                 pass
 
-    def _grew(self, event: ro.Grew) -> None:
+    def _grew(self, event: ro.TokensReceived) -> None:
         key, version = (event.group_id, event.sample_index), event.version
         own = self._own[key]
-        self.must(own.state is State.LEASED, "conservation", f"{key} grew while {own.state.name}")
+        self.check(own.state is TrajectoryState.LEASED, "conservation", f"{key} grew while {own.state.name}")
         last = own.versions[-1][0] if own.versions else -1
-        self.must(version >= last, "append only", f"{key}: tokens of version {version} after version {last}")
+        self.check(version >= last, "append only", f"{key}: tokens of version {version} after version {last}")
         asked, is_exact = own.ask
         right = version == asked if is_exact else version >= asked
-        self.must(right, "version", f"{key} asked for {'exactly ' * is_exact}{asked}, and was served {version}")
+        self.check(right, "version", f"{key} asked for {'exactly ' * is_exact}{asked}, and was served {version}")
         known = self._swarm.hub.versions if self._swarm is not None else range(self._world.version + 1)
-        self.must(version in known, "version", f"{key}: version {version} is not published")
+        self.check(version in known, "version", f"{key}: version {version} is not published")
         own.versions.append((version, event.num_tokens))
         longest = self._world.script.length(*key)
-        self.must(own.num_tokens <= longest, "append only", f"{key} has {own.num_tokens} of {longest} tokens")
+        self.check(own.num_tokens <= longest, "append only", f"{key} has {own.num_tokens} of {longest} tokens")
         self._counts["generated"] += event.num_tokens
 
     def _restarted(self) -> None:
@@ -127,12 +133,12 @@ class Laws:
         self._counts.clear()
         self._wanted, self._served = False, None
         for own in self._own.values():
-            if own.state is State.LEASED:
-                own.state = State.PENDING
-            if own.state is State.PENDING and self._rules.mode == "sync":
+            if own.state is TrajectoryState.LEASED:
+                own.state = TrajectoryState.PENDING
+            if own.state is TrajectoryState.PENDING and self._rules.mode == "sync":
                 own.versions = []
             self._counts["generated"] += own.num_tokens
-        self._table = _TableLaws(self)
+        self._table = _LeaseTableChecker(self)
 
     # ---- what is said ------------------------------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class Laws:
             self._restarted()
         match command:
             case ro.Open(group_id=g):
-                self.must(g > self._last_id, "conservation", f"group id {g} is used again")
+                self.check(g > self._last_id, "conservation", f"group id {g} is used again")
                 self._last_id = g
                 self._groups[g] = None
                 self._own |= {(g, s): _Own() for s in range(self._rules.group_size)}
@@ -152,47 +158,47 @@ class Laws:
             case ro.Discard(group_id=g, cause=cause):
                 self._counts[cause] += sum(own.num_tokens for own in self._taken(g, "discarded"))
             case ro.Load(version=version):
-                self.must(version <= self._world.version, "version", f"{version} is loaded before it is made")
+                self.check(version <= self._world.version, "version", f"{version} is loaded before it is made")
                 is_free = self._rules.is_in_flight or not self._leased
-                self.must(is_free, "version", "weights are exchanged under running trajectories")
+                self.check(is_free, "version", "weights are exchanged under running trajectories")
             case ro.Restart(group_id=g, sample_index=s):
                 self._counts["lost"] += self._own[g, s].num_tokens
                 self._own[g, s] = _Own()
-            case ro.Abort():
+            case ro.AbortTrajectory():
                 pass
 
     @property
     def _leased(self) -> int:
-        return sum(own.state is State.LEASED for own in self._own.values())
+        return sum(own.state is TrajectoryState.LEASED for own in self._own.values())
 
     def _assigned(self, assign: ro.Assign) -> None:
         key, rules = (assign.group_id, assign.sample_index), self._rules
         own = self._own[key]
-        self.must(own.state is State.PENDING, "conservation", f"{key} leased while {own.state.name}")
-        self.must(self._leased < self._places, "conservation", "more leases than places")
-        self.must(rules.mode == "async" or self._wanted, "conservation", "generated without a wish for a batch")
+        self.check(own.state is TrajectoryState.PENDING, "conservation", f"{key} leased while {own.state.name}")
+        self.check(self._leased < self._places, "conservation", "more leases than places")
+        self.check(rules.mode == "async" or self._wanted, "conservation", "generated without a wish for a batch")
         served = self._served
-        self.must(served is not None, "version", "leased while nothing is served")
+        self.check(served is not None, "version", "leased while nothing is served")
         is_exact = not rules.is_in_flight
-        self.must(assign.is_exact == is_exact, "version", f"{key}: exactness {assign.is_exact}")
-        self.must(assign.version == served if is_exact else assign.version <= (served or 0), "version", "wrong ask")
-        own.state, own.ask = State.LEASED, (assign.version, assign.is_exact)
+        self.check(assign.is_exact == is_exact, "version", f"{key}: exactness {assign.is_exact}")
+        self.check(assign.version == served if is_exact else assign.version <= (served or 0), "version", "wrong ask")
+        own.state, own.ask = TrajectoryState.LEASED, (assign.version, assign.is_exact)
 
     def _taken(self, group_id: int, why: str) -> list[_Own]:
         """The members of a group that leaves."""
         del self._groups[group_id]
         members = [self._own.pop((group_id, s)) for s in range(self._rules.group_size)]
-        whole = all(own.state is State.JUDGED for own in members)
-        self.must(whole, "conservation", f"group {group_id} is {why} before it is judged")
+        whole = all(own.state is TrajectoryState.JUDGED for own in members)
+        self.check(whole, "conservation", f"group {group_id} is {why} before it is judged")
         return members
 
     def _delivered(self, deliver: ro.Deliver) -> None:
         rules, ids, now = self._rules, deliver.group_ids, self._world.version
-        self.must(self._wanted, "conservation", "a batch that nobody wants")
+        self.check(self._wanted, "conservation", "a batch that nobody wants")
         self._wanted = False
-        self.must(len(ids) == len(set(ids)) == rules.batch_groups, "conservation", f"a batch of {len(ids)} groups")
-        self.must(not self._trained & set(ids), "conservation", f"trained twice: {self._trained & set(ids)}")
-        self.must(deliver.step == now + 1, "conservation", f"batch {deliver.step} after version {now}")
+        self.check(len(ids) == len(set(ids)) == rules.batch_groups, "conservation", f"a batch of {len(ids)} groups")
+        self.check(not self._trained & set(ids), "conservation", f"trained twice: {self._trained & set(ids)}")
+        self.check(deliver.step == now + 1, "conservation", f"batch {deliver.step} after version {now}")
         self._trained |= set(ids)
         floor = now - rules.max_staleness
         masks = rules.mode != "sync" and rules.stale == "mask"
@@ -201,7 +207,7 @@ class Laws:
                 for version, count in own.versions:
                     is_old = version < floor
                     allowed = not is_old or masks
-                    self.must(allowed, "staleness", f"group {group_id} has tokens of {version} at {now}")
+                    self.check(allowed, "staleness", f"group {group_id} has tokens of {version} at {now}")
                     self._counts["masked" if is_old else "trained"] += count
 
     # ---- at every event ----------------------------------------------------------------------------------------------
@@ -220,24 +226,24 @@ class Laws:
             dropped=ledger.dropped,
             lost=ledger.lost.total(),
         )
-        self.must(+theirs == +counts, "conservation", lambda: f"the ledger has {dict(theirs)}, here {dict(counts)}")
+        self.check(+theirs == +counts, "conservation", lambda: f"the ledger has {dict(theirs)}, here {dict(counts)}")
         carried = sum(own.num_tokens for own in self._own.values())
-        self.must(ledger.generated == ledger.settled + carried, "conservation", f"{carried} carried")
-        self.must({g.group_id for g in scheduler.groups()} == set(self._groups), "conservation", "open groups")
+        self.check(ledger.generated == ledger.settled + carried, "conservation", f"{carried} carried")
+        self.check({g.group_id for g in scheduler.groups()} == set(self._groups), "conservation", "open groups")
         for group in scheduler.groups():
             for member in group.members:
                 own = self._own[member.group_id, member.sample_index]
                 same = member.state is own.state and member.num_tokens == own.num_tokens
-                self.must(same, "conservation", lambda m=member, o=own: f"{m} is here {o}")
-        self.must(scheduler.num_leased == self._leased, "conservation", "leased trajectories")
+                self.check(same, "conservation", lambda m=member, o=own: f"{m} is here {o}")
+        self.check(scheduler.num_leased == self._leased, "conservation", "leased trajectories")
         is_open = len(self._groups)
         if rules.mode == "partial":
             most = rules.max_outstanding(scheduler.overprovision)
-            self.must(is_open <= most, "staleness", f"{is_open} groups are open, allowed {most}")
+            self.check(is_open <= most, "staleness", f"{is_open} groups are open, allowed {most}")
         elif not self._world.lineage:
             made = len(self._trained) + is_open - 1
             bound = self._world.version + rules.max_staleness
-            self.must(made // rules.batch_groups <= bound, "staleness", f"{is_open} groups open at {bound}")
+            self.check(made // rules.batch_groups <= bound, "staleness", f"{is_open} groups open at {bound}")
 
     # ---- leases ------------------------------------------------------------------------------------------------------
 
@@ -252,11 +258,11 @@ class Laws:
             self._table.settled(event, self._swarm)
 
 
-class _TableLaws:
+class _LeaseTableChecker:
     """What one incarnation of the lease table is held to."""
 
-    def __init__(self, laws: Laws) -> None:
-        self._must = laws.must
+    def __init__(self, laws: InvariantChecker) -> None:
+        self._must = laws.check
         self._reported = self._committed = 0
         self._wasted: Counter[str] = Counter()
         self._leases: set[int] = set()
@@ -267,32 +273,32 @@ class _TableLaws:
 
     def heard(self, event: ev.Event) -> None:
         match event:
-            case ev.TaskWanted(task=task, num_tokens=count):
+            case ev.TaskSubmitted(task=task, num_tokens=count):
                 self._lengths[task] = count
             case ev.TaskAborted(task=task):
                 self._aborted.add(task)
-            case ev.LeaseGrew(num_tokens=count):
+            case ev.LeaseProgressed(num_tokens=count):
                 self._reported += count
-            case ev.WorkerJoined(worker=worker, at_s=at_s) | ev.WorkerHeard(worker=worker, at_s=at_s):
+            case ev.WorkerJoined(worker=worker, at_s=at_s) | ev.WorkerSeen(worker=worker, at_s=at_s):
                 self._heard_s[worker] = at_s
             case _:
                 pass
 
     def said(self, command: ev.Command) -> None:
         match command:
-            case ev.Grant(lease=lease, task=task):
+            case ev.GrantLease(lease=lease, task=task):
                 self._must(lease not in self._leases, "leases", f"lease {lease} is used again")
                 self._leases.add(lease)
                 self._must(task not in self._aborted, "leases", f"task {task} is aborted, and leased")
-            case ev.Commit(task=task, length=length):
+            case ev.CommitTokens(task=task, length=length):
                 before = self._lengths[task]
                 self._must(length > before, "append only", f"task {task} shrinks from {before} to {length}")
                 self._committed += length - before
                 self._lengths[task] = length
-            case ev.Finish(task=task) | ev.PutDown(task=task):
+            case ev.FinishTask(task=task) | ev.ReturnTask(task=task):
                 del self._lengths[task]
                 self._aborted.discard(task)
-            case ev.Waste(cause=cause, num_tokens=count):
+            case ev.DiscardTokens(cause=cause, num_tokens=count):
                 self._wasted[cause] += count
             case _:
                 pass
@@ -315,7 +321,7 @@ class _TableLaws:
             lambda: f"reported {self._reported}, committed {self._committed}, wasted {self._wasted}, open {open_}",
         )
         self._check_places(hub.table)
-        if isinstance(event, ev.Tick):
+        if isinstance(event, ev.LeaseTick):
             for number in table.workers:
                 silent_s = event.at_s - self._heard_s[number]
                 must(silent_s <= table.rules.silence_s, "leases", f"worker {number} is silent for {silent_s:.1f} s")

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable
 
 from baton.records.trace import Tracer
-from baton.simulator.clock import Clock
+from baton.simulator.clock import VirtualClock
 from baton.simulator.seeds import choices
-from baton.simulator.setting import JudgeSpec
+from baton.simulator.setting import ScoringSpec
 
 
-class Judges:
+class SimulatedScorer:
     """Hands each trajectory back when it is judged."""
 
-    def __init__(self, spec: JudgeSpec, clock: Clock, seed: int, tracer: Tracer | None = None) -> None:
+    def __init__(self, spec: ScoringSpec, clock: VirtualClock, seed: int, tracer: Tracer | None = None) -> None:
         self._spec, self._clock, self._tracer = spec, clock, tracer
         self._random = choices(seed, "judges")
         self._sigma = math.sqrt(math.log1p(spec.cv**2))

@@ -13,7 +13,7 @@ from baton.swarm import lease_events as ev
 _encode = msgspec.json.encode
 
 
-class Log:
+class EventLog:
     """Keeps the last lines, and a digest of all."""
 
     def __init__(self, kept: int | None = None) -> None:

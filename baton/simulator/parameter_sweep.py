@@ -10,9 +10,9 @@ import msgspec
 from baton.errors import UserError
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import Options, simulate
-from baton.simulator.sources import Source, Wishes
-from baton.simulator.world import Hang
+from baton.simulator.run import RunOptions, simulate
+from baton.simulator.sources import SettingSource, SimulationOptions
+from baton.simulator.world import NoProgress
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1
@@ -21,14 +21,14 @@ CLOSE = 0.02
 """Throughputs nearer than this are the same, and the fresher tokens are taken."""
 
 
-class Axis(msgspec.Struct, frozen=True):
+class SweepAxis(msgspec.Struct, frozen=True):
     """One setting and its values."""
 
     key: str
     values: tuple[str, ...]
 
 
-class Point(msgspec.Struct, frozen=True):
+class SweepPoint(msgspec.Struct, frozen=True):
     """One cell of the table."""
 
     values: dict[str, str]
@@ -37,17 +37,17 @@ class Point(msgspec.Struct, frozen=True):
     """In a sentence, where the values do not go together."""
 
 
-class Sweep(msgspec.Struct, frozen=True):
+class ParameterSweep(msgspec.Struct, frozen=True):
     """A whole table."""
 
-    axes: tuple[Axis, ...]
-    points: tuple[Point, ...]
+    axes: tuple[SweepAxis, ...]
+    points: tuple[SweepPoint, ...]
     recommended: int | None
     """Place among the points."""
     why: str
 
 
-def read_axes(texts: Iterable[str]) -> tuple[Axis, ...]:
+def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
     """Read `key=a,b,c`. Raises UserError."""
     axes = []
     for text in texts:
@@ -60,7 +60,7 @@ def read_axes(texts: Iterable[str]) -> tuple[Axis, ...]:
             raise UserError(
                 f"--sweep {text!r}: {key!r} is no key of [rollout]; there are {', '.join(RolloutSettings.model_fields)}"
             )
-        axes.append(Axis(key, found))
+        axes.append(SweepAxis(key, found))
     if not axes:
         raise UserError("--sweep needs at least one key=value,value,…")
     total = 1
@@ -72,32 +72,38 @@ def read_axes(texts: Iterable[str]) -> tuple[Axis, ...]:
 
 
 def sweep(
-    source: Source, wishes: Wishes, axes: Sequence[Axis], options: Options, done: Callable[[int], None] | None = None
-) -> Sweep:
+    source: SettingSource,
+    simulation_options: SimulationOptions,
+    axes: Sequence[SweepAxis],
+    options: RunOptions,
+    done: Callable[[int], None] | None = None,
+) -> ParameterSweep:
     """Simulate every combination. `done` hears how many are."""
     points = []
     for count, values in enumerate(product(*(axis.values for axis in axes)), start=1):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
-        points.append(_point(source, wishes, chosen, options))
+        points.append(_point(source, simulation_options, chosen, options))
         if done is not None:
             done(count)
     place, why = recommend(points)
-    return Sweep(tuple(axes), tuple(points), place, why)
+    return ParameterSweep(tuple(axes), tuple(points), place, why)
 
 
-def _point(source: Source, wishes: Wishes, chosen: dict[str, str], options: Options) -> Point:
+def _point(
+    source: SettingSource, simulation_options: SimulationOptions, chosen: dict[str, str], options: RunOptions
+) -> SweepPoint:
     overrides = [f"rollout.{key}={value}" for key, value in chosen.items()]
-    given = {one.partition("=")[0].removeprefix("rollout.") for one in wishes.overrides} | set(chosen)
+    given = {one.partition("=")[0].removeprefix("rollout.") for one in simulation_options.overrides} | set(chosen)
     if "overprovision" in chosen and "mode" not in given:
         overrides.append("rollout.mode=partial")
     try:
-        setting = source.setting(wishes.also(overrides))
-        return Point(chosen, summarise(setting, simulate(setting, options)))
-    except (UserError, Hang) as error:
-        return Point(chosen, None, str(error).splitlines()[0])
+        setting = source.setting(simulation_options.also(overrides))
+        return SweepPoint(chosen, summarise(setting, simulate(setting, options)))
+    except (UserError, NoProgress) as error:
+        return SweepPoint(chosen, None, str(error).splitlines()[0])
 
 
-def recommend(points: Sequence[Point]) -> tuple[int | None, str]:
+def recommend(points: Sequence[SweepPoint]) -> tuple[int | None, str]:
     """Return the place of the fastest with few masked tokens; of those as fast, the one with the freshest tokens."""
     run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
     if not run:

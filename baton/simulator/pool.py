@@ -10,21 +10,23 @@ from collections import Counter
 from collections.abc import Callable
 
 from baton.records.trace import Tracer
-from baton.simulator.clock import Clock
+from baton.simulator.clock import VirtualClock
 from baton.simulator.engine import SimEngine
-from baton.simulator.rows import Busy, Grown, Wish
+from baton.simulator.rows import EngineTime, GenerationRequest, LeaseProgress
 from baton.simulator.setting import Setting
-from baton.simulator.world import World
+from baton.simulator.world import Simulation
 
 
-class Pool:
+class SimulatedEnginePool:
     """A `Port` over engines of one machine."""
 
-    def __init__(self, setting: Setting, clock: Clock, controller: World, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self, setting: Setting, clock: VirtualClock, controller: Simulation, tracer: Tracer | None = None
+    ) -> None:
         self._setting, self._clock, self._controller, self._tracer = setting, clock, controller, tracer
         self.engines: list[SimEngine] = []
         self._gone: list[SimEngine] = []
-        self._queue: dict[int, Wish] = {}
+        self._queue: dict[int, GenerationRequest] = {}
         self._held: dict[int, SimEngine] = {}
         self._given: Counter[int] = Counter()
         """Engine → leases that are with it or on their way."""
@@ -44,15 +46,15 @@ class Pool:
         self._gone += self.engines
         self._queue, self._held, self._given = {}, {}, Counter()
 
-    def want(self, wish: Wish) -> None:
-        self._queue[wish.lease] = wish
+    def want(self, generation_request: GenerationRequest) -> None:
+        self._queue[generation_request.lease] = generation_request
         self._fill()
 
     def abort(self, lease: int) -> None:
         """What waits goes to an engine all the same: there is one path for aborts."""
-        wish = self._queue.pop(lease, None)
-        if wish is not None:
-            self._hand_over(self.engines[0], wish)
+        generation_request = self._queue.pop(lease, None)
+        if generation_request is not None:
+            self._hand_over(self.engines[0], generation_request)
         engine = self._held.get(lease)
         if engine is not None:
             self._tell(engine.abort, lease)
@@ -69,15 +71,15 @@ class Pool:
         for engine in self.engines:
             engine.slow(factor)
 
-    def busy(self) -> dict[str, tuple[int, int, Busy]]:
-        found: dict[str, tuple[int, int, Busy]] = {}
+    def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
+        found: dict[str, tuple[int, int, EngineTime]] = {}
         for place, engine in enumerate((*self._gone, *self.engines)):
             spec = self._setting.engines[place % len(self._setting.engines)]
             busy = engine.busy if spec.name not in found else found[spec.name][2].plus(engine.busy)
             found[spec.name] = (spec.slots, spec.num_gpus, busy)
         return found
 
-    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         controller = self._controller
         for report in reports:
             lease = report.row.lease
@@ -104,10 +106,10 @@ class Pool:
                     break
                 self._hand_over(engine, self._queue.pop(lease))
 
-    def _hand_over(self, engine: SimEngine, wish: Wish) -> None:
-        self._held[wish.lease] = engine
+    def _hand_over(self, engine: SimEngine, generation_request: GenerationRequest) -> None:
+        self._held[generation_request.lease] = engine
         self._given[id(engine)] += 1
-        self._tell(engine.submit, wish)
+        self._tell(engine.submit, generation_request)
 
     def _tell(self, what: Callable[..., None], *about: object) -> None:
         """Engine processes hear after a while, and have begun a step by then; an engine that was stopped is deaf."""

@@ -1,19 +1,19 @@
-"""Between the controller and whatever generates: the seam that `WorkerPort` is in the live run, in counts."""
+"""Between the controller and whatever generates: the seam that `WorkerTransport` is in the live run, in counts."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from baton.simulator.rows import Busy, Wish
+from baton.simulator.rows import EngineTime, GenerationRequest
 
 
-class Port(Protocol):
+class SimulatedTransport(Protocol):
     """Whatever generates."""
 
     def begin(self) -> None:
         """Start."""
 
-    def want(self, wish: Wish) -> None:
+    def want(self, generation_request: GenerationRequest) -> None:
         """Have a trajectory grown."""
 
     def abort(self, lease: int) -> None:
@@ -28,5 +28,5 @@ class Port(Protocol):
     def slow(self, factor: float) -> None:
         """Everything takes so many times as long from now on."""
 
-    def busy(self) -> dict[str, tuple[int, int, Busy]]:
+    def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
         """Engine → (slots, GPUs, where its time went)."""

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.rollout.ledger import Ledger, StepCounts
-from baton.simulator.rows import Busy
+from baton.simulator.rows import EngineTime
 
 
 @dataclass(slots=True)
-class Step:
+class SimulatedStep:
     """One train step."""
 
     wanted_s: float
@@ -30,12 +30,12 @@ class Step:
 
 
 @dataclass(slots=True)
-class Record(Ledger):
+class RunRecord(Ledger):
     """One run, and the ledger of all incarnations of its controller."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
-    engines: dict[str, tuple[int, int, Busy]] = field(default_factory=dict)
+    engines: dict[str, tuple[int, int, EngineTime]] = field(default_factory=dict)
     """Name → (slots, GPUs, where its time went)."""
     judge_s: float = 0.0
     carried: int = 0

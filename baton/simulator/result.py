@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.rollout.settings import Rules
-from baton.simulator.record import Record, Step
+from baton.simulator.record import RunRecord, SimulatedStep
 from baton.simulator.setting import Setting
 
 WARM_SHARE = 0.2
@@ -89,7 +89,7 @@ class Result(msgspec.Struct, frozen=True):
     """What was assumed."""
 
 
-def summarise(setting: Setting, record: Record) -> Result:
+def summarise(setting: Setting, record: RunRecord) -> Result:
     """Make sense of a run."""
     rules = setting.rules
     done = [step for step in record.steps if step.is_trained]
@@ -157,7 +157,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _staleness(steps: Sequence[Step]) -> dict[int, float]:
+def _staleness(steps: Sequence[SimulatedStep]) -> dict[int, float]:
     found: Counter[int] = Counter()
     for step in steps:
         found.update(step.staleness)
@@ -165,7 +165,7 @@ def _staleness(steps: Sequence[Step]) -> dict[int, float]:
     return {lag: found[lag] / total for lag in sorted(found)}
 
 
-def _tokens(record: Record) -> dict[str, int]:
+def _tokens(record: RunRecord) -> dict[str, int]:
     found = {
         "generated": record.generated,
         "trained": record.trained,
@@ -178,7 +178,7 @@ def _tokens(record: Record) -> dict[str, int]:
     return found | {f"lost: {cause}": count for cause, count in sorted(record.lost.items())}
 
 
-def _engines(record: Record) -> list[Shares]:
+def _engines(record: RunRecord) -> list[Shares]:
     """Engines whose names differ in their number alone are of one kind."""
     kinds: dict[str, list[tuple[int, int, object]]] = {}
     for name, engine in record.engines.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Wish:
+class GenerationRequest:
     """A trajectory that is to be grown."""
 
     lease: int
@@ -25,7 +25,7 @@ class Wish:
 
 
 @dataclass(slots=True, eq=False)
-class Row(Wish):
+class SimulatedLease(GenerationRequest):
     """One lease in an engine, with the tokens that were counted last."""
 
     grown: list[tuple[int, int]] = field(default_factory=list)
@@ -41,13 +41,13 @@ class Row(Wish):
     """Version → tokens since then, for the trace."""
 
 
-class Longest:
+class LongestContext:
     """The longest context of those that run: all grow by a token a step, so their order stays."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Row]] = []
+        self._heap: list[tuple[int, int, SimulatedLease]] = []
 
-    def add(self, row: Row, context: int, step: int) -> None:
+    def add(self, row: SimulatedLease, context: int, step: int) -> None:
         """A row begins to run."""
         heapq.heappush(self._heap, (step - context, row.born, row))
 
@@ -60,10 +60,10 @@ class Longest:
 
 
 @dataclass(slots=True, eq=False)
-class Grown:
+class LeaseProgress:
     """What an engine says of one lease."""
 
-    row: Row
+    row: SimulatedLease
     segments: list[tuple[int, int]]
     """(version, tokens) since the last report."""
     end: str
@@ -71,7 +71,7 @@ class Grown:
 
 
 @dataclass(slots=True)
-class Busy:
+class EngineTime:
     """Where an engine's time went, seconds, and what it made."""
 
     decode_s: float = 0.0
@@ -85,6 +85,6 @@ class Busy:
     """Tokens after prompts among them."""
     preemptions: int = 0
 
-    def plus(self, other: Busy) -> Busy:
+    def plus(self, other: EngineTime) -> EngineTime:
         """Return the sums."""
-        return Busy(*(getattr(self, name) + getattr(other, name) for name in Busy.__slots__))
+        return EngineTime(*(getattr(self, name) + getattr(other, name) for name in EngineTime.__slots__))

@@ -9,60 +9,62 @@ from baton.errors import UserError
 from baton.records.trace import Tracer
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.faults import FaultSettings
-from baton.simulator.invariants import Laws
-from baton.simulator.log import Log
-from baton.simulator.pool import Pool
-from baton.simulator.record import Record
+from baton.simulator.invariants import InvariantChecker
+from baton.simulator.log import EventLog
+from baton.simulator.pool import SimulatedEnginePool
+from baton.simulator.record import RunRecord
 from baton.simulator.seeds import choices
 from baton.simulator.setting import Setting
-from baton.simulator.swarm import Fate, Swarm
-from baton.simulator.trouble import Trouble
-from baton.simulator.world import World
+from baton.simulator.swarm import FaultInjector, Swarm
+from baton.simulator.trouble import NetworkFaults
+from baton.simulator.world import Simulation
 from baton.swarm.leases import LeaseTable
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RunOptions:
     """How a run is simulated."""
 
     seed: int = 0
     faults: Sequence[FaultSettings] = ()
     laws: bool = False
     """Check every law at every event."""
-    log: Log | None = None
+    log: EventLog | None = None
     """Hears every event and command."""
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
 
 
-def build(setting: Setting, options: Options | None = None) -> World:
+def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
     """Return a world that is ready to run. Raises UserError for faults that do not fit the setting."""
-    options = options or Options()
-    world = World(setting, options.seed, tracer=options.tracer, make_scheduler=options.make_scheduler)
+    options = options or RunOptions()
+    world = Simulation(setting, options.seed, tracer=options.tracer, make_scheduler=options.make_scheduler)
     swarm: Swarm | None = None
     if setting.swarm is None:
         if options.faults:
             raise UserError(
                 "faults happen to workers, and engine processes die with their run: set swarm.workers=2, say"
             )
-        world.port = Pool(setting, world.clock, world, options.tracer)
+        world.port = SimulatedEnginePool(setting, world.clock, world, options.tracer)
     else:
-        trouble = Trouble(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
+        trouble = (
+            NetworkFaults(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
+        )
         world.port = swarm = Swarm(setting, world, trouble, options.tracer, options.make_table)
-        Fate(swarm, options.faults, choices(options.seed, "victims"))
+        FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)
         if swarm is not None:
             swarm.watches.append(options.log)
     if options.laws:
-        laws = Laws(world, swarm)
+        laws = InvariantChecker(world, swarm)
         world.watches.append(laws)
         if swarm is not None:
             swarm.watches.append(laws)
     return world
 
 
-def simulate(setting: Setting, options: Options | None = None) -> Record:
+def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
     """Simulate a run. Raises Hang, and Broken for a law that does not hold."""
     return build(setting, options).run()

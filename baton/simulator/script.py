@@ -36,7 +36,7 @@ class RecordedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TrajectoryWork:
     """What trajectories are like."""
 
     prompt: Lengths
@@ -61,7 +61,7 @@ class _Block:
 class Script:
     """The work of one run."""
 
-    def __init__(self, work: Work, seed: int, batch_groups: int, group_size: int) -> None:
+    def __init__(self, work: TrajectoryWork, seed: int, batch_groups: int, group_size: int) -> None:
         self.work, self._seed = work, seed
         self._batch_groups, self._group_size, self._recorded = batch_groups, group_size, work.recorded
         self._blocks: OrderedDict[int, _Block] = OrderedDict()

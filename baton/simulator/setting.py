@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from baton.rollout.settings import Rules
-from baton.simulator.script import Work
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.timing import Speed, TrainSpeed
 from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.version_sync import HaveWantRules
+from baton.swarm.version_sync import VersionSyncRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeSpec:
+class ScoringSpec:
     """Whoever judges finished trajectories."""
 
     latency_s: float = 0.0
@@ -44,7 +44,7 @@ class SwarmSpec:
     """A hub and its workers; times in seconds."""
 
     rules: LeaseRules = field(default_factory=LeaseRules)
-    have_want: HaveWantRules = field(default_factory=HaveWantRules)
+    have_want: VersionSyncRules = field(default_factory=VersionSyncRules)
     link_s: float = 0.02
     """A message on its way."""
     fetch_s: float = 1.0
@@ -64,9 +64,9 @@ class Setting:
 
     rules: Rules
     engines: tuple[EngineSpec, ...]
-    work: Work
+    work: TrajectoryWork
     train: TrainSpeed
-    judges: JudgeSpec = field(default_factory=JudgeSpec)
+    judges: ScoringSpec = field(default_factory=ScoringSpec)
     publish_s: float = 0.0
     """From the end of a train step until all engines serve its version, or, in a swarm, until it can be fetched."""
     num_steps: int = 50

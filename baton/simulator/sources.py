@@ -15,15 +15,15 @@ import msgspec
 from pydantic import ValidationError
 
 from baton.cost.efficiency import Efficiencies
-from baton.cost.generate import Place
+from baton.cost.generate import DeviceClass
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.records.run_directory import RunDirectory
 from baton.rollout.settings import RolloutSettings
-from baton.simulator.script import RecordedGroup, Work
-from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
+from baton.simulator.script import RecordedGroup, TrajectoryWork
+from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
@@ -37,7 +37,7 @@ RATED_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SimulationOptions:
     """What a user wants otherwise than a plan or a recipe has it."""
 
     overrides: Sequence[str] = ()
@@ -53,15 +53,15 @@ class Wishes:
     is_detailed: bool = False
     """Whether a plan's workers report, beat and are watched as often as live ones: what faults are about."""
 
-    def also(self, overrides: Sequence[str]) -> Wishes:
+    def also(self, overrides: Sequence[str]) -> SimulationOptions:
         """Return the same with more overrides behind the others."""
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
-class Source(Protocol):
+class SettingSource(Protocol):
     """Whatever a setting can be made from."""
 
-    def setting(self, wishes: Wishes) -> Setting:
+    def setting(self, simulation_options: SimulationOptions) -> Setting:
         """Return the setting. Raises UserError."""
 
 
@@ -79,7 +79,7 @@ class PlanSource:
     cluster: Cluster | None = None
     """For the links; without it those of the catalogue."""
 
-    def setting(self, wishes: Wishes) -> Setting:
+    def setting(self, simulation_options: SimulationOptions) -> Setting:
         """Engines of several machines are a swarm: so Baton runs them."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
@@ -94,7 +94,7 @@ class PlanSource:
                 "max_staleness": plan.max_staleness,
                 "on_new_version": "resume" if work.reprefills else "keep",
             }
-        settings = rollout_settings(base, wishes.overrides)
+        settings = rollout_settings(base, simulation_options.overrides)
         rules = settings.rules()
         if rules.mode == "async":
             rules = replace(rules, is_swarm=True, max_lag=min(1, rules.max_staleness))
@@ -105,31 +105,35 @@ class PlanSource:
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
-            work=_script_work(work, wishes),
+            work=_script_work(work, simulation_options),
             train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
-            judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),
+            judges=ScoringSpec(work.reward_latency_s, simulation_options.judge_cv, work.reward_concurrency),
             publish_s=0.0,
-            num_steps=wishes.steps or 50,
-            swarm=self._swarm(wishes, restarts=rules.mode == "sync"),
+            num_steps=simulation_options.steps or 50,
+            swarm=self._swarm(simulation_options, restarts=rules.mode == "sync"),
             shares_prefill=work.shared_prefill,
             trainer_gpus=len(set(training.gpu_ids) - names),
             price_per_h=plan.price_per_h,
             currency=plan.currency,
-            notes=self._notes(wishes),
+            notes=self._notes(simulation_options),
         )
 
-    def _swarm(self, wishes: Wishes, *, restarts: bool) -> SwarmSpec:
+    def _swarm(self, simulation_options: SimulationOptions, *, restarts: bool) -> SwarmSpec:
         breakdown = self.plan.breakdown
-        spec = replace(wishes.swarm, fetch_s=breakdown.sync_s, rules=replace(wishes.swarm.rules, restarts=restarts))
-        if wishes.is_detailed:
+        spec = replace(
+            simulation_options.swarm,
+            fetch_s=breakdown.sync_s,
+            rules=replace(simulation_options.swarm.rules, restarts=restarts),
+        )
+        if simulation_options.is_detailed:
             return spec
         pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)
         patient = replace(spec.rules, silence_s=math.inf, wedge_s=math.inf, starve_s=math.inf)
         return replace(spec, report_every_s=pace_s, heartbeat_s=pace_s, tick_s=pace_s, rules=patient)
 
-    def _notes(self, wishes: Wishes) -> tuple[str, ...]:
+    def _notes(self, simulation_options: SimulationOptions) -> tuple[str, ...]:
         found = ["engines exchange weights each by itself, in the plan's sync time, and the trainer does not wait"]
-        if not wishes.correlation and not wishes.recorded:
+        if not simulation_options.correlation and not simulation_options.recorded:
             found.append("lengths within a group are independent (--correlation)")
         return tuple(found)
 
@@ -150,7 +154,7 @@ class PlanSource:
             num_gpus=count,
         )
 
-    def _place(self, replica: Replica) -> Place:
+    def _place(self, replica: Replica) -> DeviceClass:
         gpu, link, between, latency_s = _catalogue_gpu(replica.gpu, self.cluster), 0.0, 0.0, 2e-5
         if self.cluster is not None:
             own = {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
@@ -160,7 +164,7 @@ class PlanSource:
                 pairs = [self.cluster.bytes_per_s[a][b] for a in nodes for b in nodes if a != b]
                 between, latency_s = min(pairs, default=link), self.cluster.latency_s
         link = link or gpu.link_bytes_per_s
-        return Place(gpu, link, between or link, latency_s, self.efficiencies.of(gpu.name))
+        return DeviceClass(gpu, link, between or link, latency_s, self.efficiencies.of(gpu.name))
 
 
 def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
@@ -217,13 +221,13 @@ class RecipeSource:
     gpu: str = "CPU"
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
-    def setting(self, wishes: Wishes) -> Setting:
-        recipe = load_recipe(Recipe, self.path, _with_section(wishes.overrides))
+    def setting(self, simulation_options: SimulationOptions) -> Setting:
+        recipe = load_recipe(Recipe, self.path, _with_section(simulation_options.overrides))
         model = read_model(Path(recipe.model.path))
         work, notes = self._work(recipe)
         efficiency = (self.efficiencies or Efficiencies()).of(self.gpu)
         gpu = gpu_types()[self.gpu]
-        place = Place(gpu, gpu.link_bytes_per_s, gpu.link_bytes_per_s, 0.0, efficiency)
+        place = DeviceClass(gpu, gpu.link_bytes_per_s, gpu.link_bytes_per_s, 0.0, efficiency)
         rules, swarm = recipe.rules(), recipe.swarm
         count = max(1, swarm.workers if swarm.is_on else recipe.engine.processes)
         kind = "worker" if swarm.is_on else "engine process"
@@ -239,7 +243,7 @@ class RecipeSource:
             leases = swarm.lease_rules(restarts=rules.mode == "sync")
             heartbeat_s, fetch_s = swarm.silence_s / 6, efficiency.publish_latency_s
             spec = replace(
-                wishes.swarm,
+                simulation_options.swarm,
                 rules=leases,
                 fetch_s=fetch_s,
                 heartbeat_s=heartbeat_s,
@@ -248,11 +252,11 @@ class RecipeSource:
         return Setting(
             rules=rules,
             engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, pads=True) for i in range(count)),
-            work=_script_work(work, wishes),
+            work=_script_work(work, simulation_options),
             train=device_train_speed(model, work, place, devices),
-            judges=JudgeSpec(work.reward_latency_s, wishes.judge_cv, work.reward_concurrency),
+            judges=ScoringSpec(work.reward_latency_s, simulation_options.judge_cv, work.reward_concurrency),
             publish_s=0.0 if swarm.is_on else efficiency.publish_latency_s,
-            num_steps=wishes.steps or recipe.run.steps,
+            num_steps=simulation_options.steps or recipe.run.steps,
             publish_every=swarm.publish_every,
             checkpoint_every=recipe.checkpoint.every,
             swarm=spec,
@@ -288,9 +292,14 @@ class RecipeSource:
         return msgspec.structs.replace(own, **changes), notes
 
 
-def _script_work(work: Workload, wishes: Wishes) -> Work:
-    drawn = Work(work.prompt, work.output, wishes.correlation, wishes.drift, work.trained_share)
-    return replace(drawn, recorded=() if wishes.correlation or wishes.drift else wishes.recorded)
+def _script_work(work: Workload, simulation_options: SimulationOptions) -> TrajectoryWork:
+    drawn = TrajectoryWork(
+        work.prompt, work.output, simulation_options.correlation, simulation_options.drift, work.trained_share
+    )
+    return replace(
+        drawn,
+        recorded=() if simulation_options.correlation or simulation_options.drift else simulation_options.recorded,
+    )
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:

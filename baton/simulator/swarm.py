@@ -7,15 +7,15 @@ from random import Random
 
 from baton.errors import UserError
 from baton.records.trace import Tracer
-from baton.simulator.clock import Clock
+from baton.simulator.clock import VirtualClock
 from baton.simulator.faults import FaultSettings
-from baton.simulator.hub import SimHub, TableWatch
-from baton.simulator.rows import Busy, Wish
+from baton.simulator.hub import LeaseTableObserver, SimHub
+from baton.simulator.rows import EngineTime, GenerationRequest
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
-from baton.simulator.trouble import Trouble
-from baton.simulator.wire import Line
+from baton.simulator.trouble import NetworkFaults
+from baton.simulator.wire import SimulatedConnection
 from baton.simulator.worker import SimWorker
-from baton.simulator.world import World
+from baton.simulator.world import Simulation
 from baton.swarm.leases import LeaseTable
 from baton.types import PolicyVersion
 
@@ -26,17 +26,17 @@ class Swarm:
     def __init__(
         self,
         setting: Setting,
-        world: World,
-        trouble: Trouble | None = None,
+        world: Simulation,
+        trouble: NetworkFaults | None = None,
         tracer: Tracer | None = None,
         make_table: Callable[..., LeaseTable] = LeaseTable,
     ) -> None:
         assert setting.swarm is not None, "a swarm has its numbers"
         self.setting, self.world, self.trouble = setting, world, trouble
-        self.clock: Clock = world.clock
+        self.clock: VirtualClock = world.clock
         self.spec: SwarmSpec = setting.swarm
         self.workers: list[SimWorker] = []
-        self.watches: list[TableWatch] = []
+        self.watches: list[LeaseTableObserver] = []
         self.incarnation = -1
         self.is_down = True
         """Whether the controller is."""
@@ -59,8 +59,8 @@ class Swarm:
                 self.join(spec)
         self.clock.after(self.spec.tick_s, self._tick, self.incarnation)
 
-    def want(self, wish: Wish) -> None:
-        self.hub.want(wish)
+    def want(self, generation_request: GenerationRequest) -> None:
+        self.hub.want(generation_request)
 
     def abort(self, lease: int) -> None:
         self.hub.abort(lease)
@@ -79,9 +79,9 @@ class Swarm:
         for worker in self.workers:
             worker.engine.slow(factor * worker.slowness)
 
-    def busy(self) -> dict[str, tuple[int, int, Busy]]:
+    def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
         """Workers of one name are one."""
-        found: dict[str, tuple[int, int, Busy]] = {}
+        found: dict[str, tuple[int, int, EngineTime]] = {}
         for worker in self.workers:
             spec = worker.spec
             known = found.get(spec.name)
@@ -109,8 +109,10 @@ class Swarm:
         remembers = self.trouble is not None
         worker = SimWorker(self.setting, spec, self.clock, self, remembers=remembers, tracer=self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
-        worker.up = Line(self.clock, self.spec.link_s, lambda message: self._hear(worker, message), worker.cut, fate)
-        worker.down = Line(self.clock, self.spec.link_s, worker.hear, worker.cut, fate)
+        worker.up = SimulatedConnection(
+            self.clock, self.spec.link_s, lambda message: self._hear(worker, message), worker.cut, fate
+        )
+        worker.down = SimulatedConnection(self.clock, self.spec.link_s, worker.hear, worker.cut, fate)
         same = sum(other.spec.name == spec.name for other in self.workers)
         worker.engine.name += f" ({same + 1})" if same else ""
         self.workers.append(worker)
@@ -152,7 +154,7 @@ class Swarm:
         self.world.record.unreported += num_tokens
 
 
-class Fate:
+class FaultInjector:
     """Lets faults happen to a swarm."""
 
     def __init__(self, swarm: Swarm, faults: Sequence[FaultSettings], random: Random) -> None:

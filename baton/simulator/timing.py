@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.cost.generate import Place, context_bytes, decode_s, prefill_s, weight_bytes
+from baton.cost.generate import DeviceClass, context_bytes, decode_s, prefill_s, weight_bytes
 from baton.cost.train import forward_passes, layer_flops
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
@@ -69,7 +69,7 @@ class FlatSpeed:
 class CostSpeed:
     """A replica as the cost model sees it."""
 
-    def __init__(self, model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...]) -> None:
+    def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
         self._spacing = max(1.0, work.longest_tokens / KNOTS)
         self._tables: dict[int, list[float]] = {}
@@ -98,7 +98,7 @@ class CostSpeed:
         return prefill_s(self._model, self._place, self._tp, self._layers, tokens, float(tokens) ** 2)
 
 
-def kv_tokens(model: ModelSpec, work: Workload, place: Place, tp: int, layers: tuple[int, ...]) -> float:
+def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
     """Tokens that the KV cache of a replica holds; infinite where every slot has its own fixed room."""
     if work.engine_context_tokens:
         return math.inf
@@ -132,7 +132,7 @@ def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: flo
     return TrainSpeed(fixed_s, compute_s * share / tokens, compute_s * (1 - share) / squared)
 
 
-def device_train_speed(model: ModelSpec, work: Workload, place: Place, devices: int) -> TrainSpeed:
+def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
     """A trainer on `devices` equal GPUs or cores that work together, as `baton profile` measures it."""
     flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.records.trace import Span, Tracer
-from baton.simulator.rows import Row
+from baton.simulator.rows import SimulatedLease
 
 
 class Spans:
@@ -18,7 +18,7 @@ class Spans:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
 
-def trace_row(tracer: Tracer, actor: str, row: Row, end_s: float, ended: str) -> None:
+def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
     """A lease leaves its slot: `ended` is finish, abort or lost."""
     versions, row.traced = row.traced, {}
     if end_s <= row.since_s:

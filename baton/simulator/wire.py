@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.simulator.clock import Clock
+from baton.simulator.clock import VirtualClock
 from baton.types import PolicyVersion
 
 Segments = list[tuple[int, int]]
@@ -20,7 +20,7 @@ Segments = list[tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
-class Report:
+class SimulatedReport:
     """A worker has grown a lease."""
 
     lease: int
@@ -36,7 +36,7 @@ class Report:
 
 
 @dataclass(slots=True, eq=False)
-class Hello:
+class SimulatedHello:
     """A worker is connected, for the first time or again."""
 
     serves: PolicyVersion | None
@@ -45,7 +45,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class MessageFault:
     """What becomes of a message."""
 
     delay_s: float = 0.0
@@ -56,16 +56,16 @@ class Fate:
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class SimulatedConnection:
     """One direction of one worker's connection."""
 
-    clock: Clock
+    clock: VirtualClock
     link_s: float
     take: Callable[[Any], None]
     """Who hears the messages."""
     lose: Callable[[], None]
     """Cuts the connection."""
-    fate: Callable[[], Fate] | None = None
+    fate: Callable[[], MessageFault] | None = None
     connection: int = 0
     """Messages of an earlier one never arrive."""
     last_s: float = field(default=0.0)

@@ -1,4 +1,4 @@
-"""A worker of a swarm in virtual time: one engine, one connection that it opens itself, one `HaveWant`.
+"""A worker of a swarm in virtual time: one engine, one connection that it opens itself, one `VersionSync`.
 
 Like `swarm/worker/worker.py`: a cut leaves the engine at work; what was said and not confirmed is said again after it;
 a hub that was restarted has another incarnation, and what was begun for the old one is dropped.
@@ -11,11 +11,11 @@ from typing import Protocol
 from baton.clock import retry_wait_s
 from baton.records.trace import ASIDE, Tracer
 from baton.rollout.engine import EngineStats
-from baton.simulator.clock import Clock
+from baton.simulator.clock import VirtualClock
 from baton.simulator.engine import SimEngine
-from baton.simulator.rows import Grown, Wish
+from baton.simulator.rows import GenerationRequest, LeaseProgress
 from baton.simulator.setting import EngineSpec, Setting
-from baton.simulator.wire import Hello, Line, Report
+from baton.simulator.wire import SimulatedConnection, SimulatedHello, SimulatedReport
 from baton.swarm import version_sync as hw
 from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry
@@ -24,7 +24,7 @@ LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
 
 
-class Surroundings(Protocol):
+class WorkerHost(Protocol):
     """What a worker meets with."""
 
     incarnation: int
@@ -50,8 +50,8 @@ class SimWorker:
         self,
         setting: Setting,
         spec: EngineSpec,
-        clock: Clock,
-        around: Surroundings,
+        clock: VirtualClock,
+        around: WorkerHost,
         *,
         remembers: bool,
         tracer: Tracer | None,
@@ -60,11 +60,11 @@ class SimWorker:
         assert setting.swarm is not None, "a swarm has its numbers"
         self.spec, self.number = spec, -1
         self.is_up = self.is_connected = False
-        self.up: Line
+        self.up: SimulatedConnection
         """To the hub."""
-        self.down: Line
+        self.down: SimulatedConnection
         """From it."""
-        self.have_want = hw.HaveWant(setting.swarm.have_want)
+        self.have_want = hw.VersionSync(setting.swarm.have_want)
         self.engine = SimEngine(
             clock,
             spec,
@@ -77,7 +77,7 @@ class SimWorker:
         self.is_frozen = False
         self._swarm, self._clock, self._around, self._tracer = setting.swarm, clock, around, tracer
         self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
-        self._outbox: dict[int, list[Report]] = {}
+        self._outbox: dict[int, list[SimulatedReport]] = {}
         self._said: dict[int, int] = {}
         """Lease → tokens that were reported, with those it was given."""
         self._incarnation = -1
@@ -155,7 +155,7 @@ class SimWorker:
             self._incarnation = self._around.incarnation
             self._forget_all()
         self._beats += 1
-        self.up.send(Hello(self.have_want.have, list(self._outbox)))
+        self.up.send(SimulatedHello(self.have_want.have, list(self._outbox)))
         for reports in list(self._outbox.values()):
             for report in reports:
                 self.up.send(report)
@@ -187,7 +187,7 @@ class SimWorker:
             self._clock.after(1.0, self.hear, message)  # it lies in the socket's buffer
             return
         match message:
-            case Wish():
+            case GenerationRequest():
                 self._granted(message)
             case Abort(lease_id=lease):
                 self.engine.abort(lease)
@@ -198,17 +198,17 @@ class SimWorker:
             case Ack(lease_id=lease, length=length, has_ended=has_ended):
                 self._confirmed(lease, length, has_ended=has_ended)
             case Want(version=version):
-                self._consider(hw.Wanted(self._clock.now_s, version))
+                self._consider(hw.VersionWanted(self._clock.now_s, version))
             case _:
                 raise AssertionError(f"a hub sends no {type(message).__name__}")
 
-    def _granted(self, wish: Wish) -> None:
-        if wish.lease in self._said:
+    def _granted(self, generation_request: GenerationRequest) -> None:
+        if generation_request.lease in self._said:
             return  # said twice
-        self._said[wish.lease] = wish.tokens
+        self._said[generation_request.lease] = generation_request.tokens
         if self._remembers:
-            self._outbox[wish.lease] = []
-        self.engine.submit(wish)
+            self._outbox[generation_request.lease] = []
+        self.engine.submit(generation_request)
 
     def _confirmed(self, lease: int, length: int, *, has_ended: bool) -> None:
         reports = self._outbox.get(lease)
@@ -221,7 +221,7 @@ class SimWorker:
 
     # ---- what its engine says ----------------------------------------------------------------------------------------
 
-    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         for grown in reports:
             lease = grown.row.lease
             if lease not in self._said:
@@ -231,7 +231,7 @@ class SimWorker:
                 self._outbox.pop(lease, None)
                 self._send(Retry(lease, -1 if engine.version is None else engine.version))
                 continue
-            report = Report(lease, self._said[lease], grown.segments, grown.end)
+            report = SimulatedReport(lease, self._said[lease], grown.segments, grown.end)
             if grown.end:
                 del self._said[lease]
             else:
@@ -240,7 +240,7 @@ class SimWorker:
                 self._outbox[lease].append(report)
             self._send(report)
 
-    def _send(self, message: Report | Retry) -> None:
+    def _send(self, message: SimulatedReport | Retry) -> None:
         if self.is_connected and not self.is_frozen:
             self.up.send(message)
 
@@ -256,12 +256,12 @@ class SimWorker:
                     load_s = self._swarm.activate_s
                     self.engine.switch(version.number, resumes=self._resumes, load_s=load_s)
                     self._clock.after(load_s, self._activated, version)
-                case hw.WakeAt(at_s=at_s):
+                case hw.SetTimer(at_s=at_s):
                     self._clock.at(at_s, self._woken)
 
     def _woken(self) -> None:
         if self.is_up:
-            self._consider(hw.Woken(self._clock.now_s))
+            self._consider(hw.TimerFired(self._clock.now_s))
 
     def _fetched(self, version: PolicyVersion) -> None:
         if not self.is_up:

@@ -2,7 +2,7 @@
 
       script ──lengths──▶ world ══ wishes ══▶ port: pool or swarm ──▶ engines
                      events ▼ ▲ commands  ◀══ tokens, by count ══┘
-                        RolloutScheduler ──Deliver──▶ trainer ──VersionMade──▶ port.load
+                        RolloutScheduler ──Deliver──▶ trainer ──VersionTrained──▶ port.load
                             ▲── Rewarded ── judges
 
 Who waits for whom is `run/loop.py`'s and `runner.py`'s: without overlap a batch is trained when nothing is leased any
@@ -17,32 +17,32 @@ from typing import Protocol
 
 from baton.records.trace import Tracer
 from baton.rollout.events import (
-    Abort,
+    AbortTrajectory,
     Assign,
-    BatchWanted,
+    BatchRequested,
     Capacity,
     Command,
     Deliver,
     Discard,
     Event,
     Finished,
-    Grew,
+    LeaseEnded,
     Load,
-    Lost,
     Open,
-    PutDown,
     Restart,
     Rewarded,
-    Serving,
-    VersionMade,
+    TokensLost,
+    TokensReceived,
+    VersionServed,
+    VersionTrained,
 )
 from baton.rollout.scheduler import RolloutScheduler
-from baton.rollout.tracked import State, TrackedGroup
-from baton.simulator.clock import Clock
-from baton.simulator.judges import Judges
-from baton.simulator.port import Port
-from baton.simulator.record import Record, Step
-from baton.simulator.rows import Wish
+from baton.rollout.tracked import TrackedGroup, TrajectoryState
+from baton.simulator.clock import VirtualClock
+from baton.simulator.judges import SimulatedScorer
+from baton.simulator.port import SimulatedTransport
+from baton.simulator.record import RunRecord, SimulatedStep
+from baton.simulator.rows import GenerationRequest
 from baton.simulator.script import Script
 from baton.simulator.setting import Setting
 
@@ -52,11 +52,11 @@ HANG_S = 24 * 3600.0
 """Virtual time without a token while a batch is waited for, after which a run is taken to hang."""
 
 
-class Hang(Exception):
+class NoProgress(Exception):
     """Nothing will ever happen any more, or has for too long."""
 
 
-class Watch(Protocol):
+class EventObserver(Protocol):
     """Whoever looks at every event: laws, logs."""
 
     def heard(self, event: Event) -> None:
@@ -69,7 +69,7 @@ class Watch(Protocol):
         """An event and all that it led to are dealt with."""
 
 
-class World:
+class Simulation:
     """One simulated run."""
 
     def __init__(
@@ -80,18 +80,18 @@ class World:
         tracer: Tracer | None = None,
         make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler,
     ) -> None:
-        self.setting, self.rules, self.clock = setting, setting.rules, Clock()
+        self.setting, self.rules, self.clock = setting, setting.rules, VirtualClock()
         self.script = Script(setting.work, seed, self.rules.batch_groups, self.rules.group_size)
-        self.record = Record()
-        self.watches: list[Watch] = []
+        self.record = RunRecord()
+        self.watches: list[EventObserver] = []
         self.lineage = 0
         """Counts restarts of the controller; what was begun before one is ignored."""
         self.version = 0
         self.num_trained = 0
-        self.port: Port
+        self.port: SimulatedTransport
         """Set before `begin`."""
         self._make_scheduler, self._tracer = make_scheduler, tracer
-        self._judges = Judges(setting.judges, self.clock, seed, tracer)
+        self._judges = SimulatedScorer(setting.judges, self.clock, seed, tracer)
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
         self._tokens: dict[Key, tuple[int, int]] = {}
@@ -110,8 +110,8 @@ class World:
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Record:
-        """Run to the last step. Raises Hang."""
+    def run(self) -> RunRecord:
+        """Run to the last step. Raises NoProgress."""
         self.begin()
         while not self.is_over:
             self.fire()
@@ -130,11 +130,11 @@ class World:
     def fire(self) -> None:
         """Let the next thing happen."""
         if not self.clock.fire():
-            raise Hang(f"{self._where()}: nothing is under way, and nothing will be")
+            raise NoProgress(f"{self._where()}: nothing is under way, and nothing will be")
         if not self._is_training and self.clock.now_s - self._moved_s > HANG_S:
-            raise Hang(f"{self._where()}: no token for {HANG_S:.0f} s")
+            raise NoProgress(f"{self._where()}: no token for {HANG_S:.0f} s")
 
-    def end(self) -> Record:
+    def end(self) -> RunRecord:
         """Return what was recorded."""
         record = self.record
         record.seconds = self.clock.now_s
@@ -185,7 +185,7 @@ class World:
                 self._assign(command)
             case Open(group_id=group_id):
                 self._made[group_id] = {}
-            case Abort(group_id=group_id, sample_index=sample_index):
+            case AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease = self._lease_of.get((group_id, sample_index))
                 if lease is not None:
                     self.port.abort(lease)
@@ -206,7 +206,9 @@ class World:
         script = self.script
         tokens, newest = self._tokens.get(key, _NOTHING)
         prompt, length = script.prompt(group_id), script.length(group_id, sample_index)
-        self.port.want(Wish(lease, *key, prompt, tokens, length, command.version, command.is_exact, newest))
+        self.port.want(
+            GenerationRequest(lease, *key, prompt, tokens, length, command.version, command.is_exact, newest)
+        )
 
     # ---- what the port says ------------------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class World:
         made = self._made[key[0]]
         made[version] = made.get(version, 0) + num_tokens
         self._moved_s = self.clock.now_s
-        self.tell(Grew(self.clock.now_s, *key, version, num_tokens))
+        self.tell(TokensReceived(self.clock.now_s, *key, version, num_tokens))
 
     def finished(self, lease: int) -> None:
         key = self._end(lease)
@@ -226,18 +228,18 @@ class World:
         self._ask_judges(key)
 
     def put_down(self, lease: int) -> None:
-        self.tell(PutDown(self.clock.now_s, *self._end(lease)))
+        self.tell(LeaseEnded(self.clock.now_s, *self._end(lease)))
         self._train_when_free()
 
     def lost(self, cause: str, num_tokens: int) -> None:
-        self.tell(Lost(self.clock.now_s, cause, num_tokens))
+        self.tell(TokensLost(self.clock.now_s, cause, num_tokens))
 
     def capacity(self, slots: int) -> None:
         self.tell(Capacity(self.clock.now_s, slots, queue=slots))
 
     def serving(self, version: int) -> None:
         self._moved_s = self.clock.now_s
-        self.tell(Serving(self.clock.now_s, version))
+        self.tell(VersionServed(self.clock.now_s, version))
         self._want()
 
     def _end(self, lease: int) -> Key:
@@ -263,7 +265,7 @@ class World:
         """A train step begins, as the live loop has it: with the wish for a batch."""
         if self.version < self.setting.num_steps:
             self._wanted_s = self.clock.now_s
-            self.tell(BatchWanted(self.clock.now_s))
+            self.tell(BatchRequested(self.clock.now_s))
 
     def _train_when_free(self) -> None:
         """Without overlap the engines stand still from here to the next batch."""
@@ -284,7 +286,7 @@ class World:
             self.port.slow(self.setting.engine_slowdown)
         counts = self.scheduler.take_step_counts()
         staleness = {self.version - of: num for of, num in sorted(made.items(), reverse=True)}
-        self.record.steps.append(Step(self._wanted_s, self.clock.now_s, sum(lengths), counts, staleness))
+        self.record.steps.append(SimulatedStep(self._wanted_s, self.clock.now_s, sum(lengths), counts, staleness))
         self._is_training = True
         self._since_checkpoint.append(seconds)
         self.clock.after(seconds * slowdown, self._trained, self.lineage, self.clock.now_s)
@@ -310,11 +312,11 @@ class World:
         if self.version % self.setting.publish_every == 0:
             self._publish()
         else:
-            self.tell(VersionMade(now_s, self.version, is_published=False))
+            self.tell(VersionTrained(now_s, self.version, is_published=False))
             self._want()
 
     def _publish(self) -> None:
-        self.tell(VersionMade(self.clock.now_s, self.version))
+        self.tell(VersionTrained(self.clock.now_s, self.version))
 
     # ---- the controller dies -----------------------------------------------------------------------------------------
 
@@ -342,9 +344,9 @@ class World:
     def _kept(self, group: TrackedGroup) -> TrackedGroup:
         """A group as the journal has it."""
         for member in group.members:
-            if member.state is State.LEASED:
-                member.state = State.PENDING
-            if member.state is State.PENDING and self.rules.mode == "sync" and member.num_tokens:
+            if member.state is TrajectoryState.LEASED:
+                member.state = TrajectoryState.PENDING
+            if member.state is TrajectoryState.PENDING and self.rules.mode == "sync" and member.num_tokens:
                 self.record.lose("restart", member.num_tokens)
                 member.forget()
                 self._tokens.pop((group.group_id, member.sample_index), None)
@@ -367,7 +369,7 @@ class World:
             return
         for group in groups:
             for member in group.members:
-                if member.state is State.JUDGING:
+                if member.state is TrajectoryState.JUDGING:
                     self._ask_judges((group.group_id, member.sample_index))
         self.port.begin()
         self._publish()

@@ -1,6 +1,6 @@
 """Who may speak to the hub: tokens with a role and an end, kept as hashes, checked at every request.
 
-    baton token create ──▶ token file (hashes) ──read anew when it changed──▶ Authenticator.check ──▶ Grant
+    baton token create ──▶ token file (hashes) ──read anew when it changed──▶ Authenticator.check ──▶ AccessGrant
             └─ the token itself, shown once ──▶ worker ──"Authorization: Bearer …"──┘    └─▶ Denied ──▶ Audit
 
 A token holds 32 random bytes: it cannot be guessed, so one fast hash keeps it, and the file gives nobody access who
@@ -94,7 +94,7 @@ class _Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class AccessGrant:
     """Who a request comes from, and what it may."""
 
     name: str
@@ -245,7 +245,7 @@ class Authenticator:
     """Says who a request comes from. It follows the token file while the hub runs."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the file. Raises UserError when it is missing or bad. is_own: see `Grant.is_own`."""
+        """Read the file. Raises UserError when it is missing or bad. is_own: see `AccessGrant.is_own`."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
         """What is wrong with the file now; while it is, everybody is refused."""
@@ -253,7 +253,7 @@ class Authenticator:
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
 
-    def check(self, header: str | None, wanted: Collection[Role]) -> Grant:
+    def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
         """Admit the bearer of an `Authorization` header whose role is wanted.
 
         Raises Denied with 401 for a header that is missing, malformed or of a token unknown, expired or revoked, and
@@ -268,11 +268,11 @@ class Authenticator:
             raise Denied(401, "malformed token")
         return self._admit(digest_of(bearer[1]), wanted)
 
-    def recheck(self, grant: Grant) -> None:
+    def recheck(self, grant: AccessGrant) -> None:
         """Check again who is connected for long. Raises Denied once the token is expired, revoked or gone."""
         self._admit(grant.digest, {grant.role})
 
-    def _admit(self, digest: str, wanted: Collection[Role]) -> Grant:
+    def _admit(self, digest: str, wanted: Collection[Role]) -> AccessGrant:
         self._follow_file()
         if self.fault is not None:
             raise Denied(401, "the hub cannot read its token file")
@@ -287,7 +287,7 @@ class Authenticator:
             raise Denied(401, f"{state} token", found.name)
         if found.role not in wanted:
             raise Denied(403, f"role {found.role} does not open this", found.name)
-        return Grant(found.name, found.role, found.is_trusted, found.digest, self._is_own)
+        return AccessGrant(found.name, found.role, found.is_trusted, found.digest, self._is_own)
 
     def _follow_file(self) -> None:
         stamp = _stamp(self._file.path)

@@ -1,7 +1,7 @@
 """The payloads behind the lease table: prompts and tokens of every task, and what each lease has grown.
 
     runner ──want, abort──▶ ┌──────┐ ──Lease, Abort, Dropped, Ack──▶ worker
-           ◀──Report, lost──│ Desk │ ◀──Report, Retry─────────────── (whoever carries the messages)
+           ◀──Report, lost──│ LeaseBroker │ ◀──Report, Retry─────────────── (whoever carries the messages)
                             └──────┘ ◀─events / commands─▶ LeaseTable
 
 No socket and no thread: the hub drives it from its event loop, tests from a list. What a worker says is checked before
@@ -38,7 +38,7 @@ Check = Callable[[Lease, Trajectory, Report], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class BrokerCallbacks:
     """Whom a desk speaks to."""
 
     to_worker: Callable[[int, ToWorker], None]
@@ -63,7 +63,7 @@ class _Task:
 
 
 @dataclass(slots=True)
-class _Branch:
+class _LeaseProgress:
     worker: int
     task: int
     lease: Lease
@@ -71,14 +71,14 @@ class _Branch:
     trajectory: Trajectory
 
 
-class Desk:
+class LeaseBroker:
     """The hub's side of all leases."""
 
-    def __init__(self, table: LeaseTable, outside: Outside, check: Check, clock: Callable[[], float]) -> None:
+    def __init__(self, table: LeaseTable, outside: BrokerCallbacks, check: Check, clock: Callable[[], float]) -> None:
         self.table = table
         self._outside, self._check, self._clock = outside, check, clock
         self._tasks: dict[int, _Task] = {}
-        self._branches: dict[int, _Branch] = {}
+        self._branches: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
         """The last words on trajectories that are being checked."""
@@ -106,7 +106,7 @@ class Desk:
             return
         self._tasks[task] = _Task(lease, lease.trajectory)
         self._tell(
-            ev.TaskWanted(
+            ev.TaskSubmitted(
                 self._clock(),
                 task,
                 lease.version,
@@ -130,11 +130,11 @@ class Desk:
 
     def weigh(self, worker: int, weight: float) -> None:
         """Another plan expects something else of a worker."""
-        self._tell(ev.WorkerWeighed(self._clock(), worker, weight))
+        self._tell(ev.WorkerWeightChanged(self._clock(), worker, weight))
 
     def hear(self, worker: int, version: int | None, decoded_tokens: int) -> None:
         """A worker has given a sign of life. version: the number it serves, None for none of this lineage."""
-        self._tell(ev.WorkerHeard(self._clock(), worker, version, decoded_tokens))
+        self._tell(ev.WorkerSeen(self._clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> None:
         """A worker is gone."""
@@ -151,7 +151,7 @@ class Desk:
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         for lease in sorted(known - claimed):
-            self._tell(ev.LeasePutDown(self._clock(), lease))
+            self._tell(ev.LeaseReturned(self._clock(), lease))
         for lease in sorted(claimed - known):
             self._outside.to_worker(worker, Dropped(lease))
         for lease in sorted(claimed & known):
@@ -182,11 +182,11 @@ class Desk:
         grown = branch.trajectory.num_tokens - before.num_tokens
         if grown:
             version = branch.trajectory.segments[-1].policy_version
-            self._tell(ev.LeaseGrew(self._clock(), number, grown, version))
+            self._tell(ev.LeaseProgressed(self._clock(), number, grown, version))
         if report.finish_reason is not None:
             self._tell(ev.LeaseFinished(self._clock(), number))
         elif report.is_aborted:
-            self._tell(ev.LeasePutDown(self._clock(), number))
+            self._tell(ev.LeaseReturned(self._clock(), number))
         self._acknowledge(worker, number, branch)
 
     def refuse(self, worker: int, retry: Retry) -> None:
@@ -202,12 +202,12 @@ class Desk:
             self.leave(worker, cause)
             return
         known = self.table.workers[worker]
-        self._tell(ev.WorkerHeard(self._clock(), worker, retry.has_version, known.decoded_tokens))
-        self._tell(ev.LeasePutDown(self._clock(), retry.lease_id))
+        self._tell(ev.WorkerSeen(self._clock(), worker, retry.has_version, known.decoded_tokens))
+        self._tell(ev.LeaseReturned(self._clock(), retry.lease_id))
 
     def tick(self, delay_s: float = 0.0) -> None:
         """Time has passed; the hub itself was late by so much."""
-        self._tell(ev.Tick(self._clock(), delay_s))
+        self._tell(ev.LeaseTick(self._clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[Key]:
         """Have everything made again that these workers wrote in; return the finished trajectories among it."""
@@ -251,28 +251,28 @@ class Desk:
 
     def _obey(self, command: ev.Command) -> None:
         match command:
-            case ev.Grant():
+            case ev.GrantLease():
                 self._grant(command)
-            case ev.Recall(worker=worker, lease=lease):
+            case ev.RecallLease(worker=worker, lease=lease):
                 self._outside.to_worker(worker, Abort(lease))
-            case ev.Drop(worker=worker, lease=lease):
+            case ev.DropLease(worker=worker, lease=lease):
                 self._outside.to_worker(worker, Dropped(lease))
-            case ev.Commit(task=task, lease=lease, length=length):
+            case ev.CommitTokens(task=task, lease=lease, length=length):
                 self._commit(task, self._branches[lease], length)
-            case ev.Finish(task=task, lease=lease):
+            case ev.FinishTask(task=task, lease=lease):
                 self._finish(task, self._branches[lease].trajectory)
-            case ev.Replace(task=task, lease=lease):
+            case ev.ReplaceTokens(task=task, lease=lease):
                 self._replace(task, self._branches[lease])
-            case ev.PutDown(task=task):
+            case ev.ReturnTask(task=task):
                 length = self._tasks[task].trajectory.num_tokens
                 self._forget(task)
                 self._outside.to_runner(Report(task, length, (), is_aborted=True))
-            case ev.Waste(cause=cause, num_tokens=num_tokens):
+            case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 self._outside.to_runner(WorkLost(cause, num_tokens))
-            case ev.Expel(worker=worker, cause=cause):
+            case ev.DisconnectWorker(worker=worker, cause=cause):
                 self._outside.hang_up(worker, cause)
 
-    def _grant(self, grant: ev.Grant) -> None:
+    def _grant(self, grant: ev.GrantLease) -> None:
         task = self._tasks[grant.task]
         wanted = task.lease
         known = task.trajectory
@@ -281,11 +281,11 @@ class Desk:
         newest = trajectory.segments[-1].policy_version if trajectory.segments else wanted.version
         version = wanted.version if wanted.is_exact else max(wanted.version, newest)
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
-        self._branches[grant.lease] = _Branch(grant.worker, grant.task, lease, trajectory)
+        self._branches[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
         task.branches.append(grant.lease)
         self._outside.to_worker(grant.worker, lease)
 
-    def _commit(self, number: int, branch: _Branch, length: int) -> None:
+    def _commit(self, number: int, branch: _LeaseProgress, length: int) -> None:
         task, worker, grown = self._tasks[number], branch.worker, branch.trajectory
         offset = task.trajectory.num_tokens
         segments = grown.segments_between(offset, length)
@@ -308,7 +308,7 @@ class Desk:
         else:
             self._outside.to_runner(last)
 
-    def _replace(self, number: int, branch: _Branch) -> None:
+    def _replace(self, number: int, branch: _LeaseProgress) -> None:
         """Take back what the runner has. It wants the trajectory again, and gets it at once: see `want`."""
         key = _key(self._tasks[number].lease)
         self._forget(number)
@@ -333,19 +333,19 @@ class Desk:
         for lease in self._tasks.pop(number).branches:
             del self._branches[lease]
 
-    def _acknowledge(self, worker: int, number: int, branch: _Branch) -> None:
+    def _acknowledge(self, worker: int, number: int, branch: _LeaseProgress) -> None:
         has_ended = not self.table.knows(number)
         self._outside.to_worker(worker, Ack(number, branch.trajectory.num_tokens, has_ended))
 
     # ---- what is made twice ------------------------------------------------------------------------------------------
 
-    def _agrees(self, branch: _Branch, start: int) -> bool:
+    def _agrees(self, branch: _LeaseProgress, start: int) -> bool:
         """Whether tokens that were known already have been made again as they were."""
         known = self._tasks[branch.task].trajectory
         end = min(known.num_tokens, branch.trajectory.num_tokens)
         return end <= start or known.token_ids[start:end] == branch.trajectory.token_ids[start:end]
 
-    def _contradicted(self, branch: _Branch) -> None:
+    def _contradicted(self, branch: _LeaseProgress) -> None:
         """Workers of one class made different tokens from the same noise: they are made anew.
 
         Who was wrong is for the checks to find. Other classes, and engines with noise of their own, are not compared.

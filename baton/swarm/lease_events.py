@@ -28,7 +28,7 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag="WorkerJoined", gc=False):
     at once."""
 
 
-class WorkerWeighed(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
+class WorkerWeightChanged(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
     """Another plan expects something else of a worker."""
 
     at_s: float
@@ -36,8 +36,8 @@ class WorkerWeighed(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
     weight: float
 
 
-class WorkerHeard(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
-    """A sign of life, with what the worker serves; `LeaseGrew` is one too."""
+class WorkerSeen(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
+    """A sign of life, with what the worker serves; `LeaseProgressed` is one too."""
 
     at_s: float
     worker: int
@@ -55,7 +55,7 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag="WorkerLeft", gc=False):
     cause: str
 
 
-class TaskWanted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
+class TaskSubmitted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
     """A trajectory is to be grown."""
 
     at_s: float
@@ -82,7 +82,7 @@ class TaskRevoked(msgspec.Struct, frozen=True, tag="TaskRevoked", gc=False):
     task: int
 
 
-class LeaseGrew(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
+class LeaseProgressed(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
     """Tokens have come in, checked and in order."""
 
     at_s: float
@@ -99,7 +99,7 @@ class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
     lease: int
 
 
-class LeasePutDown(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
+class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
     """The worker has put the trajectory down, or refused it.
 
     Who refuses what it should be able to serve is given nothing before it is heard of again: else it would get the same
@@ -110,7 +110,7 @@ class LeasePutDown(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
     lease: int
 
 
-class Tick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
+class LeaseTick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
     """Time has passed."""
 
     at_s: float
@@ -120,23 +120,23 @@ class Tick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
 
 Event = (
     WorkerJoined
-    | WorkerWeighed
-    | WorkerHeard
+    | WorkerWeightChanged
+    | WorkerSeen
     | WorkerLeft
-    | TaskWanted
+    | TaskSubmitted
     | TaskAborted
     | TaskRevoked
-    | LeaseGrew
+    | LeaseProgressed
     | LeaseFinished
-    | LeasePutDown
-    | Tick
+    | LeaseReturned
+    | LeaseTick
 )
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-class Grant(msgspec.Struct, frozen=True, tag="Grant", gc=False):
+class GrantLease(msgspec.Struct, frozen=True, tag="Grant", gc=False):
     """Lease a task to a worker."""
 
     worker: int
@@ -146,21 +146,21 @@ class Grant(msgspec.Struct, frozen=True, tag="Grant", gc=False):
     """Tokens that the worker is given; it grows the trajectory from there."""
 
 
-class Recall(msgspec.Struct, frozen=True, tag="Recall", gc=False):
+class RecallLease(msgspec.Struct, frozen=True, tag="Recall", gc=False):
     """Have a worker put a lease down; it answers with what it has."""
 
     worker: int
     lease: int
 
 
-class Drop(msgspec.Struct, frozen=True, tag="Drop", gc=False):
+class DropLease(msgspec.Struct, frozen=True, tag="Drop", gc=False):
     """A lease is no longer valid: whatever still comes for it is ignored, and its worker may stop."""
 
     worker: int
     lease: int
 
 
-class Commit(msgspec.Struct, frozen=True, tag="Commit", gc=False):
+class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
     """Tokens of a lease become the trajectory's, up to a length."""
 
     task: int
@@ -168,38 +168,48 @@ class Commit(msgspec.Struct, frozen=True, tag="Commit", gc=False):
     length: int
 
 
-class Finish(msgspec.Struct, frozen=True, tag="Finish", gc=False):
+class FinishTask(msgspec.Struct, frozen=True, tag="Finish", gc=False):
     """A task is done; all of the lease's tokens are committed."""
 
     task: int
     lease: int
 
 
-class Replace(msgspec.Struct, frozen=True, tag="Replace", gc=False):
+class ReplaceTokens(msgspec.Struct, frozen=True, tag="Replace", gc=False):
     """A task is done, by a lease that made other tokens than those that are committed: its tokens take their place."""
 
     task: int
     lease: int
 
 
-class PutDown(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
+class ReturnTask(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
     """A task that was aborted is nobody's now."""
 
     task: int
 
 
-class Waste(msgspec.Struct, frozen=True, tag="Waste", gc=False):
+class DiscardTokens(msgspec.Struct, frozen=True, tag="Waste", gc=False):
     """Tokens that were made for nothing."""
 
     cause: str
     num_tokens: int
 
 
-class Expel(msgspec.Struct, frozen=True, tag="Expel", gc=False):
+class DisconnectWorker(msgspec.Struct, frozen=True, tag="Expel", gc=False):
     """A worker is taken for dead: hang up, it may come back."""
 
     worker: int
     cause: str
 
 
-Command = Grant | Recall | Drop | Commit | Finish | Replace | PutDown | Waste | Expel
+Command = (
+    GrantLease
+    | RecallLease
+    | DropLease
+    | CommitTokens
+    | FinishTask
+    | ReplaceTokens
+    | ReturnTask
+    | DiscardTokens
+    | DisconnectWorker
+)

@@ -11,7 +11,7 @@ Ask = tuple[int, bool]
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
+class TokenOwner:
     """The holder of a token, with all workers that use it."""
 
     credit: Credit
@@ -47,7 +47,7 @@ class Worker:
     leases: set[int] = field(default_factory=set)
     credit: Credit | None = None
     """None: it may fill its slots at once."""
-    owner: Owner | None = None
+    owner: TokenOwner | None = None
     stamp: int = 0
     """Of its latest note among the places; notes of other stamps are out of date."""
 
@@ -94,7 +94,7 @@ class TrackedLease:
     grew_s: float
     stem: str
     """Leases of one stem make the same tokens."""
-    owner: Owner | None = None
+    owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
     """Of its last token."""

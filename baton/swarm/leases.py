@@ -3,10 +3,10 @@
 No clock, no I/O, no tokens: the live hub and a simulator drive the same object. A task is a trajectory that the
 scheduler wants grown; a lease is one worker's attempt at it:
 
-    TaskWanted ─▶ waiting ──Grant──▶ leased ──LeaseFinished──▶ Finish
-                    ▲                  │ LeaseGrew ─▶ Commit
-                    └── lease ends ◀───┤ worker lost, refused, starved
-                                       └─ TaskAborted ─▶ Recall ─▶ LeasePutDown ─▶ PutDown
+    TaskSubmitted ─▶ waiting ──GrantLease──▶ leased ──LeaseFinished──▶ FinishTask
+                        ▲                       │ LeaseProgressed ─▶ CommitTokens
+                        └───── lease ends ◀─────┤ worker lost, refused, starved
+                                                └─ TaskAborted ─▶ RecallLease ─▶ LeaseReturned ─▶ ReturnTask
 
 What a lease reported stays the trajectory's when its worker goes: the next lease begins where it ended. With
 `restarts` (mode `sync`) it begins at the prompt, makes the same tokens again (law 5), and only what is beyond the known
@@ -15,7 +15,8 @@ same prefix, nothing is committed until one finishes, and the tokens of the othe
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) make different tokens from the same noise. What the
 first has committed stays while it is alive or others of its kind go on; a lease of another kind commits nothing before
-it finishes. The first to finish is kept: where that is not of the kind that was committed, it replaces it (`Replace`).
+it finishes. The first to finish is kept: where that is not of the kind that was committed, it replaces it
+(`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from typing import assert_never
 from baton.swarm.credit import Credit
 from baton.swarm.lease_events import (
     Command,
-    Commit,
-    Drop,
+    CommitTokens,
+    DiscardTokens,
+    DisconnectWorker,
+    DropLease,
     Event,
-    Expel,
-    Finish,
-    Grant,
+    FinishTask,
+    GrantLease,
     LeaseFinished,
-    LeaseGrew,
-    LeasePutDown,
-    PutDown,
-    Recall,
-    Replace,
+    LeaseProgressed,
+    LeaseReturned,
+    LeaseTick,
+    RecallLease,
+    ReplaceTokens,
+    ReturnTask,
     TaskAborted,
     TaskRevoked,
-    TaskWanted,
-    Tick,
-    Waste,
-    WorkerHeard,
+    TaskSubmitted,
     WorkerJoined,
     WorkerLeft,
-    WorkerWeighed,
+    WorkerSeen,
+    WorkerWeightChanged,
 )
 from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.lease_state import Ask, Owner, TrackedLease, TrackedTask, Worker
-from baton.swarm.worker_index import Places
+from baton.swarm.lease_state import Ask, TokenOwner, TrackedLease, TrackedTask, Worker
+from baton.swarm.worker_index import WorkerIndex
 
 
 class LeaseTable:
@@ -67,8 +68,8 @@ class LeaseTable:
         self._tasks: dict[int, TrackedTask] = {}
         self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
-        self._owners: dict[str, Owner] = {}
-        self._places = Places(rules.prefetch)
+        self._owners: dict[str, TokenOwner] = {}
+        self._places = WorkerIndex(rules.prefetch)
         self._waiting: dict[Ask, list[int]] = {}
         """Heaps of tasks, the oldest first; notes out of date are passed over."""
         self._may_grant = False
@@ -80,25 +81,25 @@ class LeaseTable:
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
-            case LeaseGrew():
+            case LeaseProgressed():
                 yield from self._grew(event)
-            case WorkerHeard():
+            case WorkerSeen():
                 self._heard(event)
-            case TaskWanted():
+            case TaskSubmitted():
                 self._wanted(event)
             case LeaseFinished():
                 yield from self._finished(event)
-            case LeasePutDown():
+            case LeaseReturned():
                 yield from self._put_down(event)
             case TaskAborted():
                 yield from self._aborted(event)
             case TaskRevoked():
                 yield from self._revoked(event)
-            case Tick():
+            case LeaseTick():
                 yield from self._tick(event)
             case WorkerJoined():
                 self._joined(event)
-            case WorkerWeighed(worker=number, weight=weight):
+            case WorkerWeightChanged(worker=number, weight=weight):
                 if number in self.workers:
                     self._places.weigh(self.workers[number], weight)
             case WorkerLeft():
@@ -151,7 +152,7 @@ class LeaseTable:
         worker = Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind)
         if event.owner is not None:
             worker.credit = Credit(event.slots, event.at_s)
-            worker.owner = self._owners.setdefault(event.owner, Owner(Credit(0, event.at_s)))
+            worker.owner = self._owners.setdefault(event.owner, TokenOwner(Credit(0, event.at_s)))
             worker.owner.credit.resize(self._places.most(event.slots))
             worker.owner.credit.recover(event.at_s)
             for number in worker.owner.workers:  # there may be room for the others too
@@ -159,7 +160,7 @@ class LeaseTable:
             worker.owner.workers.add(event.worker)
         self._places.add(worker)
 
-    def _heard(self, event: WorkerHeard) -> None:
+    def _heard(self, event: WorkerSeen) -> None:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
@@ -189,7 +190,7 @@ class LeaseTable:
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
-    def _wanted(self, event: TaskWanted) -> None:
+    def _wanted(self, event: TaskSubmitted) -> None:
         assert event.task not in self._tasks, f"task {event.task} is wanted twice"
         task = TrackedTask(event.task, (event.version, event.is_exact), event.num_tokens, event.max_tokens)
         self._tasks[event.task] = task
@@ -205,7 +206,7 @@ class LeaseTable:
             yield from self._rest(task)
         for lease in task.leases:
             lease.recalled_s = event.at_s
-            yield Recall(lease.worker, lease.number)
+            yield RecallLease(lease.worker, lease.number)
 
     def _revoked(self, event: TaskRevoked) -> Iterator[Command]:
         """Nothing of it stays; what was committed its owner counts, what was not is wasted."""
@@ -214,12 +215,12 @@ class LeaseTable:
             return
         self.num_waiting -= task.is_waiting
         for lease in task.leases:
-            yield Drop(lease.worker, lease.number)
+            yield DropLease(lease.worker, lease.number)
             self._forget(lease)
         for lease in (*task.leases, *task.rested):
             yield from self._overtaken(task, lease, task.committed)
 
-    def _grew(self, event: LeaseGrew) -> Iterator[Command]:
+    def _grew(self, event: LeaseProgressed) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -243,19 +244,19 @@ class LeaseTable:
         self._forget(lease)
         if is_faithful:
             yield from self._commit(task, lease)
-            yield Finish(task.number, lease.number)
+            yield FinishTask(task.number, lease.number)
         else:
-            yield Replace(task.number, lease.number)
+            yield ReplaceTokens(task.number, lease.number)
         for other in [one for one in task.leases if one is not lease]:
             if event.at_s - other.granted_s >= self.rules.relief_after_s:
                 self._charge(other)
-            yield Drop(other.worker, other.number)
+            yield DropLease(other.worker, other.number)
             self._forget(other)
             task.rested.append(other)
         for other in task.rested:
             yield from self._overtaken(task, other, prefix)
 
-    def _put_down(self, event: LeasePutDown) -> Iterator[Command]:
+    def _put_down(self, event: LeaseReturned) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -312,16 +313,16 @@ class LeaseTable:
     def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
         if lease.length > task.committed:
             task.commit(lease)
-            yield Commit(task.number, lease.number, lease.length)
+            yield CommitTokens(task.number, lease.number, lease.length)
 
     def _rest(self, task: TrackedTask) -> Iterator[Command]:
         del self._tasks[task.number]
-        yield PutDown(task.number)
+        yield ReturnTask(task.number)
 
     def _waste(self, cause: str, num_tokens: int) -> Iterator[Command]:
         if num_tokens > 0:
             self.wasted[cause] += num_tokens
-            yield Waste(cause, num_tokens)
+            yield DiscardTokens(cause, num_tokens)
 
     def _forget(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
@@ -411,11 +412,11 @@ class LeaseTable:
         if worker.owner is not None:
             worker.owner.num_held += 1
         self._places.offer(worker)
-        yield Grant(worker.number, number, task.number, base)
+        yield GrantLease(worker.number, number, task.number, base)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: Tick) -> Iterator[Command]:
+    def _tick(self, event: LeaseTick) -> Iterator[Command]:
         now_s, rules = event.at_s, self.rules
         for worker in list(self.workers.values()):
             worker.heard_s = min(now_s, worker.heard_s + event.delay_s)
@@ -434,14 +435,14 @@ class LeaseTable:
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.silence_s
             if is_unanswered or now_s - lease.grew_s > rules.starve_s:
                 self._charge(lease)
-                yield Drop(lease.worker, lease.number)
+                yield DropLease(lease.worker, lease.number)
                 yield from self._end(lease)
         yield from self._grant_all(now_s)
         if rules.relief:
             yield from self._relieve(now_s)
 
     def _expel(self, worker: Worker, cause: str) -> Iterator[Command]:
-        yield Expel(worker.number, cause)
+        yield DisconnectWorker(worker.number, cause)
         yield from self._remove(worker)
 
     def _relieve(self, now_s: float) -> Iterator[Command]:

@@ -27,7 +27,7 @@ _MAX_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Listen:
+class ListenAddress:
     """Where the hub listens, and with which certificate."""
 
     host: str
@@ -43,7 +43,7 @@ class Listen:
     @classmethod
     def parse(
         cls, text: str, certificate: Path | None = None, key: Path | None = None, is_insecure: bool = False
-    ) -> Listen:
+    ) -> ListenAddress:
         """Read HOST:PORT. Raises UserError, also for another machine's callers without TLS and `is_insecure`."""
         place = _host_and_port(text)
         if place is None:

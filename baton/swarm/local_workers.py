@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton.clock import retry_wait_s
 from baton.errors import EngineFault
-from baton.swarm.listen import Listen
+from baton.swarm.listen import ListenAddress
 
 MAX_RESTARTS = 5
 """In a row, of a worker that ends within `LONG_LIFE_S`."""
@@ -37,7 +37,7 @@ class LocalWorkers:
     def __init__(
         self,
         count: int,
-        listen: Listen,
+        listen: ListenAddress,
         port: int,
         token_file: Path,
         directory: Path,

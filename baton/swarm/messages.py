@@ -10,8 +10,8 @@
       ── Report · Retry ──────────────────▶
       ◀─────────────────────────────── Ack      reports up to here need not be said again
       ── Heartbeat ───────────────────────▶
-      ◀───────────────────────────── Heard      there is a hub: a worker that hears nothing for long connects anew
-      ── Leaving · Fault ─────────────────▶
+      ◀───────────────────────────── HeartbeatAck      there is a hub: a worker that hears nothing for long connects
+      anew ── Leaving · Fault ─────────────────▶
 
 The lease ids here are the hub's; every one is said once and never used again. Weights and model files go over HTTP.
 """
@@ -106,7 +106,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="Admitted"):
     """Issued by the hub: after a cut the worker presents it and is the same worker."""
 
 
-class Heard(msgspec.Struct, frozen=True, tag="Heard"):
+class HeartbeatAck(msgspec.Struct, frozen=True, tag="Heard"):
     """The answer to a Heartbeat."""
 
 
@@ -153,7 +153,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
     """The worker goes, on purpose; all it had has been reported."""
 
 
-FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | Heard | Rejected | RunOver
+FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver
 FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)

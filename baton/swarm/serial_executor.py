@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import Any
 
 
-class Errands:
+class SerialExecutor:
     """A queue of things to do. Thread-safe."""
 
     def __init__(self, name: str) -> None:

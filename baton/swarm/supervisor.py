@@ -24,7 +24,7 @@ class HubAccess:
     """(name of a token, weight): its workers are expected to do another share."""
 
 
-class Crew(Protocol):
+class WorkerSupervisor(Protocol):
     """Workers of one run."""
 
     def begin(self, hub: HubAccess) -> None:
@@ -45,19 +45,19 @@ class Crew(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnWorkers:
+class LocalWorkerSupervisor:
     """All workers that a run has started itself: this machine's, and those of a crew where there is one."""
 
     local: LocalWorkers
-    crew: Crew | None
+    worker_supervisor: WorkerSupervisor | None
 
     def look_after(self) -> None:
         self.local.look_after()
-        if self.crew is not None:
-            self.crew.look_after()
+        if self.worker_supervisor is not None:
+            self.worker_supervisor.look_after()
 
     def close(self) -> None:
         """End them all."""
         self.local.close()
-        if self.crew is not None:
-            self.crew.close()
+        if self.worker_supervisor is not None:
+            self.worker_supervisor.close()

@@ -11,7 +11,7 @@ MEMORY = 2048
 
 
 @dataclass(slots=True)
-class Pace:
+class ThroughputTracker:
     """Written by the hub's thread, read by the runner's."""
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))

@@ -1,4 +1,4 @@
-"""The swarm as a `WorkerPort`: to the runner it is one worker whose places come and go.
+"""The swarm as a `WorkerTransport`: to the runner it is one worker whose places come and go.
 
     runner's thread                       hub's thread                  publisher's thread
       send ────────── call ──────────────▶ desk ─▶ workers
@@ -26,10 +26,10 @@ from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.peers import Peer
 from baton.swarm.messages import Want
 from baton.swarm.provisioning import Provisioning
-from baton.swarm.serial_executor import Errands
-from baton.swarm.throughput import Pace
+from baton.swarm.serial_executor import SerialExecutor
+from baton.swarm.throughput import ThroughputTracker
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
-from baton.weights.publish import Published, Publisher
+from baton.weights.publish import PublishedVersion, Publisher
 from baton.weights.store import Store
 
 _NAMED = 6
@@ -55,7 +55,7 @@ class Checks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PortParts:
+class SwarmTransportParts:
     """What a swarm's port works with."""
 
     hub: Hub
@@ -79,20 +79,20 @@ class PortParts:
     pinned: tuple[PolicyVersion, ...]
     """Versions that stay whatever happens: the base model of adapters."""
     inbox: SimpleQueue[FromPort]
-    pace: Pace
+    pace: ThroughputTracker
     absence_s: float = 0.0
     """Seconds that there may be no worker at all."""
     say: Callable[[str], None] = say
 
 
-class SwarmPort:
-    """A `WorkerPort` over a hub."""
+class SwarmTransport:
+    """A `WorkerTransport` over a hub."""
 
-    def __init__(self, parts: PortParts) -> None:
+    def __init__(self, parts: SwarmTransportParts) -> None:
         self._parts, self.hub = parts, parts.hub
-        self._publishing = Errands("publisher")
+        self._publishing = SerialExecutor("publisher")
         self._futures: deque[Future[None]] = deque()
-        self.last: Published | None = None
+        self.last: PublishedVersion | None = None
         """The last publication."""
         self.train_s = 0.0
         self.step = 0
@@ -121,12 +121,12 @@ class SwarmPort:
         return self._parts.absence_s
 
     def send(self, message: FromHub) -> None:
-        desk = self.hub.parts.desk
+        broker = self.hub.parts.broker
         match message:
             case Lease():
-                self.hub.call(lambda: desk.want(message))
+                self.hub.call(lambda: broker.want(message))
             case Abort(lease_id=lease_id):
-                self.hub.call(lambda: desk.abort(lease_id))
+                self.hub.call(lambda: broker.abort(lease_id))
 
     def receive(self, timeout_s: float) -> list[FromPort]:
         self._look_after()

@@ -1,6 +1,6 @@
 """Which version a worker has, which it wants, and what it does about the difference. Events in, commands out.
 
-    Wanted ─▶ Fetch ──Fetched (verified)──▶ Activate ──Activated──▶ served
+    VersionWanted ─▶ Fetch ──Fetched (verified)──▶ Activate ──Activated──▶ served
                 ▲            │
                 └─ Retry ◀── FetchFailed: wait, longer each time, and try again as long as it is wanted
 
@@ -21,7 +21,7 @@ from baton.types import PolicyVersion
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Wanted(msgspec.Struct, frozen=True, tag="Wanted", gc=False):
+class VersionWanted(msgspec.Struct, frozen=True, tag="Wanted", gc=False):
     """The hub wants this version served."""
 
     at_s: float
@@ -50,13 +50,13 @@ class Activated(msgspec.Struct, frozen=True, tag="Activated", gc=False):
     version: PolicyVersion
 
 
-class Woken(msgspec.Struct, frozen=True, tag="Woken", gc=False):
+class TimerFired(msgspec.Struct, frozen=True, tag="Woken", gc=False):
     """Time has passed."""
 
     at_s: float
 
 
-Event = Wanted | Fetched | FetchFailed | Activated | Woken
+Event = VersionWanted | Fetched | FetchFailed | Activated | TimerFired
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
@@ -73,17 +73,17 @@ class Activate(msgspec.Struct, frozen=True, tag="Activate", gc=False):
     version: PolicyVersion
 
 
-class WakeAt(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
-    """Say `Woken` at this time."""
+class SetTimer(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
+    """Say `TimerFired` at this time."""
 
     at_s: float
 
 
-Command = Fetch | Activate | WakeAt
+Command = Fetch | Activate | SetTimer
 
 
 @dataclass(frozen=True, slots=True)
-class HaveWantRules:
+class VersionSyncRules:
     """Times in seconds."""
 
     first_wait_s: float = 0.5
@@ -91,11 +91,11 @@ class HaveWantRules:
     longest_wait_s: float = 30.0
 
 
-class HaveWant:
+class VersionSync:
     """The decisions of a worker about its weights."""
 
-    def __init__(self, rules: HaveWantRules | None = None) -> None:
-        self.rules = rules or HaveWantRules()
+    def __init__(self, rules: VersionSyncRules | None = None) -> None:
+        self.rules = rules or VersionSyncRules()
         self.have: PolicyVersion | None = None
         """What the engine serves."""
         self.want: PolicyVersion | None = None
@@ -109,7 +109,7 @@ class HaveWant:
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return what is to be done, in order."""
         match event:
-            case Wanted(version=version):
+            case VersionWanted(version=version):
                 self._wanted(version)
             case Fetched(version=version):
                 if version == self.fetching:  # else of an attempt that was given up
@@ -125,11 +125,11 @@ class HaveWant:
                         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
                         wait_s = retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
                         self._retry_s = at_s + wait_s
-                        return [WakeAt(self._retry_s)]
+                        return [SetTimer(self._retry_s)]
             case Activated(version=version):
                 if version == self.activating:
                     self.have, self.activating = version, None
-            case Woken(at_s=at_s):
+            case TimerFired(at_s=at_s):
                 if self._retry_s is not None and at_s >= self._retry_s:
                     self._retry_s = None
             case _:

@@ -13,7 +13,7 @@ _Note = tuple[bool, float, int, Worker]
 """(no slot is free, load with one lease more, stamp, worker)"""
 
 
-class Places:
+class WorkerIndex:
     """Where leases may go. Finding and filling a place costs the same for ten workers and for ten thousand."""
 
     def __init__(self, prefetch: float) -> None:

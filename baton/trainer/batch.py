@@ -15,7 +15,7 @@ import torch
 
 from baton.trainer.advantages import FloatArray
 from baton.trainer.losses import LossInputs
-from baton.trainer.parallel.balance import ALONE, Share, balanced
+from baton.trainer.parallel.balance import ALONE, BatchShare, balanced
 from baton.trainer.samples import TrainingSample
 
 PASS_TOKENS = 64
@@ -140,7 +140,7 @@ def cut(
     is_flat: bool = True,
     keeps_masked: bool = False,
     is_packed: bool = False,
-    share: Share = ALONE,
+    share: BatchShare = ALONE,
 ) -> MiniBatch:
     """Cut the rows of one update into microbatches: those of one rank's share, by tokens, of each kind of rows.
 

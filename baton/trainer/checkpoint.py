@@ -9,7 +9,7 @@
         baton/optimizer/shard-00001-model-00001-of-00001.safetensors …
                                                                    the same of several ranks, each file one's shards
         baton/critic.safetensors                                   where there is a critic
-        baton/state.json                                           `State`; nothing in here is pickled
+        baton/state.json                                           `CheckpointState`; nothing in here is pickled
         baton/loop.json                                            `LoopState`, in a run
         baton/manifest.json                                        size and blake3 of all other files, in a run
 
@@ -53,7 +53,7 @@ _CRITIC = "critic.safetensors"
 _SHARDS = "optimizer"
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """`baton/state.json`: what a resume needs beside tensors, and what the run was made with."""
 
     format: int = _FORMAT
@@ -69,7 +69,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class CheckpointParts:
     """What a checkpoint is made of beside the optimiser's moments."""
 
     model: Any
@@ -77,18 +77,18 @@ class Parts:
     weights: Mapping[str, torch.Tensor]
     """Its trained tensors, whole."""
     tokenizer: Any
-    state: State
+    state: CheckpointState
     critic: Mapping[str, torch.Tensor] | None = None
 
 
-def write_checkpoint(path: Path, parts: Parts, optimizer: Mapping[str, torch.Tensor]) -> None:
+def write_checkpoint(path: Path, parts: CheckpointParts, optimizer: Mapping[str, torch.Tensor]) -> None:
     """Write a checkpoint atomically."""
     with atomic_directory(path) as directory:
         write_parts(directory, parts)
         _save_tensors(optimizer, directory / "baton" / "optimizer.safetensors")
 
 
-def write_parts(directory: Path, parts: Parts) -> None:
+def write_parts(directory: Path, parts: CheckpointParts) -> None:
     """Write all of a checkpoint but the optimiser's moments; the state last."""
     with writing(directory):
         parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
@@ -122,11 +122,11 @@ def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None
         raise OSError(code, f"the optimizer's shards could not be written: {error}", str(place)) from error
 
 
-def read_state(path: Path) -> State:
+def read_state(path: Path) -> CheckpointState:
     """Read what lies beside the tensors. Raises UserError when `path` is no complete checkpoint of this format."""
     file = path / "baton" / "state.json"
     try:
-        state = msgspec.json.decode(file.read_bytes(), type=State)
+        state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
     except FileNotFoundError as error:
         raise UserError(f"{path} is no checkpoint that can be resumed: it has no baton/state.json") from error
     except msgspec.DecodeError as error:

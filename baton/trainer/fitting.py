@@ -15,7 +15,7 @@ from baton.policy.logprobs import checkpoint_activations, compute_in, packs_as_i
 from baton.policy.packing import prefer_packed_attention
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
-from baton.trainer.parallel.group import Alone
+from baton.trainer.parallel.group import SingleRank
 from baton.trainer.settings import TrainerSettings
 
 
@@ -36,7 +36,7 @@ def fit_attention(
     trunk: PreTrainedModel | None,
     reference: PreTrainedModel | None,
     settings: TrainerSettings,
-    parallel: Alone,
+    parallel: SingleRank,
 ) -> bool:
     """Choose how the policy, a critic's trunk and the reference attend; return whether rows are packed.
 

@@ -27,8 +27,8 @@ from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut
 from baton.trainer.checkpoint import (
-    Parts,
-    State,
+    CheckpointParts,
+    CheckpointState,
     read_critic,
     read_optimizer,
     read_state,
@@ -41,12 +41,12 @@ from baton.trainer.checkpoint import (
 from baton.trainer.fitting import even_tokens, fit_attention, make_critic, trade_time_and_memory
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
-from baton.trainer.parallel.group import Alone
+from baton.trainer.parallel.group import SingleRank
 from baton.trainer.passes import Passes
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import Totals
-from baton.trainer.trainer import Weights
+from baton.trainer.trainer import PublishedWeights
 from baton.trainer.update import Update, make_learners
 from baton.types import Batch, PolicyVersion
 
@@ -77,7 +77,7 @@ class LocalTrainer:
         lora: LoraSettings | None = None,
         seed: int = 0,
         publish_dtype: torch.dtype = torch.float32,
-        parallel: Alone | None = None,
+        parallel: SingleRank | None = None,
     ) -> None:
         """Take over `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
@@ -102,7 +102,7 @@ class LocalTrainer:
             assert lora is not None, "a KL term needs a reference model"
             reference = model
         reference = reference if algorithm.kl_coef else None
-        self._parallel = parallel or Alone()
+        self._parallel = parallel or SingleRank()
         self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
         self._parallel.shard(model, reference, critic)  # from here on everything is on its device
         is_packed = fit_attention(model, None if critic is None else critic.trunk, reference, settings, self._parallel)
@@ -209,14 +209,14 @@ class LocalTrainer:
             share=self._share,
         )
 
-    def publish(self) -> Weights:
+    def publish(self) -> PublishedWeights:
         """Return a copy of the current weights, or of the adapter alone, on the trainer's device, by name.
 
         They are rounded here to what engines hold, so that all hold the same and the digest is that of what they hold.
         """
         tensors = as_published(self._parallel.whole(published_tensors(self.model)), self._publish_dtype)
         self._stamp(weights_digest(tensors))
-        return Weights(self._version, tensors)
+        return PublishedWeights(self._version, tensors)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint (see `checkpoint.py`), whole or not at all.
@@ -227,12 +227,12 @@ class LocalTrainer:
         weights = parallel.whole(trained_tensors(self.model))
         self._stamp(saved_digest(weights, self.model) if parallel.is_first else "")
         moments = {n: t for learner in self.learners for n, t in learner.moments().items()}
-        parts = Parts(
+        parts = CheckpointParts(
             model=self.model,
             weights=weights,
             tokenizer=self._tokenizer.hf,
             critic=None if critic is None else parallel.whole(critic.state_dict()),
-            state=State(
+            state=CheckpointState(
                 version=self._version,
                 num_updates=self._num_updates,
                 libraries=_libraries(),
@@ -303,7 +303,7 @@ def _libraries() -> dict[str, str]:
     }
 
 
-def _warn_of_other_bits(state: State, num_ranks: int) -> None:
+def _warn_of_other_bits(state: CheckpointState, num_ranks: int) -> None:
     made_with = {**state.libraries, "threads": str(state.num_threads), "ranks": str(state.num_ranks)}
     now = {**_libraries(), "threads": str(torch.get_num_threads()), "ranks": str(num_ranks)}
     changed = [f"{name} {made_with.get(name)} → {now[name]}" for name in now if made_with.get(name) != now[name]]

@@ -14,12 +14,12 @@ from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.local import LocalTrainer
-from baton.trainer.parallel.group import Alone
+from baton.trainer.parallel.group import SingleRank
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.settings import TrainerSettings
 
 
-def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: Alone | None = None) -> LocalTrainer:
+def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
     """Make a trainer with its own copy of the model, the reference and adapters where there are any.
 
     A rank of several loads models on the host: whole, they may not fit on its device.

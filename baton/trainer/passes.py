@@ -19,13 +19,13 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import MicroBatch, MiniBatch
 from baton.trainer.critic import Critic
 from baton.trainer.losses import kl
-from baton.trainer.parallel.group import Alone
+from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 from baton.trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedMicroBatch:
     """A microbatch, with what the step's updates take as given. [B, K] each."""
 
     micro: MicroBatch
@@ -57,7 +57,7 @@ class Passes:
     """Of the policy's experts, where it has any and this is asked for."""
     is_packed: bool
     """Whether rows are laid one behind the other instead of padded."""
-    parallel: Alone = field(default_factory=Alone)
+    parallel: SingleRank = field(default_factory=SingleRank)
     """The ranks beside this one."""
 
     @property
@@ -98,7 +98,7 @@ class Passes:
             return _laid(micro, values) if self.is_packed else values
 
     @torch.no_grad()
-    def prepare(self, parts: Sequence[MiniBatch]) -> list[list[Prepared]]:
+    def prepare(self, parts: Sequence[MiniBatch]) -> list[list[PreparedMicroBatch]]:
         """Run what must be known before the first update, and estimate the advantages where they depend on it."""
         found = [[self._prepared(micro) for micro in part.microbatches] for part in parts]
         if not self.algorithm.needs_model_for_advantages:
@@ -107,7 +107,7 @@ class Passes:
         filled = iter(self._with_advantages(everything, [row for part in parts for row in part.rows]))
         return [[next(filled) for _ in part] for part in found]
 
-    def _prepared(self, micro: MicroBatch) -> Prepared:
+    def _prepared(self, micro: MicroBatch) -> PreparedMicroBatch:
         algorithm = self.algorithm
         reference = None
         if self.reference is not None:
@@ -118,10 +118,10 @@ class Passes:
             algorithm.num_updates > 1 or algorithm.correction == "second_moment" or algorithm.needs_model_for_advantages
         )
         if not wants_proximal:
-            return Prepared(micro, reference_logprobs=reference, routing=given)
+            return PreparedMicroBatch(micro, reference_logprobs=reference, routing=given)
         with self._replay(given), self._recorded() as chosen:
             scores = self.scores(micro, is_update=False)
-        return Prepared(
+        return PreparedMicroBatch(
             micro,
             proximal_logprobs=scores.logprobs,
             reference_logprobs=reference,
@@ -129,7 +129,7 @@ class Passes:
             routing=given or chosen or None,
         )
 
-    def replayed(self, prepared: Prepared) -> AbstractContextManager[None]:
+    def replayed(self, prepared: PreparedMicroBatch) -> AbstractContextManager[None]:
         """Enter what an update's passes, forward and back, have to be within."""
         return self._replay(prepared.routing)
 
@@ -145,7 +145,9 @@ class Passes:
             return None
         return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
 
-    def _with_advantages(self, everything: Sequence[Prepared], rows: Sequence[TrainingSample]) -> list[Prepared]:
+    def _with_advantages(
+        self, everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample]
+    ) -> list[PreparedMicroBatch]:
         """Estimate advantages over all rows of the batch, of all ranks, from what the models said of them."""
         algorithm = self.algorithm
         raw = estimate(
@@ -171,9 +173,9 @@ class Passes:
 
     def _of_all(
         self,
-        everything: Sequence[Prepared],
+        everything: Sequence[PreparedMicroBatch],
         rows: Sequence[TrainingSample],
-        read: Callable[[Prepared], list[FloatArray]],
+        read: Callable[[PreparedMicroBatch], list[FloatArray]],
     ) -> list[FloatArray]:
         """[P] of each of `rows`, of which each rank reads its own from its microbatches."""
         own = {
@@ -186,7 +188,7 @@ class Passes:
         ends = np.cumsum([row.num_policy for row in rows])
         return [np.asarray(part) for part in np.split(self.parallel.sums(flat), ends[:-1])] if rows else []
 
-    def _penalties(self, prepared: Prepared) -> list[FloatArray]:
+    def _penalties(self, prepared: PreparedMicroBatch) -> list[FloatArray]:
         """[P] of each row: −kl_coef × KL of the proximal policy to the reference, at each policy token."""
         micro, algorithm = prepared.micro, self.algorithm
         assert prepared.proximal_logprobs is not None
@@ -195,7 +197,7 @@ class Passes:
         return micro.gather(-algorithm.kl_coef * apart.nats)
 
 
-def _values(prepared: Prepared) -> list[FloatArray]:
+def _values(prepared: PreparedMicroBatch) -> list[FloatArray]:
     """[P] of each row: what the critic expects."""
     assert prepared.values is not None
     return prepared.micro.gather(prepared.values)

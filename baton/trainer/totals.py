@@ -13,7 +13,7 @@ import torch
 
 from baton.trainer.corrections import BehaviorDistance, Scalar
 from baton.trainer.critic import ValueSums
-from baton.trainer.parallel.group import Alone
+from baton.trainer.parallel.group import SingleRank
 
 
 class TokenSums(NamedTuple, Generic[Scalar]):
@@ -79,7 +79,7 @@ class Totals:
         """Add one microbatch of the critic."""
         self.values = ValueSums(*map(add, self.values, _numbers(sums)))
 
-    def add_ranks(self, parallel: Alone) -> None:
+    def add_ranks(self, parallel: SingleRank) -> None:
         """Turn this rank's sums into those over all ranks, which have made the same updates."""
         if parallel.share.size == 1:
             return

@@ -11,7 +11,7 @@ from baton.types import Batch, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class PublishedWeights:
     """One published version."""
 
     version: PolicyVersion
@@ -32,7 +32,7 @@ class Trainer(Protocol):
         """Run one train step, return its metrics by name. Raises TrainingDiverged, leaving the weights as they were."""
         ...
 
-    def publish(self) -> Weights:
+    def publish(self) -> PublishedWeights:
         """Return the current weights for engines to load."""
         ...
 

@@ -18,7 +18,7 @@ from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_dis
 from baton.trainer.critic import Critic, value_loss, value_sums
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
-from baton.trainer.passes import Passes, Prepared
+from baton.trainer.passes import Passes, PreparedMicroBatch
 from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import TokenSums, Totals
@@ -98,7 +98,7 @@ class Update:
     """The first number that is not finite. Ranks agree on it when all have made their passes: one that left before
     would leave the others waiting."""
 
-    def run(self, part: MiniBatch, prepared: Sequence[Prepared]) -> None:
+    def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
         """Make one update from a minibatch, or raise TrainingDiverged before the weights change."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.proximal_logprobs) is not None)
@@ -135,7 +135,7 @@ class Update:
         )
 
     def _policy_loss(
-        self, each: Prepared, scores: TokenScores, shape: LossShape, correction: CorrectionShape
+        self, each: PreparedMicroBatch, scores: TokenScores, shape: LossShape, correction: CorrectionShape
     ) -> tuple[torch.Tensor, float]:
         """Return a microbatch's share of the loss, with its KL term and entropy bonus, and the same as a number."""
         algorithm, micro = self.passes.algorithm, each.micro
@@ -171,7 +171,7 @@ class Update:
         value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
-    def _value_loss(self, each: Prepared, scores: TokenScores) -> torch.Tensor:
+    def _value_loss(self, each: PreparedMicroBatch, scores: TokenScores) -> torch.Tensor:
         """Return the summed value loss of a microbatch's trained tokens."""
         assert each.values is not None
         assert each.returns is not None

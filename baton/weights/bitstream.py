@@ -27,7 +27,7 @@ _WINDOW: Final = 2**23
 """Bytes of history that a frame may ask for; ours ask for less."""
 
 
-class Writer:
+class BitWriter:
     """Appends numbers and streams to a block."""
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class Writer:
         return bytes(self._block)
 
 
-class Reader:
-    """Reads a block back. Every method raises WeightsFault where the block is not what a `Writer` wrote."""
+class BitReader:
+    """Reads a block back. Every method raises WeightsFault where the block is not what a `BitWriter` wrote."""
 
     def __init__(self, block: bytes) -> None:
         self._block, self._at = memoryview(block), 0

@@ -13,13 +13,13 @@ from blake3 import blake3
 from baton.errors import BatonError, DeadlineExceeded, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import Chunk, Manifest, decode_manifest, name_of
-from baton.weights.sources import ChunkCache, Source
+from baton.weights.sources import ChunkCache, WeightsSource
 
 Got = TypeVar("Got")
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchStats:
     """What a fetch took, also where it failed."""
 
     want: PolicyVersion
@@ -39,14 +39,14 @@ class Fetched:
         return sum(self.bytes_by_source.values())
 
 
-class Gather:
+class ChunkFetcher:
     """Asks one source after another until one gives what was asked for."""
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[WeightsSource],
         cache: ChunkCache | None,
-        record: Fetched,
+        record: FetchStats,
         *,
         avoided: set[str],
         order: random.Random,
@@ -58,7 +58,7 @@ class Gather:
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
-    def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, Source]:
+    def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, WeightsSource]:
         """Return a version's manifest and who gave it, not asking some. Raises WeightsFault where nobody has it."""
 
         def check(data: bytes) -> Manifest:
@@ -92,7 +92,7 @@ class Gather:
             self._cache.put(chunk.digest, data)
         return data
 
-    def blame(self, source: Source, what: str) -> None:
+    def blame(self, source: WeightsSource, what: str) -> None:
         """Note that a source gave something wrong; it comes last from now on."""
         self.record.faults.append(f"{source.name}: {what}")
         self.record.bad_sources.add(source.name)
@@ -108,8 +108,12 @@ class Gather:
             )
 
     def _first(
-        self, sources: Sequence[Source], ask: Callable[[Source], bytes], check: Callable[[bytes], Got], what: str
-    ) -> tuple[Got, Source]:
+        self,
+        sources: Sequence[WeightsSource],
+        ask: Callable[[WeightsSource], bytes],
+        check: Callable[[bytes], Got],
+        what: str,
+    ) -> tuple[Got, WeightsSource]:
         """Return the first answer that passes the check, and its source."""
         shuffled = self._order.sample(list(sources), len(sources))
         for source in sorted(shuffled, key=lambda source: (source.name in self._avoided, source.distance)):

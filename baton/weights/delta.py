@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import WeightsFault
-from baton.weights.bitstream import Bytes, Reader, Writer
-from baton.weights.magnitude_buckets import MAX_BANDS, band_limits, bands
+from baton.weights.bitstream import BitReader, BitWriter, Bytes
+from baton.weights.magnitude_buckets import MAX_BANDS, bucket_limits, magnitude_buckets
 from baton.weights.manifest import Coding
 from baton.weights.rice import read_mask, write_mask
 
@@ -67,7 +67,7 @@ def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
     piece: [bytes] changed in place; what it holds after a fault is neither.
     """
     words = piece.view(f"u{word}")
-    reader = Reader(coded)
+    reader = BitReader(coded)
     match coding:
         case "same":
             pass
@@ -82,20 +82,20 @@ def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
 
 
 def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> bytes:
-    writer = Writer()
+    writer = BitWriter()
     positions = _write_changed(writer, before, changed)
     _write_steps(writer, now[positions] - before[positions])
     return writer.block()
 
 
-def _write_changed(writer: Writer, before: Words, changed: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _write_changed(writer: BitWriter, before: Words, changed: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Append which elements changed, band by band; return their positions in that order."""
-    limits = band_limits(before, np.flatnonzero(changed))
+    limits = bucket_limits(before, np.flatnonzero(changed))
     writer.number(len(limits))
     for limit in limits:
         writer.number(limit)
     found, rest = [], changed
-    for band in bands(before, limits):
+    for band in magnitude_buckets(before, limits):
         has_changed = changed[band]
         write_mask(writer, has_changed)
         found.append(band[has_changed])
@@ -105,21 +105,21 @@ def _write_changed(writer: Writer, before: Words, changed: NDArray[np.bool_]) ->
     return np.concatenate([*found, np.flatnonzero(rest)])
 
 
-def _read_changed(reader: Reader, before: Words) -> NDArray[np.int64]:
+def _read_changed(reader: BitReader, before: Words) -> NDArray[np.int64]:
     limits = [reader.number(255) for _ in range(reader.number(MAX_BANDS))]
-    found = [band[read_mask(reader, band.size)] for band in bands(before, limits)]
+    found = [band[read_mask(reader, band.size)] for band in magnitude_buckets(before, limits)]
     return np.concatenate([*found, read_mask(reader, before.size)])
 
 
 def _dense(now: Words, before: Words) -> bytes:
-    writer = Writer()
+    writer = BitWriter()
     _write_planes(writer, _fold(now - before))
     return writer.block()
 
 
 def _full(now: Words) -> bytes:
     """The sign goes to the lowest bit: the exponent then lies in bytes of its own, which squeeze well."""
-    writer = Writer()
+    writer = BitWriter()
     _write_planes(writer, _rotated(now, now.itemsize * 8 - 1))
     return writer.block()
 
@@ -144,21 +144,21 @@ def _rotated(words: Words, right: int) -> Words:
     return rotated
 
 
-def _write_planes(writer: Writer, words: Words) -> None:
+def _write_planes(writer: BitWriter, words: Words) -> None:
     """One stream for each byte of the words, the highest first."""
     planes = words.view(np.uint8).reshape(words.size, words.itemsize)
     for byte in reversed(range(words.itemsize)):
         writer.stream(planes[:, byte])
 
 
-def _read_planes(reader: Reader, count: int, word: int) -> Words:
+def _read_planes(reader: BitReader, count: int, word: int) -> Words:
     planes = np.empty((count, word), np.uint8)
     for byte in reversed(range(word)):
         planes[:, byte] = reader.stream(count)
     return planes.reshape(-1).view(f"u{word}")
 
 
-def _write_steps(writer: Writer, steps: Words) -> None:
+def _write_steps(writer: BitWriter, steps: Words) -> None:
     """Append differences other than 0, most of them small: signs, then magnitudes after Elias' gamma code (1975).
 
     A magnitude of n bits says n - 1 times that there is one more, and gives the bits below its highest. Who has one
@@ -179,7 +179,7 @@ def _write_steps(writer: Writer, steps: Words) -> None:
     writer.bits(np.concatenate(low) if low else np.empty(0, np.uint8))
 
 
-def _read_steps(reader: Reader, count: int, word: int) -> Words:
+def _read_steps(reader: BitReader, count: int, word: int) -> Words:
     is_negative = reader.bits(count) == 1
     levels: list[NDArray[np.int64]] = []
     rest = np.arange(count)

@@ -25,12 +25,12 @@ from baton.errors import WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
-from baton.weights.chunk_fetcher import Fetched, Gather
+from baton.weights.chunk_fetcher import ChunkFetcher, FetchStats
 from baton.weights.delta import decode
-from baton.weights.flat_buffer import layout_of, piece_digests, stretched, tensors_of
-from baton.weights.manifest import Manifest, TensorEntry, Way, check_version, name_of, tensors_digest
+from baton.weights.flat_buffer import flattened, layout_of, piece_digests, tensors_of
+from baton.weights.manifest import Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
 from baton.weights.shared import SharedMemory
-from baton.weights.sources import ChunkCache, Source
+from baton.weights.sources import ChunkCache, WeightsSource
 
 MAX_STEPS = 4096
 """Versions that a plan may lead through."""
@@ -42,7 +42,7 @@ class _Staged:
 
     version: PolicyVersion
     entries: tuple[TensorEntry, ...]
-    stretch: Bytes
+    flat_buffer: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class _Step:
     """One version of a plan, and who gave its manifest."""
 
     manifest: Manifest
-    way: Way
-    source: Source
+    way: Encoding
+    source: WeightsSource
 
 
 class _BadPlan(Exception):
     """Chunks that are just what manifests ask for do not make the version: whoever gave a manifest is at fault."""
 
-    def __init__(self, text: str, sources: list[Source]) -> None:
+    def __init__(self, text: str, sources: list[WeightsSource]) -> None:
         super().__init__(text)
         self.sources = sources
 
@@ -67,7 +67,7 @@ class Fetcher:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[WeightsSource],
         *,
         shared: SharedMemory | None = None,
         cache: ChunkCache | None = None,
@@ -82,7 +82,7 @@ class Fetcher:
         self._staged: _Staged | None = None
         """What is held as one stretch; none while it is only mapped."""
         self._lock = threading.Lock()
-        self.last: Fetched | None = None
+        self.last: FetchStats | None = None
         """What the latest fetch took."""
 
     @property
@@ -109,7 +109,7 @@ class Fetcher:
         """
         begin = time.monotonic()
         with self._lock:
-            self.last = record = Fetched(want)
+            self.last = record = FetchStats(want)
             try:
                 check_version(want)
                 if self.held != want and not self._mapped(want, record):
@@ -118,7 +118,7 @@ class Fetcher:
                 record.seconds = time.monotonic() - begin
             return self.tensors
 
-    def _mapped(self, want: PolicyVersion, record: Fetched) -> bool:
+    def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:
         """Hold a version from this machine's memory, if it is there and right."""
         if self.shared is None:
             return False
@@ -133,9 +133,9 @@ class Fetcher:
         self._held, self._staged = (want, tensors), None
         return True
 
-    def _built(self, want: PolicyVersion, record: Fetched, deadline_s: float) -> None:
+    def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
         """Hold a version made of chunks; where a manifest misleads, try those of other sources."""
-        gather = Gather(
+        gather = ChunkFetcher(
             self.sources,
             self._cache,
             record,
@@ -154,10 +154,10 @@ class Fetcher:
                     gather.blame(source, f"its manifests do not lead to {name_of(want)}: {error}")
                     misleading.add(source.name)
                 continue  # until no source is left, of whom the plan then says so
-            self._held, self._staged = (want, tensors_of(staged.entries, staged.stretch)), staged
+            self._held, self._staged = (want, tensors_of(staged.entries, staged.flat_buffer)), staged
             return
 
-    def _plan(self, want: PolicyVersion, gather: Gather, misleading: set[str]) -> list[_Step]:
+    def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
         """Return the steps, in order, that fetch the fewest bytes: from what is held, or from one that is whole."""
         held, at = self.held, want
         walked: list[_Step] = []
@@ -187,48 +187,48 @@ class Fetcher:
             raise WeightsFault(f"{name_of(want)} cannot be had: {len(walked)} versions back, none can be had whole")
         return best[::-1]
 
-    def _followed(self, plan: list[_Step], gather: Gather) -> _Staged:
+    def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
         """Make a version step by step in a copy. Raises _BadPlan where it is not the one that was wanted."""
         last = plan[-1].manifest
         sources = [step.source for step in plan]
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
             raise _BadPlan("versions of one chain have different tensors", sources)
-        stretch = np.empty(last.num_bytes, np.uint8)
+        flat_buffer = np.empty(last.num_bytes, np.uint8)
         if plan[0].way.base is not None:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
                 raise _BadPlan("it has other tensors than the version held", sources)
-            stretch[:] = base.stretch
+            flat_buffer[:] = base.flat_buffer
         for step in plan:
             coded, begin = _CodedBytes(step.way, gather), 0
             for part in step.way.parts:
                 end = begin + part.num_bytes
                 data = coded.take(part.size)
                 try:
-                    decode(part.coding, data, stretch[begin:end], part.word)
+                    decode(part.coding, data, flat_buffer[begin:end], part.word)
                 except WeightsFault as error:
                     raise _BadPlan(str(error), [step.source]) from error
                 begin = end
-        digests = piece_digests(last.tensors, stretch)
+        digests = piece_digests(last.tensors, flat_buffer)
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, {wrong[0]} is one", sources)
-        return _Staged(last.version, last.tensors, stretch)
+        return _Staged(last.version, last.tensors, flat_buffer)
 
     def _base(self) -> _Staged:
         """What is held, as one stretch."""
         if self._staged is None:
             assert self._held is not None, "a plan begins at a version that is not held"
             version, tensors = self._held
-            entries, stretch = stretched(tensors)
+            entries, flat_buffer = flattened(tensors)
             _check_digest(version, tensors_digest(entries))
-            self._staged = _Staged(version, entries, stretch)
+            self._staged = _Staged(version, entries, flat_buffer)
         return self._staged
 
 
 class _CodedBytes:
     """The coded bytes of a way, in order, chunk by chunk."""
 
-    def __init__(self, way: Way, gather: Gather) -> None:
+    def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
         self._chunks = iter(way.chunks)
         self._gather = gather
         self._waiting = b""

@@ -24,7 +24,7 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
-def stretched(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
+def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
     """Copy tensors into one stretch on the host; return what each is, and the stretch [bytes].
 
     Raises WeightsFault for a dtype that has no place in a manifest.
@@ -34,17 +34,17 @@ def stretched(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, .
             raise WeightsFault(f"{name} cannot be published: its dtype is {tensor.dtype}, not one of {[*WORD_BYTES]}")
     unsigned = [TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), "") for name, t in tensors.items()]
     ordered = sorted(unsigned, key=payload_order)
-    stretch = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
-    views = tensors_of(tuple(ordered), stretch)
+    flat_buffer = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
+    views = tensors_of(tuple(ordered), flat_buffer)
     for name, view in views.items():
         view.copy_(tensors[name].detach())
-    digests = piece_digests(tuple(ordered), stretch)
-    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), stretch
+    digests = piece_digests(tuple(ordered), flat_buffer)
+    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), flat_buffer
 
 
-def tensors_of(entries: tuple[TensorEntry, ...], stretch: Bytes) -> dict[str, torch.Tensor]:
+def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, torch.Tensor]:
     """Return the tensors that lie in a stretch, by name: views, not copies."""
-    whole = torch.from_numpy(stretch)
+    whole = torch.from_numpy(flat_buffer)
     found, at = {}, 0
     for entry in entries:
         dtype: Any = getattr(torch, entry.dtype)
@@ -53,11 +53,11 @@ def tensors_of(entries: tuple[TensorEntry, ...], stretch: Bytes) -> dict[str, to
     return found
 
 
-def piece_digests(entries: tuple[TensorEntry, ...], stretch: Bytes) -> dict[str, str]:
+def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, str]:
     """Return the digest of each tensor's bytes in a stretch, by name."""
     found, at = {}, 0
     for entry in entries:
-        found[entry.name] = blake3(stretch[at : at + entry.num_bytes].data).hexdigest()
+        found[entry.name] = blake3(flat_buffer[at : at + entry.num_bytes].data).hexdigest()
         at += entry.num_bytes
     return found
 

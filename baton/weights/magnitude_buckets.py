@@ -20,12 +20,12 @@ Words = NDArray[Any]
 MAX_BANDS: Final = 2
 """Besides the rest."""
 _SAMPLED: Final = 2**15
-"""Elements that the sizes of bands are guessed from."""
+"""Elements that the sizes of magnitude_buckets are guessed from."""
 _BAND_BITS: Final = 160.0
 """What a band costs whatever is in it, about."""
 
 
-def bands(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
     """Return the positions of each band's elements: those of a magnitude from the last limit to its own."""
     if not limits:
         return
@@ -40,7 +40,7 @@ def bands(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
         low = limit
 
 
-def band_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
+def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
     """Return the limits, at most two, that leave the fewest bits to say which elements changed.
 
     changed: positions. Counts n and k of a range of magnitudes cost n·H2(k / n) bits; n is guessed from a sample.

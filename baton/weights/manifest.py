@@ -74,7 +74,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Bytes."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A piece of the stretch of final bytes."""
 
     num_bytes: int
@@ -86,11 +86,11 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Of coded bytes; they begin where those of the part before ended."""
 
 
-class Way(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How to make the final bytes: from nothing, or from those of another version."""
 
     base: PolicyVersion | None
-    parts: tuple[Part, ...]
+    parts: tuple[BufferPart, ...]
     chunks: tuple[Chunk, ...]
 
     @property
@@ -105,19 +105,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
     """In `payload_order`."""
-    ways: tuple[Way, ...]
+    ways: tuple[Encoding, ...]
     """At most one that needs no base, and at most one that does."""
     is_adapter: bool = False
     """Whether the tensors are an adapter's, to be merged into the model that the run began with."""
     format: int = FORMAT
 
     @property
-    def whole(self) -> Way | None:
+    def whole(self) -> Encoding | None:
         """The way that needs no base, if there is one."""
         return next((way for way in self.ways if way.base is None), None)
 
     @property
-    def delta(self) -> Way | None:
+    def delta(self) -> Encoding | None:
         """The way from another version, if there is one."""
         return next((way for way in self.ways if way.base is not None), None)
 
@@ -202,7 +202,7 @@ def check_manifest(manifest: Manifest) -> None:
             check_version(way.base)
             is_earlier = way.base.lineage == manifest.version.lineage and way.base.number < manifest.version.number
             _require(is_earlier, f"a base that is not earlier: {name_of(way.base)}")
-        _check_way(way, manifest.tensors)
+        _check_encoding(way, manifest.tensors)
 
 
 def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
@@ -220,7 +220,7 @@ def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
     _require(len({entry.name for entry in tensors}) == len(tensors), "two tensors of one name")
 
 
-def _check_way(way: Way, tensors: tuple[TensorEntry, ...]) -> None:
+def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
     """Parts cover all elements, wide ones first, and chunks hold just the coded parts."""
     _require(len(way.chunks) <= MAX_CHUNKS, f"{len(way.chunks)} chunks")
     for chunk in way.chunks:

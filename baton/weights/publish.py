@@ -22,14 +22,14 @@ from baton.policy.adapters import is_adapter
 from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
 from baton.weights.delta import encode
-from baton.weights.flat_buffer import layout_of, pieces, stretched
+from baton.weights.flat_buffer import flattened, layout_of, pieces
 from baton.weights.manifest import (
+    BufferPart,
     Chunk,
+    Encoding,
     Kind,
     Manifest,
-    Part,
     TensorEntry,
-    Way,
     check_version,
     encode_manifest,
     name_of,
@@ -41,7 +41,7 @@ from baton.weights.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersion:
     """A version that others can fetch, and what it took."""
 
     manifest: Manifest
@@ -70,7 +70,7 @@ class _Base:
 
     version: PolicyVersion
     entries: tuple[TensorEntry, ...]
-    stretch: Bytes
+    flat_buffer: Bytes
     since_whole: int
 
 
@@ -81,14 +81,14 @@ class Publisher:
         self._store, self._settings, self._shared = store, settings, shared
         self._base: _Base | None = None
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> Published:
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> PublishedVersion:
         """Make a version visible to those who read the store; the same one again changes nothing.
 
         Raises WeightsFault for tensors that are not the version's or another content under its number, and StorageFault
         where something cannot be written; then the version is not visible, and it can be published again.
         """
         begin = time.perf_counter()
-        entries, stretch = stretched(tensors)
+        entries, flat_buffer = flattened(tensors)
         digest = tensors_digest(entries)
         version = msgspec.structs.replace(version, digest=version.digest or digest)
         check_version(version)
@@ -100,26 +100,26 @@ class Publisher:
         density = None
         manifest = there
         if manifest is None:
-            manifest, density = self._written(version, entries, stretch, adapter=is_adapter(tensors))
+            manifest, density = self._written(version, entries, flat_buffer, adapter=is_adapter(tensors))
         if self._shared is not None:
-            self._shared.write(version, entries, stretch)
+            self._shared.write(version, entries, flat_buffer)
         self._store.put_manifest(manifest)
         since = 0 if manifest.whole is not None or self._base is None else self._base.since_whole + 1
-        self._base = _Base(version, entries, stretch, since)
+        self._base = _Base(version, entries, flat_buffer, since)
         way = manifest.delta or manifest.whole
-        return Published(
+        return PublishedVersion(
             manifest,
             bytes=0 if way is None else way.size,
             whole_bytes=None if manifest.whole is None else manifest.whole.size,
             manifest_bytes=len(encode_manifest(manifest)),
-            full_bytes=stretch.size,
+            full_bytes=flat_buffer.size,
             density=density,
             seconds=time.perf_counter() - begin,
             is_new=there is None,
         )
 
     def _written(
-        self, version: PolicyVersion, entries: tuple[TensorEntry, ...], stretch: Bytes, *, adapter: bool
+        self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
     ) -> tuple[Manifest, float | None]:
         """Write the chunks of all ways to a version; return its manifest, not yet written, and the density."""
         base, ways, density = self._base, [], None
@@ -130,26 +130,26 @@ class Publisher:
             and base.version.number < version.number
             and layout_of(base.entries) == layout_of(entries)
         ):
-            way, density = self._way(base, entries, stretch)
+            way, density = self._way(base, entries, flat_buffer)
             ways.append(way)
         is_due = base is None or base.since_whole + 1 >= self._settings.anchor_every
-        if all(way.base is not None for way in ways) and (is_due or not ways or ways[0].size > stretch.size // 2):
-            whole, _ = self._way(None, entries, stretch)
+        if all(way.base is not None for way in ways) and (is_due or not ways or ways[0].size > flat_buffer.size // 2):
+            whole, _ = self._way(None, entries, flat_buffer)
             ways = [way for way in ways if way.size < whole.size] + [whole]
         return Manifest(version, entries, tuple(ways), is_adapter=adapter), density
 
-    def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], stretch: Bytes) -> tuple[Way, float]:
+    def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
         """Code a stretch, whole or against a base, and write its chunks; return the way and the density."""
         parts, chunks = [], _Chunks(self._store, self._settings.chunk_bytes)
         changed = elements = 0
         for begin, end, word in pieces(entries):
-            before = None if base is None else base.stretch[begin:end]
-            coded = encode(stretch[begin:end], before, word)
+            before = None if base is None else base.flat_buffer[begin:end]
+            coded = encode(flat_buffer[begin:end], before, word)
             chunks.add(coded.data)
-            parts.append(Part(end - begin, word, coded.coding, len(coded.data)))
+            parts.append(BufferPart(end - begin, word, coded.coding, len(coded.data)))
             changed, elements = changed + coded.num_changed, elements + (end - begin) // word
         needs_base = base is not None and any(part.coding != "full" for part in parts)
-        way = Way(base.version if base is not None and needs_base else None, tuple(parts), chunks.finish())
+        way = Encoding(base.version if base is not None and needs_base else None, tuple(parts), chunks.finish())
         return way, changed / max(1, elements)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import WeightsFault
-from baton.weights.bitstream import Reader, Writer
+from baton.weights.bitstream import BitReader, BitWriter
 
 Ints = NDArray[np.int64]
 
@@ -26,7 +26,7 @@ _FEW: Final = 64
 """So many need no more than a bit each."""
 
 
-def write_mask(writer: Writer, mask: NDArray[np.bool_]) -> None:
+def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
     """Append which of `mask` are true, or which are not where those are fewer."""
     if mask.size <= _FEW:
         writer.bits(mask.view(np.uint8))
@@ -40,7 +40,7 @@ def write_mask(writer: Writer, mask: NDArray[np.bool_]) -> None:
         _write_gaps(writer, np.diff(positions, prepend=-1) - 1)
 
 
-def read_mask(reader: Reader, n: int) -> Ints:
+def read_mask(reader: BitReader, n: int) -> Ints:
     """Read which of n were true, as positions. Raises WeightsFault for what `write_mask` cannot have written."""
     if n <= _FEW:
         return np.flatnonzero(reader.bits(n))
@@ -53,7 +53,7 @@ def read_mask(reader: Reader, n: int) -> Ints:
     return np.flatnonzero(mask)
 
 
-def _write_gaps(writer: Writer, gaps: Ints) -> None:
+def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
     starts = np.arange(0, gaps.size, _BLOCK)
     ks = _best_ks(gaps, starts)
     k = np.repeat(ks, _BLOCK)[: gaps.size]
@@ -81,7 +81,7 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
     return best  # type: ignore[no-any-return]
 
 
-def _read_gaps(reader: Reader, count: int, n: int) -> Ints:
+def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
     """Read `count` gaps and return the positions, below n, that they are between."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)

@@ -43,7 +43,7 @@ class SharedMemory:
         """keep: latest versions that stay; a mapping outlives its file."""
         self.directory, self._keep = directory, keep
 
-    def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], stretch: Bytes) -> None:
+    def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> None:
         """Write a version's file, whole or not at all, and remove old ones. Raises StorageFault.
 
         Through `write`, not through a mapping: full memory is then an error and not the end of the process.
@@ -57,7 +57,7 @@ class SharedMemory:
                 leftover.unlink()
             with unfinished.open("wb") as file:
                 file.write(_header(entries))
-                file.write(stretch.data)
+                file.write(flat_buffer.data)
             unfinished.replace(path)
         except OSError as error:
             unfinished.unlink(missing_ok=True)

@@ -8,11 +8,11 @@ from typing import Protocol
 from baton.errors import StorageFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES
-from baton.weights.storage import Body, LocalPlace
+from baton.weights.storage import ByteReader, LocalStorage
 from baton.weights.store import Store
 
 
-class Source(Protocol):
+class WeightsSource(Protocol):
     """A shared directory, a bucket, the hub, a relay. A method that cannot answer raises OSError or a BatonError; it
     has a deadline of its own, and does not take in much more than what was asked for."""
 
@@ -46,7 +46,7 @@ class ChunkCache:
     """Chunks on this machine's disk, at most so many bytes: an interrupted fetch goes on where it was."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        self._place, self._max_bytes = LocalPlace(directory), max_bytes
+        self._place, self._max_bytes = LocalStorage(directory), max_bytes
         self._sizes: dict[str, int] = {}
         """Name → bytes of what is there, the oldest first."""
         for name in self._place.names("chunks"):
@@ -63,9 +63,9 @@ class ChunkCache:
         except OSError:
             return None
 
-    def body(self, digest: str) -> Body:
+    def body(self, digest: str) -> ByteReader:
         """Return a chunk, not verified, to be read piece by piece. Raises OSError where it is not there."""
-        return Body.kept(self._place, f"chunks/{digest}")
+        return ByteReader.kept(self._place, f"chunks/{digest}")
 
     def put(self, digest: str, data: bytes) -> None:
         """Keep a chunk; the oldest ones make room for it. Raises StorageFault when the disk is full."""

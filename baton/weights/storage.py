@@ -1,6 +1,6 @@
 """Where files lie: a directory of this machine, or anything that fsspec knows. A file is whole or absent.
 
-A file system behind a network may hang for ever, and fsspec knows no deadline: see `RemotePlace`.
+A file system behind a network may hang for ever, and fsspec knows no deadline: see `RemoteStorage`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CALLS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class ByteReader:
     """Bytes that are read as they are needed."""
 
     size: int
@@ -36,12 +36,12 @@ class Body:
     """(offset, at most so many bytes) → the bytes there; may block, and raise OSError."""
 
     @classmethod
-    def of(cls, data: bytes) -> Body:
+    def of(cls, data: bytes) -> ByteReader:
         """Those in memory already."""
         return cls(len(data), lambda offset, size: data[offset : offset + size])
 
     @classmethod
-    def kept(cls, place: Place, name: str) -> Body:
+    def kept(cls, place: Storage, name: str) -> ByteReader:
         """Those of a file. Raises OSError when there is none."""
         size = place.size(name)
         if size is None:
@@ -49,7 +49,7 @@ class Body:
         return cls(size, lambda offset, size: place.read(name, size - 1, offset))
 
 
-class Place(Protocol):
+class Storage(Protocol):
     """Files by name, with "/" between folders. What cannot be read raises OSError."""
 
     def write(self, name: str, data: bytes) -> None:
@@ -71,7 +71,7 @@ class Place(Protocol):
         """Return once everything written so far outlives a power cut."""
 
 
-class LocalPlace:
+class LocalStorage:
     """A directory. Files are written beside their name, flushed, then renamed."""
 
     def __init__(self, root: Path) -> None:
@@ -120,7 +120,7 @@ class LocalPlace:
                 flush_to_disk(folder)
 
 
-class RemotePlace:
+class RemoteStorage:
     """A bucket or another machine's disk. Object stores show a file once it is whole; elsewhere its digest decides.
 
     Every method raises WeightsFault naming the place when it does not answer in `call_s`.
@@ -195,9 +195,9 @@ class RemotePlace:
         return f"{self._root}/{name}"
 
 
-def open_place(where: str | Path) -> Place:
+def open_storage(where: str | Path) -> Storage:
     """Return the place that a directory or a URL names."""
     text = str(where)
     if "://" in text and not text.startswith("file://"):
-        return RemotePlace(text)
-    return LocalPlace(Path(text.removeprefix("file://")).absolute())
+        return RemoteStorage(text)
+    return LocalStorage(Path(text.removeprefix("file://")).absolute())

@@ -28,7 +28,7 @@ from baton.weights.manifest import (
     encode_manifest,
     name_of,
 )
-from baton.weights.storage import Body, Place, open_place
+from baton.weights.storage import ByteReader, Storage, open_storage
 
 _CHUNK: Final = re.compile(r"chunks/([0-9a-f]{64})(\.unfinished)?")
 _VERSION: Final = re.compile(r"versions/([A-Za-z0-9_-]{1,64})/([0-9]{9,16})(\.unfinished)?")
@@ -39,7 +39,7 @@ class Store:
 
     def __init__(self, where: str | Path) -> None:
         self.name = str(where)
-        self._place: Place = open_place(where)
+        self._place: Storage = open_storage(where)
         self._lock = threading.RLock()
         self._unmarked: set[str] = set()
         """Chunks put since the last manifest: not garbage, though nothing refers to them yet."""
@@ -65,9 +65,9 @@ class Store:
         """Return what is kept under a digest, not verified, at most `size` + 1 bytes. Raises OSError for nothing."""
         return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))
 
-    def chunk_body(self, digest: str) -> Body:
+    def chunk_body(self, digest: str) -> ByteReader:
         """Return a chunk, not verified, to be read piece by piece. Raises OSError for nothing."""
-        return Body.kept(self._place, _chunk_name(digest))
+        return ByteReader.kept(self._place, _chunk_name(digest))
 
     def put_manifest(self, manifest: Manifest) -> None:
         """Make a version visible, all at once; all its chunks must be there. The same one again changes nothing.
@@ -106,9 +106,9 @@ class Store:
         """Return the bytes of a version's manifest, not verified. Raises OSError when it is not published."""
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
-    def manifest_body(self, lineage: str, number: int) -> Body:
+    def manifest_body(self, lineage: str, number: int) -> ByteReader:
         """Return a version's manifest, not verified, to be read piece by piece. Raises OSError for nothing."""
-        return Body.kept(self._place, _version_name(PolicyVersion(lineage, number)))
+        return ByteReader.kept(self._place, _version_name(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
         """Return all published versions by lineage and number, without their digests."""

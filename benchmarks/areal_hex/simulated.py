@@ -21,7 +21,7 @@ from baton.planner.solve import make_plan
 from baton.simulator.result import summarise
 from baton.simulator.run import simulate
 from baton.simulator.setting import Setting
-from baton.simulator.sources import PlanSource, Wishes
+from baton.simulator.sources import PlanSource, SimulationOptions
 from baton.specs.workload import lognormal
 from benchmarks.areal_hex.run import CLUSTERS, HOMOGENEOUS, MEASURED, TABLE_1, cluster, question, scaled
 from benchmarks.machine import machine
@@ -39,7 +39,7 @@ def settings(size: str, h800: int, h20: int) -> tuple[Setting, float]:
     breakdown = msgspec.structs.replace(plan.breakdown, sync_s=plan.breakdown.sync_s / SMALLER)
     plan = msgspec.structs.replace(plan, breakdown=breakdown)
     source = PlanSource(plan, asked.model, asked.work, cluster=asked.cluster)
-    setting = source.setting(Wishes((f"batch_groups={asked.work.groups // SMALLER}",), STEPS))
+    setting = source.setting(SimulationOptions((f"batch_groups={asked.work.groups // SMALLER}",), STEPS))
     return replace(setting, work=replace(setting.work, output=TAIL)), breakdown.sync_s
 
 

@@ -17,7 +17,7 @@ from baton.profile.bench_lengths import ScriptedLengths
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.result import summarise
 from baton.simulator.run import simulate
-from baton.simulator.script import Work
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.setting import EngineSpec, Setting
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
@@ -79,7 +79,7 @@ def simulate_modes(
     cv = math.sqrt(math.expm1(variance))
     found = []
     for longest in scale.extrapolated:
-        work = Work(constant(PROMPT_TOKENS), lognormal(longest / TAIL, cv, longest), BETWEEN**2 / variance)
+        work = TrajectoryWork(constant(PROMPT_TOKENS), lognormal(longest / TAIL, cv, longest), BETWEEN**2 / variance)
         rates = {}
         for name, settings in _sides(scale).items():
             engine = EngineSpec(shape, scale.slots, speed)

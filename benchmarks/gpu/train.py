@@ -19,10 +19,10 @@ from baton.types import (
     Batch,
     FinishReason,
     Group,
-    Judged,
-    Judgement,
     PolicyVersion,
     Prompt,
+    RewardResult,
+    ScoredTrajectory,
     Segment,
     Trajectory,
 )
@@ -90,6 +90,6 @@ def _batch(step: int, scale: Scale) -> Batch:
             ids = tuple((step * 13 + 5 * i + member) % 300 for i in range(length))
             segment = Segment(ids, (-5.0,) * length, step - 1, Author.POLICY)
             trajectory = Trajectory(index, member, prompt_ids, (segment,), FinishReason.LENGTH)
-            members.append(Judged(trajectory, Judgement(float(member), {}, False)))
+            members.append(ScoredTrajectory(trajectory, RewardResult(float(member), {}, False)))
         groups.append(Group(index, Prompt(str(index), "bench", ()), tuple(members)))
     return Batch(step, tuple(groups))

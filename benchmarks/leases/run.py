@@ -17,7 +17,15 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from baton.swarm.lease_events import Grant, LeaseFinished, LeaseGrew, TaskWanted, Tick, WorkerHeard, WorkerJoined
+from baton.swarm.lease_events import (
+    GrantLease,
+    LeaseFinished,
+    LeaseProgressed,
+    LeaseTick,
+    TaskSubmitted,
+    WorkerJoined,
+    WorkerSeen,
+)
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 
@@ -26,15 +34,15 @@ CASES = {"64 workers of 256 slots": (64, 256, 20_000), "10,000 workers of 8 slot
 """Workers, slots, tasks that are wanted at any time."""
 
 
-def filled(workers: int, slots: int, tasks: int, *, is_exact: bool) -> tuple[LeaseTable, deque[Grant]]:
+def filled(workers: int, slots: int, tasks: int, *, is_exact: bool) -> tuple[LeaseTable, deque[GrantLease]]:
     """Return a table with everything granted that has a place, and the grants."""
-    table, grants = LeaseTable(LeaseRules()), deque[Grant]()
+    table, grants = LeaseTable(LeaseRules()), deque[GrantLease]()
     for worker in range(workers):
         table.handle(WorkerJoined(0.0, worker, slots))
-        table.handle(WorkerHeard(0.0, worker, 1 if is_exact else worker % 3, 0))
+        table.handle(WorkerSeen(0.0, worker, 1 if is_exact else worker % 3, 0))
     for task in range(tasks):
-        said = table.handle(TaskWanted(0.0, task, int(is_exact), is_exact, 0, 1000))
-        grants += [command for command in said if isinstance(command, Grant)]
+        said = table.handle(TaskSubmitted(0.0, task, int(is_exact), is_exact, 0, 1000))
+        grants += [command for command in said if isinstance(command, GrantLease)]
     return table, grants
 
 
@@ -46,12 +54,12 @@ def pass_through(workers: int, slots: int, tasks: int, *, is_exact: bool, report
     for _ in range(target):
         lease = grants.popleft().lease
         now_s += 0.001
-        happens: list[Any] = [LeaseGrew(now_s, lease, 100)] * reports
-        happens += [LeaseFinished(now_s, lease), TaskWanted(now_s, next_task, int(is_exact), is_exact, 0, 1000)]
+        happens: list[Any] = [LeaseProgressed(now_s, lease, 100)] * reports
+        happens += [LeaseFinished(now_s, lease), TaskSubmitted(now_s, next_task, int(is_exact), is_exact, 0, 1000)]
         next_task += 1
         for event in happens:
             events += 1
-            grants += [command for command in table.handle(event) if type(command) is Grant]
+            grants += [command for command in table.handle(event) if type(command) is GrantLease]
     seconds = time.process_time() - begin
     return {
         "trajectories": target,
@@ -67,10 +75,10 @@ def tick(workers: int, slots: int, tasks: int, *, has_room: bool) -> float:
     places = workers * (slots + slots // 4)
     table, grants = filled(workers, slots, workers * slots * 9 // 10 if has_room else max(tasks, places), is_exact=True)
     for grant in grants:
-        table.handle(LeaseGrew(9.0, grant.lease, 100 if grant.lease % 3 else 10))
+        table.handle(LeaseProgressed(9.0, grant.lease, 100 if grant.lease % 3 else 10))
     begin = time.process_time()
     for number in range(3):
-        table.handle(Tick(10.0 + number))
+        table.handle(LeaseTick(10.0 + number))
     return (time.process_time() - begin) / 3
 
 

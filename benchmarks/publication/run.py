@@ -34,7 +34,7 @@ from baton.records.evaluation import Evaluation
 from baton.run.assemble import build_loop
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
-from baton.weights.flat_buffer import as_published, stretched
+from baton.weights.flat_buffer import as_published, flattened
 from baton.weights.publish import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
@@ -151,7 +151,7 @@ def measure(versions: list[dict[str, torch.Tensor]], *, with_others: bool = True
             found = follower.fetch(version, deadline_s=600)
             fetch_s = time.perf_counter() - begin
             assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
-            now = stretched(tensors)[1].view(np.uint16)
+            now = flattened(tensors)[1].view(np.uint16)
             if before is not None:
                 row = {
                     "density": published.density or 0.0,

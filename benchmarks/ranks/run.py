@@ -32,7 +32,7 @@ from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import under_budget
 from baton.trainer.make import make_trainer
-from baton.trainer.parallel.balance import Share, balanced
+from baton.trainer.parallel.balance import BatchShare, balanced
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.parallel.ranked_trainer import RankedTrainer
@@ -43,11 +43,11 @@ from baton.types import (
     Batch,
     FinishReason,
     Group,
-    Judged,
-    Judgement,
     Message,
     PolicyVersion,
     Prompt,
+    RewardResult,
+    ScoredTrajectory,
     Segment,
     Trajectory,
 )
@@ -74,7 +74,7 @@ def dealing() -> list[dict[str, Any]]:
             ways: dict[str, list[tuple[float, float]]] = {"bound": [], "balanced": [], "round robin": [], "runs": []}
             for seed in range(20):
                 lengths = lengths_of(256, seed, 1500, sigma)
-                costs = [Share(0, ranks, EVEN_TOKENS).cost(length) for length in lengths]
+                costs = [BatchShare(0, ranks, EVEN_TOKENS).cost(length) for length in lengths]
                 dealt = {
                     "balanced": balanced(costs, ranks),
                     "round robin": [list(range(rank, 256, ranks)) for rank in range(ranks)],
@@ -106,7 +106,7 @@ def batch(step: int) -> Batch:
             ids = tuple(rng.randrange(3, 250) for _ in range(min(400, length)))
             segment = Segment(ids, (-5.0,) * len(ids), step - 1)
             trajectory = Trajectory(group_id, index, (5, 6, 7, 8) * 4, (segment,), FinishReason.STOP)
-            members.append(Judged(trajectory, Judgement(float(index % 2), {}, bool(index % 2))))
+            members.append(ScoredTrajectory(trajectory, RewardResult(float(index % 2), {}, bool(index % 2))))
         groups.append(Group(group_id, Prompt(str(group_id), "bench", (Message("user", ""),)), tuple(members)))
     return Batch(step, tuple(groups))
 

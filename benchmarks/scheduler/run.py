@@ -18,16 +18,16 @@ from typing import Any
 
 from baton.rollout.events import (
     Assign,
-    BatchWanted,
+    BatchRequested,
     Capacity,
     Deliver,
     Finished,
-    Grew,
+    LeaseEnded,
     Load,
-    PutDown,
     Rewarded,
-    Serving,
-    VersionMade,
+    TokensReceived,
+    VersionServed,
+    VersionTrained,
 )
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import RolloutSettings
@@ -47,14 +47,14 @@ def run(settings: RolloutSettings, reports: int, target: int) -> dict[str, Any]:
     scheduler = RolloutScheduler(settings.rules())
     leases: deque[tuple[int, int]] = deque()
     delivered = events = version = 0
-    queue: deque[Any] = deque([VersionMade(0.0, 0)])
+    queue: deque[Any] = deque([VersionTrained(0.0, 0)])
     queue.append(Capacity(0.0, SLOTS))
-    queue.append(BatchWanted(0.0))
+    queue.append(BatchRequested(0.0))
     begin = time.process_time()
     while delivered < target:
         if not queue:
             key = leases.popleft()
-            queue += [Grew(0.0, *key, version, 100)] * reports
+            queue += [TokensReceived(0.0, *key, version, 100)] * reports
             queue += [Finished(0.0, *key), Rewarded(0.0, *key, float(key[1] % 2))]
         events += 1
         for command in scheduler.handle(queue.popleft()):
@@ -62,13 +62,13 @@ def run(settings: RolloutSettings, reports: int, target: int) -> dict[str, Any]:
             if kind is Assign:
                 leases.append((command.group_id, command.sample_index))
             elif kind is Load:
-                queue.append(Serving(0.0, command.version))
+                queue.append(VersionServed(0.0, command.version))
             elif kind is Deliver:
                 delivered += len(command.group_ids) * settings.group_size
                 version += 1
-                queue += [PutDown(0.0, *key) for key in leases]
+                queue += [LeaseEnded(0.0, *key) for key in leases]
                 leases.clear()
-                queue += [VersionMade(0.0, version), BatchWanted(0.0)]
+                queue += [VersionTrained(0.0, version), BatchRequested(0.0)]
     seconds = time.process_time() - begin
     return {
         "trajectories": delivered,

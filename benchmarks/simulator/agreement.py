@@ -30,7 +30,7 @@ from baton.recipe.workload import workload_of_run
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.simulator.run import simulate
-from baton.simulator.sources import RecipeSource, Wishes, recorded_groups
+from baton.simulator.sources import RecipeSource, SimulationOptions, recorded_groups
 
 RAW = Path(__file__).parent / "results" / "agreement.json"
 WARM = 4
@@ -78,7 +78,7 @@ def simulated(path: Path, calibration: Path, changes: Sequence[str] = ()) -> Fig
         copy = Path(directory) / "recipe.toml"
         copy.write_text(tomli_w.dumps(json.loads(recipe.model_dump_json(exclude_none=True))))
         source = RecipeSource(copy, efficiencies, workload_of_run(path))
-        setting = source.setting(Wishes(recorded=recorded_groups(path)))
+        setting = source.setting(SimulationOptions(recorded=recorded_groups(path)))
     steps = simulate(setting).steps
     counts = [step.counts for step in steps]
     ends = [step.end_s for step in steps]

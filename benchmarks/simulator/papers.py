@@ -18,10 +18,10 @@ from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import Options, simulate
-from baton.simulator.script import Work
+from baton.simulator.run import RunOptions, simulate
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
-from baton.simulator.sources import PlanSource, Wishes
+from baton.simulator.sources import PlanSource, SimulationOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.model import read_model
 from baton.specs.workload import Workload, WorkloadSettings, constant, lognormal
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 
 def run(setting: Setting) -> Result:
     """Simulate, and make sense of it."""
-    return summarise(setting, simulate(setting, Options(0)))
+    return summarise(setting, simulate(setting, RunOptions(0)))
 
 
 def rules(**keys: object) -> Rules:
@@ -63,7 +63,7 @@ def april() -> list[dict[str, Any]]:
             base = Setting(
                 rules(),
                 (EngineSpec("e", 1024, speed),),
-                Work(constant(200), lognormal(1000, cv, 16384), 0.5),
+                TrajectoryWork(constant(200), lognormal(1000, cv, 16384), 0.5),
                 TrainSpeed(0.0, 0.0, 0.0),
                 num_steps=40,
             )
@@ -93,7 +93,7 @@ def areal() -> list[dict[str, Any]]:
         base = Setting(
             rules(),
             tuple(EngineSpec(f"e{i}", 256, FlatSpeed(0.02, 2e-5)) for i in range(4)),
-            Work(constant(200), lognormal(2000, 0.8, 8192), 0.5),
+            TrajectoryWork(constant(200), lognormal(2000, 0.8, 8192), 0.5),
             TrainSpeed(0.0, 0.0, 0.0),
             publish_s=1.0,
             num_steps=40,
@@ -121,7 +121,7 @@ def echo() -> list[dict[str, Any]]:
             setting = Setting(
                 own,
                 tuple(EngineSpec(f"w{i}", 16, speed) for i in range(workers)),
-                Work(constant(64), lognormal(300, 0.8, 2048), 0.5),
+                TrajectoryWork(constant(64), lognormal(300, 0.8, 2048), 0.5),
                 TrainSpeed(12.0, 0.0, 0.0),
                 num_steps=60,
                 publish_every=every,
@@ -173,7 +173,7 @@ def llamarl() -> list[dict[str, Any]]:
         }
         for name, lengths in (("simulated", load.output), ("simulated_with_tail", lognormal(200, 1.0, 2000))):
             work: Workload = msgspec.structs.replace(load, output=lengths)
-            setting = PlanSource(plan, model, work, cluster=asked.cluster).setting(Wishes(steps=16))
+            setting = PlanSource(plan, model, work, cluster=asked.cluster).setting(SimulationOptions(steps=16))
             row[name] = run(setting).step_s / best_s
         found.append(row)
     return found

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import Place, replica_layers
+from baton.cost.generate import DeviceClass, replica_layers
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.result import summarise
-from baton.simulator.run import Options, build, simulate
-from baton.simulator.script import Work
+from baton.simulator.run import RunOptions, build, simulate
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.seeds import choices
 from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
@@ -53,7 +53,7 @@ def plain(mode: str) -> dict[str, Any]:
     setting = Setting(
         rules,
         (EngineSpec("a", 256, speed), EngineSpec("b", 256, speed)),
-        Work(constant(64), lognormal(512, 1.0, 4096)),
+        TrajectoryWork(constant(64), lognormal(512, 1.0, 4096)),
         TrainSpeed(0.1, 1e-6, 0.0),
         publish_s=0.1,
         num_steps=64,
@@ -61,7 +61,7 @@ def plain(mode: str) -> dict[str, Any]:
     times = []
     for seed in range(3):
         begin = time.process_time()
-        simulate(setting, Options(seed))
+        simulate(setting, RunOptions(seed))
         times.append(time.process_time() - begin)
     count = setting.num_steps * rules.batch_groups * rules.group_size
     return {
@@ -84,7 +84,7 @@ def large() -> dict[str, Any]:
             "output_tokens": {"kind": "lognormal", "mean": 6000, "cv": 1.0, "max": 32768},
         }
     ).build()
-    place = Place(gpu, gpu.link_bytes_per_s, 5e10, 2e-5, Efficiency())
+    place = DeviceClass(gpu, gpu.link_bytes_per_s, 5e10, 2e-5, Efficiency())
     layers = replica_layers(model, 1)
     speed = CostSpeed(model, work, place, 8, layers)
     room = kv_tokens(model, work, place, 8, layers)
@@ -93,7 +93,7 @@ def large() -> dict[str, Any]:
     setting = Setting(
         replace(rules, is_swarm=True, max_lag=1),
         tuple(EngineSpec(f"replica {i}", 64, speed, room, num_gpus=8) for i in range(1000)),
-        Work(work.prompt, work.output, 0.5),
+        TrajectoryWork(work.prompt, work.output, 0.5),
         TrainSpeed(5.0, 1e-6, 0.0),
         publish_s=5.0,
         num_steps=50,
@@ -101,7 +101,7 @@ def large() -> dict[str, Any]:
         trainer_gpus=2000,
     )
     begin, wall = time.process_time(), time.monotonic()
-    world = build(setting, Options(0))
+    world = build(setting, RunOptions(0))
     record = world.run()
     seconds = time.process_time() - begin
     count = 50 * 2048 * 16
@@ -131,7 +131,7 @@ def laws(days: int = 300) -> dict[str, Any]:
         setting = Setting(
             replace(rules, is_swarm=mode == "async"),
             tuple(EngineSpec(f"w{i}", 4, FlatSpeed(0.02, 1e-4, 1e-8, 1e-5)) for i in range(3)),
-            Work(constant(16), lognormal(60, 1.0, 400), 0.5),
+            TrajectoryWork(constant(16), lognormal(60, 1.0, 400), 0.5),
             TrainSpeed(0.5, 1e-6, 0.0),
             publish_s=0.1,
             num_steps=8,
@@ -141,7 +141,7 @@ def laws(days: int = 300) -> dict[str, Any]:
         begin = time.process_time()
         for seed in range(days):
             day = draw_faults(choices(seed, "faults"), RandomSettings(faults=6, until_s=40.0))
-            simulate(setting, Options(seed, [*day, FaultSettings(kind="join", at_s=200.0)], laws=True))
+            simulate(setting, RunOptions(seed, [*day, FaultSettings(kind="join", at_s=200.0)], laws=True))
         found[mode] = {"days": days, "days_per_minute": days / (time.process_time() - begin) * 60}
     return found
 

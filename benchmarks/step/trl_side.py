@@ -17,7 +17,7 @@ from turns import RECIPE, SAME, Turns, own_stdout
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
-from baton.rewards.scorer import Judge
+from baton.rewards.scorer import RewardScorer
 from baton.tasks.stream import PromptStream, TaskMixture
 
 STEPS = 400
@@ -71,7 +71,7 @@ def main() -> None:
     hf = AutoTokenizer.from_pretrained(recipe.model.path, padding_side="left")
     tokenizer = Tokenizer(hf)
     mixture = TaskMixture(recipe.task, recipe.answer)
-    judge = Judge(mixture.tasks, recipe.reward, recipe.answer.format)
+    judge = RewardScorer(mixture.tasks, recipe.reward, recipe.answer.format)
     prompts = PromptStream(mixture, recipe.run.seed).take(STEPS * rollout.batch_groups)
     texts = [tokenizer.text(tokenizer.prompt_ids(prompt.messages), keep_special=True) for prompt in prompts]
     watcher = Watcher(turns)

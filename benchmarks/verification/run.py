@@ -37,9 +37,9 @@ from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.verification.verify import (
     DEFAULTS,
     Calibration,
-    Outcome,
+    CheckOutcome,
     Tolerance,
-    Verdict,
+    VerificationResult,
     WorkerClass,
     judge,
     pooled,
@@ -252,10 +252,10 @@ def honest_class(world: World, threads: int, groups: int) -> tuple[dict[str, Any
         "largest_draw_gap": float(gaps.max()),
         "tokens_with_a_gap": int((gaps > 0).sum()),
         "equal_to_the_bit": float((differences == 0).mean()),
-        "suspect": sum(v.outcome is Outcome.SUSPECT for v in verdicts),
-        "bad": sum(v.outcome is Outcome.BAD for v in verdicts),
-        "bad_under_default": sum(judge([s], default).outcome is Outcome.BAD for s in scores),
-        "suspect_under_default": sum(judge([s], default).outcome is Outcome.SUSPECT for s in scores),
+        "suspect": sum(v.outcome is CheckOutcome.SUSPECT for v in verdicts),
+        "bad": sum(v.outcome is CheckOutcome.BAD for v in verdicts),
+        "bad_under_default": sum(judge([s], default).outcome is CheckOutcome.BAD for s in scores),
+        "suspect_under_default": sum(judge([s], default).outcome is CheckOutcome.SUSPECT for s in scores),
         "workers_of_64_checks": len(verdicts) // WINDOW,
         "workers_convicted": sum(
             checks_until_conviction(verdicts[begin : begin + WINDOW], tolerance) is not None
@@ -268,10 +268,10 @@ def honest_class(world: World, threads: int, groups: int) -> tuple[dict[str, Any
     return row, tolerance, answers
 
 
-def checks_until_conviction(verdicts: Sequence[Verdict], tolerance: Tolerance) -> int | None:
+def checks_until_conviction(verdicts: Sequence[VerificationResult], tolerance: Tolerance) -> int | None:
     """How many checks it takes, in this order; None where it takes more than there are."""
     for i, verdict in enumerate(verdicts):
-        if verdict.outcome is Outcome.BAD or pooled(verdicts[: i + 1], tolerance).outcome is Outcome.BAD:
+        if verdict.outcome is CheckOutcome.BAD or pooled(verdicts[: i + 1], tolerance).outcome is CheckOutcome.BAD:
             return i + 1
     return None
 
@@ -283,11 +283,11 @@ def attacked(world: World, attack: Attack, honest: list[Trajectory], tolerance: 
     scores = world.scores(leases, sent)
     verdicts = [judge([s], tolerance) for s in scores]
     differs = [a.token_ids != h.token_ids for a, h in zip(sent, honest, strict=False)]
-    bad = [v.outcome is Outcome.BAD for v in verdicts]
+    bad = [v.outcome is CheckOutcome.BAD for v in verdicts]
     rng = random.Random(0)
     orders = [rng.sample(verdicts, WINDOW) for _ in range(ORDERS)]
     found = [checks_until_conviction(order, tolerance) or WINDOW + 1 for order in orders]
-    tests = [v.test for v in verdicts if v.outcome is Outcome.BAD]
+    tests = [v.test for v in verdicts if v.outcome is CheckOutcome.BAD]
     return {
         "trajectories": len(sent),
         "with_other_tokens": sum(differs),
@@ -295,7 +295,7 @@ def attacked(world: World, attack: Attack, honest: list[Trajectory], tolerance: 
         "bad_of_those_with_other_tokens": sum(b for b, d in zip(bad, differs, strict=True) if d),
         "by_test": {str(test): tests.count(test) for test in sorted(set(tests), key=str)},
         "found_within_checks": {str(n): float(np.mean([f <= n for f in found])) for n in CHECKS},
-        "example": next((v.reason for v in verdicts if v.outcome is Outcome.BAD), None),
+        "example": next((v.reason for v in verdicts if v.outcome is CheckOutcome.BAD), None),
     }
 
 

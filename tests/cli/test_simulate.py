@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.cli.simulation_request import Question, run
+from baton.cli.simulation_request import SimulationRequest, run
 from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
-from baton.simulator.parameter_sweep import Point, read_axes, recommend
+from baton.simulator.parameter_sweep import SweepPoint, read_axes, recommend
 from baton.simulator.result import summarise
-from baton.simulator.run import Options, simulate
-from baton.simulator.sources import PlanSource, Wishes, rollout_settings
+from baton.simulator.run import RunOptions, simulate
+from baton.simulator.sources import PlanSource, SimulationOptions, rollout_settings
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
 from baton.specs.plan import write_plan
@@ -73,8 +73,8 @@ def call(*arguments: object) -> str:
 
 def test_a_plan_comes_true_when_it_is_simulated(planned: PlanSource) -> None:
     """The same costs, by another way: within a tenth of what the planner says, without its exposed publication."""
-    of = planned.setting(Wishes(steps=40))
-    result = summarise(of, simulate(of, Options(0)))
+    of = planned.setting(SimulationOptions(steps=40))
+    result = summarise(of, simulate(of, RunOptions(0)))
     plan = planned.plan
     assert plan.breakdown.overlaps
     expected_s = plan.breakdown.step_s - plan.breakdown.sync_s
@@ -99,7 +99,7 @@ def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_pat
     beyond = sum(share for lag, share in found["staleness"].items() if int(lag) > 2)
     assert beyond == pytest.approx(found["masked_share"])
     with pytest.raises(UserError, match="needs --model and --workload"):
-        run(Question(plan=tmp_path / "plan.json"), None)  # type: ignore[arg-type]
+        run(SimulationRequest(plan=tmp_path / "plan.json"), None)  # type: ignore[arg-type]
 
 
 def test_a_recipe_is_simulated_as_it_would_run(tmp_path: Path) -> None:
@@ -172,11 +172,11 @@ def test_the_freshest_of_the_fastest_is_recommended() -> None:
     of = setting(steps=4)
     run_ = summarise(of, simulate(of))
 
-    def point(tokens_per_s: float, staleness: float, masked: float = 0.0) -> Point:
+    def point(tokens_per_s: float, staleness: float, masked: float = 0.0) -> SweepPoint:
         changed = {"trained_tokens_per_s": tokens_per_s, "mean_staleness": staleness, "masked_share": masked}
-        return Point({}, msgspec.structs.replace(run_, **changed))
+        return SweepPoint({}, msgspec.structs.replace(run_, **changed))
 
-    points = [point(100, 0), point(199, 1), point(200, 4), point(300, 9, masked=0.3), Point({}, None, "no")]
+    points = [point(100, 0), point(199, 1), point(200, 4), point(300, 9, masked=0.3), SweepPoint({}, None, "no")]
     assert recommend(points)[0] == 1
     assert recommend([points[3], points[4]])[0] == 0
     assert recommend([points[4]]) == (None, "none of the settings can be run")
@@ -199,16 +199,16 @@ def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("question", "said"),
     [
-        (Question(), "give --plan"),
-        (Question(plan=Path("a"), recipe=Path("b")), "one of the two"),
-        (Question(plan=Path("nowhere.json")), "there is no plan"),
-        (Question(recipe=Path("nowhere.toml")), "there is no recipe"),
-        (Question(recipe=RECIPE, calibration=Path("nowhere.toml")), "nowhere.toml"),
-        (Question(recipe=RECIPE, overrides=["rollout.mod=1"]), "rollout.mod"),
-        (Question(recipe=RECIPE, html=Path("/no/such/place.html")), "is no place for a page"),
+        (SimulationRequest(), "give --plan"),
+        (SimulationRequest(plan=Path("a"), recipe=Path("b")), "one of the two"),
+        (SimulationRequest(plan=Path("nowhere.json")), "there is no plan"),
+        (SimulationRequest(recipe=Path("nowhere.toml")), "there is no recipe"),
+        (SimulationRequest(recipe=RECIPE, calibration=Path("nowhere.toml")), "nowhere.toml"),
+        (SimulationRequest(recipe=RECIPE, overrides=["rollout.mod=1"]), "rollout.mod"),
+        (SimulationRequest(recipe=RECIPE, html=Path("/no/such/place.html")), "is no place for a page"),
     ],
 )
-def test_a_mistake_is_one_sentence(question: Question, said: str) -> None:
+def test_a_mistake_is_one_sentence(question: SimulationRequest, said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
         run(question, None)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

@@ -186,7 +186,7 @@ def assert_nothing_is_left(nodes: Nodes) -> None:
 
 def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: Nodes, tmp_path: Path) -> None:
     """Kill a worker, take a machine, give another, kill a rank: every step is made, in order, and nothing is left."""
-    from baton.cluster.ray.run import Order, train_on_ray
+    from baton.cluster.ray.run import RayRun, train_on_ray
 
     a, b, c = nodes.add(gpu_type_H100=2), nodes.add(gpu_type_L20=1), nodes.add(gpu_type_L20=1)
     plan = plan_of(
@@ -215,7 +215,7 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
 
     witness = Witness({1: kill_a_worker, 2: take_a_machine, 4: give_a_machine, 7: kill_a_rank})
     load = loader(tmp_path)
-    loop = train_on_ray(Order(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
+    loop = train_on_ray(RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
     assert loop.state.step == 10
     assert witness.steps == [1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10], "from the checkpoint after step 6"
     assert any(re.search(r"trainer rank \d on .* is gone", line) for line in witness.lines)
@@ -228,12 +228,12 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
 
 def test_a_trainers_machine_that_is_lost_is_replaced_by_another_with_a_new_plan(nodes: Nodes, tmp_path: Path) -> None:
     """One rank, not on this machine's node: its version reaches the hub through the object store."""
-    from baton.cluster.ray.run import Order, train_on_ray
+    from baton.cluster.ray.run import RayRun, train_on_ray
 
     a, b, spare = nodes.add(gpu_type_H100=1), nodes.add(gpu_type_L20=1), nodes.add(gpu_type_H100=1)
     plan = plan_of([stage("H100", f"{a}:0")], [replica("L20", f"{b}:0", share=1.0)])
     witness, load = Witness({3: lambda: nodes.remove(a)}), loader(tmp_path, "run.steps=4")
-    order = Order(load, written(plan, tmp_path), nodes.address, rules=QUICK)
+    order = RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK)
     loop = train_on_ray(order, witness, StopRequest())
     assert loop.state.step == 4
     assert witness.steps == [1, 2, 3, 3, 4]

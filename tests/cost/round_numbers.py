@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import Place
+from baton.cost.generate import DeviceClass
 from baton.specs.cluster import Gpu
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload, constant
@@ -28,5 +28,5 @@ GPU = Gpu(name="round", flops=1e12, hbm_bytes_per_s=1e10, hbm_bytes=1e8, link_by
 IDEAL = Efficiency(
     train=1, prefill=1, decode_compute=1, decode=1, step_overhead_s=0, link=1, publish=1, publish_latency_s=0, memory=1
 )
-PLACE = Place(GPU, 1e9, 1e8, 0.0, IDEAL)
+PLACE = DeviceClass(GPU, 1e9, 1e8, 0.0, IDEAL)
 WORK = Workload("w", groups=10, group_size=10, prompt=constant(100), output=constant(200))

@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.cost.fit import Beside, Measured, fit, predicted_s, rollout_s, train_step_s, with_beside, with_rollout
+from baton.cost.fit import (
+    Measurement,
+    OverlapMeasurement,
+    fit,
+    predicted_s,
+    rollout_s,
+    train_step_s,
+    with_beside,
+    with_rollout,
+)
 from baton.cost.generate import replica_cost
 from baton.cost.train import forward_passes
 from tests.cost.round_numbers import IDEAL, MODEL, PLACE, WORK
@@ -16,9 +25,9 @@ def test_efficiencies_are_recovered_from_what_they_predict() -> None:
     times = {"step_overhead_s": 1e-4, "row_overhead_s": 1e-6, "train_overhead_s": 0.01}
     true = IDEAL.model_copy(update=shares | times)
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
-    asked = [Measured("decode", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
-    asked += [Measured("prefill", 4, c, 1.0) for c in (50, 400)]
-    asked += [Measured("train", 64, c, 1.0) for c in (20, 100, 400)]
+    asked = [Measurement("decode", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
+    asked += [Measurement("prefill", 4, c, 1.0) for c in (50, 400)]
+    asked += [Measurement("train", 64, c, 1.0) for c in (20, 100, 400)]
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]
     start = msgspec.structs.replace(PLACE, efficiency=IDEAL.model_copy(update={"train": 0.5, "row_overhead_s": 1e-5}))
     found, shown = fit(MODEL, WORK, start, 2, points)
@@ -31,7 +40,7 @@ def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
     work = msgspec.structs.replace(WORK, has_proximal_forward=False, recompute=False)
     true = IDEAL.model_copy(update={"train": 0.3, "backward": 3.0, "train_overhead_s": 0.01})
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
-    asked = [Measured("train", 64, c, 1.0, trained_share=share) for c in (100, 400, 900) for share in (1.0, 0.5)]
+    asked = [Measurement("train", 64, c, 1.0, trained_share=share) for c in (100, 400, 900) for share in (1.0, 0.5)]
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, work, hidden, 2, p)) for p in asked]
     start = msgspec.structs.replace(PLACE, efficiency=IDEAL.model_copy(update={"train": 0.5}))
     found, _ = fit(MODEL, work, start, 2, points)
@@ -42,7 +51,7 @@ def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
 def test_one_sequence_alone_tells_the_fixed_time_of_a_prefill() -> None:
     true = IDEAL.model_copy(update={"prefill": 0.4, "prefill_overhead_s": 0.003})
     hidden = msgspec.structs.replace(PLACE, efficiency=true)
-    asked = [Measured("prefill", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
+    asked = [Measurement("prefill", b, c, 1.0) for b in (1, 16, 64) for c in (50, 400)]
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]
     found, _ = fit(MODEL, WORK, PLACE, 2, points)
     assert (found.prefill, found.prefill_overhead_s) == (pytest.approx(0.4, rel=0.02), pytest.approx(0.003, rel=0.02))
@@ -53,7 +62,7 @@ def test_what_trainer_and_engines_cost_each_other_beyond_their_share_of_the_core
     work = msgspec.structs.replace(WORK, max_batch=8)
     by_itself_s = train_step_s(MODEL, work, PLACE, 1, 100, 300.0, 1.0)
     tokens_per_s = 2 * replica_cost(MODEL, work, PLACE, 1, 1, 8).tokens_per_s
-    found, shown = with_beside(MODEL, work, PLACE, 2, 2, Beside(1, 1.8 * by_itself_s, tokens_per_s / 1.65))
+    found, shown = with_beside(MODEL, work, PLACE, 2, 2, OverlapMeasurement(1, 1.8 * by_itself_s, tokens_per_s / 1.65))
     assert found.train_beside == pytest.approx(1.8 / 1.5)
     assert found.engine_beside == pytest.approx(1.65 / 1.5)
     assert [point.phase for point in shown] == ["train_beside", "decode_beside"]
@@ -62,8 +71,8 @@ def test_what_trainer_and_engines_cost_each_other_beyond_their_share_of_the_core
 def test_what_a_whole_batch_takes_beyond_prefill_and_decode_is_an_overhead_of_its_trajectories() -> None:
     """100 trajectories on 2 engines, 10 ms of each engine's time for each of its 50: half a second more."""
     work = msgspec.structs.replace(WORK, max_staleness=0, max_batch=8)
-    bare_s = rollout_s(MODEL, work, PLACE, 2, Measured("rollout", 100, 200, 1.0))
-    point = Measured("rollout", 100, 200, bare_s + 0.5)
+    bare_s = rollout_s(MODEL, work, PLACE, 2, Measurement("rollout", 100, 200, 1.0))
+    point = Measurement("rollout", 100, 200, bare_s + 0.5)
     found, shown = with_rollout(MODEL, work, PLACE, 2, point)
     assert found.trajectory_overhead_s == pytest.approx(0.01)
     assert shown.predicted_s == pytest.approx(point.seconds)
@@ -73,8 +82,8 @@ def test_what_a_whole_batch_takes_beyond_prefill_and_decode_is_an_overhead_of_it
 
 def test_tokens_per_second_of_a_measurement() -> None:
     """64 trajectories: a decode step makes 64 tokens, a prefill or train step reads their 100 each."""
-    assert Measured("decode", 64, 100, 0.5).tokens_per_s == 128
-    assert Measured("train", 64, 100, 0.5).tokens_per_s == 12800
+    assert Measurement("decode", 64, 100, 0.5).tokens_per_s == 128
+    assert Measurement("train", 64, 100, 0.5).tokens_per_s == 12800
 
 
 def test_rows_without_an_advantage_go_forward_only() -> None:

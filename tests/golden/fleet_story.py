@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from neutral import SUPERVISION, VERSIONS, Draw, Log, Message, Record
 
-from baton.cluster.placement import Placement, Post
+from baton.cluster.placement import Placement, ProcessSpec
 from baton.cluster.supervision import Supervision, SupervisionRules
-from baton.swarm.version_sync import HaveWant, HaveWantRules
+from baton.swarm.version_sync import VersionSync, VersionSyncRules
 
 EVENTS = 50
 MACHINES = "abcde"
@@ -16,8 +16,8 @@ MACHINES = "abcde"
 def versions(seed: int) -> Log:
     """Return the log of one worker's version sync: announcements that repeat or come late, failures, a new lineage."""
     draw, now_s, newest, lineage = Draw(f"versions/{seed}"), 0.0, 0, "first"
-    rules = HaveWantRules(first_wait_s=draw.pick([0.25, 0.5]), longest_wait_s=draw.pick([1.0, 30.0]))
-    log = Log(VERSIONS, HaveWant(rules).handle)
+    rules = VersionSyncRules(first_wait_s=draw.pick([0.25, 0.5]), longest_wait_s=draw.pick([1.0, 30.0]))
+    log = Log(VERSIONS, VersionSync(rules).handle)
     open_: list[Message] = []
     wakes: list[float] = []
 
@@ -68,8 +68,8 @@ def supervision(seed: int) -> Log:
         long_life_s=draw.pick([5.0, 60.0]),
         settle_s=draw.pick([1.0, 2.0]),
     )
-    workers = [Post(*post(f"worker-{i}", MACHINES[1 + i], 0, 1.0)) for i in range(draw.below(4))]  # type: ignore[arg-type]
-    ranks = (Post("rank-0", "rank", "a", "H100", ("a:0",), {}, 1),)
+    workers = [ProcessSpec(*post(f"worker-{i}", MACHINES[1 + i], 0, 1.0)) for i in range(draw.below(4))]  # type: ignore[arg-type]
+    ranks = (ProcessSpec("rank-0", "rank", "a", "H100", ("a:0",), {}, 1),)
     machine = Supervision(Placement(ranks, tuple(workers), {}), rules)
     log = Log(SUPERVISION, machine.handle)
     running: set[str] = set()

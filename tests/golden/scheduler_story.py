@@ -9,7 +9,7 @@ from neutral import SCHEDULER, Draw, Log, Message, Stopped, canonical
 
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
-from baton.rollout.tracked import State, TrackedGroup
+from baton.rollout.tracked import TrackedGroup, TrajectoryState
 
 EVENTS = 90
 Key = tuple[int, int]
@@ -94,10 +94,12 @@ class Story:
             if self.draw.chance(0.7):
                 member.grow(self.version - 1, 1 + self.draw.below(9))
                 self.tokens[key] = (member.num_tokens, self.version - 1)
-                member.state = self.draw.pick([State.PENDING, State.JUDGING, State.JUDGED])
-            if member.state is State.JUDGING:
+                member.state = self.draw.pick(
+                    [TrajectoryState.PENDING, TrajectoryState.JUDGING, TrajectoryState.JUDGED]
+                )
+            if member.state is TrajectoryState.JUDGING:
                 self.judging.append(key)
-            elif member.state is State.JUDGED:
+            elif member.state is TrajectoryState.JUDGED:
                 self.judged.add(key)
                 member.reward = self.draw.pick([0.0, 1.0])
                 group.num_unjudged -= 1

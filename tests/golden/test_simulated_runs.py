@@ -20,10 +20,10 @@ from scheduler_story import draw_rules
 
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import Options, build
-from baton.simulator.script import Work
+from baton.simulator.run import RunOptions, build
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
+from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
@@ -74,9 +74,9 @@ def setting(mode: str, seed: int) -> Setting:
     queue = Setting(
         rules,
         (EngineSpec("fast", 8, fast), EngineSpec("slow", 4, slow)),
-        Work(constant(16), lognormal(60, 1.0, 400), 0.5),
+        TrajectoryWork(constant(16), lognormal(60, 1.0, 400), 0.5),
         TrainSpeed(0.5, 1e-6, 0.0),
-        JudgeSpec(0.05, 1.0, 4),
+        ScoringSpec(0.05, 1.0, 4),
         publish_s=0.1,
         num_steps=6,
         checkpoint_every=3,
@@ -120,7 +120,7 @@ def text_of(mode: str) -> str:
         drawn = draw_faults(choices(seed, "faults"), RandomSettings(faults=5, until_s=15.0)) if of.swarm else []
         faults = [*drawn, FaultSettings(kind="join", at_s=100.0)] if of.swarm else []
         watch = Watch()
-        result = summarise(of, build(of, Options(seed, faults, log=watch)).run())  # type: ignore[arg-type]
+        result = summarise(of, build(of, RunOptions(seed, faults, log=watch)).run())  # type: ignore[arg-type]
         lines.append(f"{seed} {digest(watch.lines)} {len(watch.lines)} {canonical(figures(result))}\n")
     return "".join(lines)
 

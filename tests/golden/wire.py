@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from baton.frames import FrameSocket
-from baton.recipe.keys import Key
+from baton.recipe.keys import RecipeKey
 from baton.records.evaluation import Evaluation
-from baton.records.journal import Issued, StreamPlace
+from baton.records.journal import IssuedGroup, StreamCursor
 from baton.records.run_directory import RecordedEvaluation
-from baton.records.run_lock import Holder
+from baton.records.run_lock import LockHolder
 from baton.records.trace.spans import Span
 from baton.rewards import calls
 from baton.rollout.processes import protocol
@@ -31,11 +31,11 @@ from baton.swarm import messages
 from baton.swarm.audit import AuditLine
 from baton.swarm.hub.relay import RelayTicket
 from baton.swarm.hub.status import HubStatus
-from baton.swarm.verification.policy import Conviction
-from baton.swarm.verification.quarantine import Lifted
-from baton.trainer.checkpoint import State
+from baton.swarm.verification.policy import QuarantineRecord
+from baton.swarm.verification.quarantine import QuarantineLifted
+from baton.trainer.checkpoint import CheckpointState
 from baton.trainer.parallel import messages as ranks
-from baton.types import Batch, FinishReason, Group, Judged, Judgement, Prompt, Segment, Trajectory
+from baton.types import Batch, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 from baton.views.summary import RunReport
 from baton.views.terminal.trajectories import ShownTrajectory
 from tests.golden.canonical import Canonical, members, tag_of
@@ -48,7 +48,7 @@ def _group(choice: int, is_least: bool) -> Group:
     reasons = list(FinishReason)
     segment = CANONICAL.make(Segment, choice, is_least)
     grown = [Trajectory(7, i, (1, 2), (segment,), reasons[(choice + i) % len(reasons)]) for i in range(2)]
-    judged = tuple(Judged(each, CANONICAL.make(Judgement, choice, is_least)) for each in grown)
+    judged = tuple(ScoredTrajectory(each, CANONICAL.make(RewardResult, choice, is_least)) for each in grown)
     return Group(7, CANONICAL.make(Prompt, choice, is_least), judged)
 
 
@@ -116,7 +116,7 @@ CASES = {
     "controller to rank": _tagged(ranks.ToRank, ranks.encode, ranks.decode_to_rank),
     "rank to controller": _tagged(ranks.FromRank, ranks.encode, ranks.decode_from_rank),
     "run to scorer process": Case(
-        {tag_of(kind): kind for kind in (calls.Setup, calls.Ask)},
+        {tag_of(kind): kind for kind in (calls.ScorerSetup, calls.ScoreRequest)},
         calls.frame,
         lambda data, kind: msgspec.msgpack.decode(_body(data), type=kind),
     ),
@@ -125,14 +125,14 @@ CASES = {
     ),
     "journal.sqlite": _records(
         "msgpack",
-        group=Issued,
+        group=IssuedGroup,
         segments=tuple[Segment, ...],
         finished=Trajectory,
-        judged=Judged,
+        judged=ScoredTrajectory,
         consumed=int,
         discarded=str,
         batch=dict[str, float],
-        place=StreamPlace,
+        place=StreamCursor,
         last_step=int,
     ),
     "a run's directory": _records(
@@ -140,16 +140,16 @@ CASES = {
         trajectories=Group,
         evaluations=RecordedEvaluation,
         trace=Span,
-        holder=Holder,
+        holder=LockHolder,
         report=RunReport,
-        checkpoint_state=State,
+        checkpoint_state=CheckpointState,
         checkpoint_loop=LoopState,
         audit=AuditLine,
-        quarantine=Conviction,
-        quarantine_lifted=Lifted,
+        quarantine=QuarantineRecord,
+        quarantine_lifted=QuarantineLifted,
     ),
     "json output": _records(
-        "json", status=HubStatus, plan=Plan, relay=RelayTicket, show=ShownTrajectory, keys=Key, eval=Evaluation
+        "json", status=HubStatus, plan=Plan, relay=RelayTicket, show=ShownTrajectory, keys=RecipeKey, eval=Evaluation
     ),
     "train step": _records("msgpack", batch=Batch),
 }

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
-from baton.cost.generate import Place, largest_batch, replica_cost
+from baton.cost.generate import DeviceClass, largest_batch, replica_cost
 from baton.cost.publish import publish_s
 from baton.cost.train import microbatches, stage_bytes, stage_terms, table_params
 from baton.planner.instance import Inputs
@@ -114,10 +114,10 @@ def brute_step_s(question: Inputs) -> float:
     return float(best)
 
 
-def _place(question: Inputs, kind: str) -> tuple[Place, int]:
+def _place(question: Inputs, kind: str) -> tuple[DeviceClass, int]:
     nodes = [n for n in question.cluster.nodes if n.gpu.name == kind]
     between = 1e15 if len(nodes) > 1 else nodes[0].link_bytes_per_s
-    return Place(nodes[0].gpu, nodes[0].link_bytes_per_s, between, 0.0, question.efficiencies.of(kind)), max(
+    return DeviceClass(nodes[0].gpu, nodes[0].link_bytes_per_s, between, 0.0, question.efficiencies.of(kind)), max(
         n.num_gpus for n in nodes
     )
 

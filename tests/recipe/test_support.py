@@ -18,7 +18,14 @@ from baton.cli.main import app
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
-from baton.recipe.support import Support, check_support, experimental_parts, support_gaps, support_page, support_table
+from baton.recipe.support import (
+    SupportEntry,
+    check_support,
+    experimental_parts,
+    support_gaps,
+    support_page,
+    support_table,
+)
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings
 from baton.run.dry_run import footprint
@@ -32,7 +39,7 @@ ENTRIES = support_table().support
 PLAIN = {axis.name: (axis.default,) for axis in support_table().axis}
 
 
-def one(entry: Support) -> dict[str, tuple[str, ...]]:
+def one(entry: SupportEntry) -> dict[str, tuple[str, ...]]:
     """A run that an entry is about, and that is the default in all else."""
     return {**PLAIN, **{axis: values[:1] for axis, values in entry.when.items()}}
 
@@ -76,7 +83,7 @@ def test_every_value_that_a_recipe_can_have_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.refused], ids=lambda e: " ".join(e.when))
-def test_what_the_table_refuses_is_refused_in_one_sentence(entry: Support) -> None:
+def test_what_the_table_refuses_is_refused_in_one_sentence(entry: SupportEntry) -> None:
     with pytest.raises(UserError) as refused:
         check_support(one(entry))
     sentence = str(refused.value)
@@ -86,7 +93,7 @@ def test_what_the_table_refuses_is_refused_in_one_sentence(entry: Support) -> No
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if not e.refused], ids=lambda e: " ".join(e.when))
-def test_what_is_tested_starts_without_a_line_and_what_is_experimental_with_one(entry: Support) -> None:
+def test_what_is_tested_starts_without_a_line_and_what_is_experimental_with_one(entry: SupportEntry) -> None:
     check_support(one(entry))
     parts = experimental_parts(one(entry))
     assert bool(parts) == bool(entry.experimental)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from baton.errors import StorageFault
-from baton.records.journal import Issued, Journal, StreamPlace
-from baton.types import FailureCause, FinishReason, Judged, Judgement, Message, Prompt, Segment, Trajectory
+from baton.records.journal import IssuedGroup, Journal, StreamCursor
+from baton.types import FailureCause, FinishReason, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 
 PROMPT = Prompt("p", "task", (Message("user", "2 + 2"),), "4", {"nested": {"a": [1, None]}})
 
 
-def issue(journal: Journal, group_id: int) -> Issued:
-    issued = Issued(group_id, PROMPT, (5, 6), 2, opened_at=3, attempts=1)
-    journal.issued(issued, StreamPlace(group_id + 1, {"task": 10 * group_id}))
+def issue(journal: Journal, group_id: int) -> IssuedGroup:
+    issued = IssuedGroup(group_id, PROMPT, (5, 6), 2, opened_at=3, attempts=1)
+    journal.issued(issued, StreamCursor(group_id + 1, {"task": 10 * group_id}))
     return issued
 
 
@@ -35,19 +35,21 @@ def test_everything_told_before_a_kill_is_there_after_it(tmp_path: Path):
         journal.grew(4, 0, 1, (Segment((8, 9), (-0.1, -0.2), 3), Segment((1,), (-2.0,), 4)))
         journal.finished(finished(4, 1))
         journal.judged(
-            Judged(finished(4, 1), Judgement(0.0, {}, False, None, "no answer in 5 s", FailureCause.TIMEOUT))
+            ScoredTrajectory(
+                finished(4, 1), RewardResult(0.0, {}, False, None, "no answer in 5 s", FailureCause.TIMEOUT)
+            )
         )
         journal.commit()
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     journal = Journal(path, keeps_partials=True)
     (group,) = journal.open_groups()
-    assert group.issued == Issued(4, PROMPT, (5, 6), 2, 3, 1)
+    assert group.issued == IssuedGroup(4, PROMPT, (5, 6), 2, 3, 1)
     assert group.members[0].segments == (Segment((7, 8, 9), (-0.5, -0.1, -0.2), 3), Segment((1,), (-2.0,), 4))
     assert group.members[0].finish_reason is None
     assert group.members[1] == finished(4, 1)
     assert group.judged[1].judgement.cause is FailureCause.TIMEOUT, "outcomes are kept, failures included"
-    assert journal.place() == StreamPlace(5, {"task": 40})
+    assert journal.place() == StreamCursor(5, {"task": 40})
 
 
 def test_in_sync_partials_are_not_kept(tmp_path: Path):
@@ -72,7 +74,7 @@ def test_consumed_and_discarded_groups_are_not_open_and_a_checkpoint_forgets_the
     assert journal.metrics(1) == {}
     assert [g.issued.group_id for g in journal.open_groups()] == [3]
     assert [g.issued.group_id for g in journal.open_groups(1)] == [1, 3], "it stays until a checkpoint contains it"
-    assert journal.place() == StreamPlace(4, {"task": 30})
+    assert journal.place() == StreamCursor(4, {"task": 30})
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path):

@@ -18,7 +18,7 @@ from baton.records.evaluation import Evaluation, Interval
 from baton.records.journal import Journal
 from baton.records.metrics import MetricsWriter, read_metrics
 from baton.records.run_directory import RunDirectory
-from baton.records.run_lock import Holder, RunLock
+from baton.records.run_lock import LockHolder, RunLock
 from tests.records.test_journal import issue
 
 pytestmark = pytest.mark.timing
@@ -41,10 +41,10 @@ def other_process(directory: Path) -> subprocess.Popen[str]:
     return child
 
 
-def from_elsewhere(directory: Path) -> Holder:
+def from_elsewhere(directory: Path) -> LockHolder:
     """Take a directory over as a process on a machine that this one's locks do not reach."""
-    before = msgspec.json.decode((directory / "holder.json").read_bytes(), type=Holder)
-    after = Holder(before.epoch + 1, 4711, "other-host", "2026-01-01T00:00:00+00:00", ("baton", "train", "r.toml"))
+    before = msgspec.json.decode((directory / "holder.json").read_bytes(), type=LockHolder)
+    after = LockHolder(before.epoch + 1, 4711, "other-host", "2026-01-01T00:00:00+00:00", ("baton", "train", "r.toml"))
     (directory / "holder.json").write_bytes(msgspec.json.encode(after))
     return after
 
@@ -79,7 +79,7 @@ def test_a_process_is_refused_also_by_itself_and_not_after_it_let_go(tmp_path: P
     lock.release()
     again = RunLock.take(tmp_path / "r")
     again.release()
-    assert msgspec.json.decode((tmp_path / "r" / "holder.json").read_bytes(), type=Holder).epoch == 2
+    assert msgspec.json.decode((tmp_path / "r" / "holder.json").read_bytes(), type=LockHolder).epoch == 2
 
 
 def test_every_durable_write_stops_where_another_machine_has_taken_over(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from baton.records.run_directory import RunDirectory
 from baton.records.trace import ASIDE, LeaseTrace, Span, TraceWriter, chrome_trace, read_trace
 from baton.records.trace.file import trace_files
 from baton.records.trace.spans import GAP, actors_of, stretches
-from baton.rollout.traced import TracedJudges
-from baton.rollout.transport import LocalPort
-from baton.swarm.hub.traced import DeskTrace, TracedDesk
-from baton.swarm.lease_broker import Outside
+from baton.rollout.traced import TracedTrajectoryScorer
+from baton.rollout.transport import LocalTransport
+from baton.swarm.hub.traced import BrokerTrace, TracedLeaseBroker
+from baton.swarm.lease_broker import BrokerCallbacks
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 from baton.types import FinishReason, Lease, Report, Retry, SamplingParams, Segment, Trajectory
@@ -39,7 +39,7 @@ def report(number: int, tokens: int, *, at: int = 0, version: int = 0, **how: An
 # ---- leases in slots -------------------------------------------------------------------------------------------------
 
 
-class Ticking(LocalPort):
+class Ticking(LocalTransport):
     """An engine's port on a clock of engine steps."""
 
     def __init__(self, tracer: Collected) -> None:
@@ -58,7 +58,7 @@ def test_every_generated_token_is_in_exactly_one_span_and_lanes_are_slots(mode, 
     bench.begin()
     for _ in range(8):
         bench.step()
-    with bench.runner.paused():
+    with bench.controller.paused():
         pass
     spans = tracer.spans
     assert sum(s.facts["tokens"] for s in spans) == bench.engine.stats.decoded_tokens
@@ -130,29 +130,29 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
         if isinstance(message, Lease):
             given[worker].append(message.lease_id)
 
-    outside = Outside(to_worker, heard.append, lambda worker, cause: None, lambda worker, cause: None)
-    trace = DeskTrace(LeaseTrace(tracer, clock), lambda worker: f"node#{worker}", {3: 1.0})
-    desk = TracedDesk(LeaseTable(LeaseRules()), outside, lambda *_: None, clock, trace)
+    outside = BrokerCallbacks(to_worker, heard.append, lambda worker, cause: None, lambda worker, cause: None)
+    trace = BrokerTrace(LeaseTrace(tracer, clock), lambda worker: f"node#{worker}", {3: 1.0})
+    broker = TracedLeaseBroker(LeaseTable(LeaseRules()), outside, lambda *_: None, clock, trace)
     for worker in (0, 1):
-        desk.join(worker, slots=2)
+        broker.join(worker, slots=2)
     clock.now_s = 2.0
     for worker in (0, 1):
-        desk.hear(worker, 3, 0)
+        broker.hear(worker, 3, 0)
     for task in range(4):
-        desk.want(lease(100 + task, version=3))
+        broker.want(lease(100 + task, version=3))
     assert [len(mine) for mine in given.values()] == [2, 2]
     first, second = given[0]
     clock.now_s = 5.0
-    desk.report(0, report(first, 4, version=3, finish_reason=FinishReason.STOP))
-    desk.report(0, report(second, 2, version=3))
+    broker.report(0, report(first, 4, version=3, finish_reason=FinishReason.STOP))
+    broker.report(0, report(second, 2, version=3))
     clock.now_s = 7.0
-    desk.leave(0, "unplugged")
+    broker.leave(0, "unplugged")
     clock.now_s = 9.0
     for number in given[1]:
-        desk.report(1, report(number, 1, version=3, finish_reason=FinishReason.STOP))
+        broker.report(1, report(number, 1, version=3, finish_reason=FinishReason.STOP))
     resumed = given[1][2:]
     for number in resumed:
-        desk.report(1, report(number, 6, at=2, version=3, finish_reason=FinishReason.STOP))
+        broker.report(1, report(number, 6, at=2, version=3, finish_reason=FinishReason.STOP))
     leases = [s for s in tracer.spans if s.name == "generate"]
     assert [(s.actor, s.end_s, s.facts["tokens"], s.facts["ended"]) for s in leases] == [
         ("node#0", 5.0, 4, "finish"),
@@ -180,7 +180,7 @@ def test_judging_is_one_span_while_anybody_waits_for_it():
             return ["judged"] * self.ready
 
     tracer, judges = Collected(), Judges()
-    traced = TracedJudges(judges, tracer)
+    traced = TracedTrajectoryScorer(judges, tracer)
     for _ in range(3):
         traced.submit([None], None, [""])  # type: ignore[arg-type,list-item]
     traced.collect()

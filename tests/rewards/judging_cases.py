@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from baton.rewards import pool
-from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.scorer import RewardScorer, RewardSettings
 from baton.rewards.settings import JudgeSettings
-from baton.types import FinishReason, Judged, Message, Prompt, Segment, Trajectory
+from baton.types import FinishReason, Message, Prompt, ScoredTrajectory, Segment, Trajectory
 
 SOURCE = """
 import asyncio, os, signal, subprocess, sys, time
@@ -265,13 +265,13 @@ def write_functions(directory: Path) -> str:
     return str(file)
 
 
-def judge_with(path: str, name: str, **settings: Any) -> Judge:
+def judge_with(path: str, name: str, **settings: Any) -> RewardScorer:
     """A judge with one own function, and a deadline that only a call that hangs reaches; keys of [[reward]] and
     [judge] alike."""
     keys = {key: settings.pop(key) for key in tuple(settings) if key in RewardSettings.model_fields}
     reward = RewardSettings(kind="function", function=f"{path}:{name}", **keys)
     judge = JudgeSettings(**{"deadline_s": 60.0, "retries": 0, **settings})
-    return Judge({"some": SomeTask()}, [reward], "last_line", judge)  # type: ignore[dict-item]
+    return RewardScorer({"some": SomeTask()}, [reward], "last_line", judge)  # type: ignore[dict-item]
 
 
 class HandClock(asyncio.SelectorEventLoop):
@@ -300,9 +300,11 @@ def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return clock
 
 
-def drain_past_deadlines(judge: Judge, clock: HandClock, deadline_s: float, in_time: int, late: int) -> list[Judged]:
+def drain_past_deadlines(
+    judge: RewardScorer, clock: HandClock, deadline_s: float, in_time: int, late: int
+) -> list[ScoredTrajectory]:
     """Time stands still until `in_time` judgements are there; then `late` further calls outstay their deadline."""
-    found: list[Judged] = []
+    found: list[ScoredTrajectory] = []
     while len(found) < in_time:
         found += judge.collect(1.0)
     while len(found) < in_time + late:

@@ -9,7 +9,7 @@ import pytest
 from judging_cases import drain_past_deadlines, hand_clock, trajectory
 
 from baton.rewards.background import Background
-from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.scorer import RewardScorer, RewardSettings
 from baton.rewards.settings import JudgeSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.types import FailureCause, Prompt
@@ -25,9 +25,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> TaskMixture:
 
 
 @pytest.fixture(scope="module")
-def judge(mixture: TaskMixture) -> Iterator[Judge]:
+def judge(mixture: TaskMixture) -> Iterator[RewardScorer]:
     rewards = [RewardSettings(kind="correct"), RewardSettings(kind="math", weight=0.5)]
-    with Judge(mixture.tasks, rewards, "boxed", JudgeSettings(deadline_s=60.0, retries=0)) as found:
+    with RewardScorer(mixture.tasks, rewards, "boxed", JudgeSettings(deadline_s=60.0, retries=0)) as found:
         yield found
 
 
@@ -52,7 +52,7 @@ def asking_for(reference: str) -> Prompt:
         ("72", "of course", False),
     ],
 )
-def test_answers_are_compared_as_mathematics(judge: Judge, reference: str, answer: str, is_equal: bool) -> None:
+def test_answers_are_compared_as_mathematics(judge: RewardScorer, reference: str, answer: str, is_equal: bool) -> None:
     judgement = judge.judge(asking_for(reference), f"I think \\boxed{{{answer}}}")
     assert judgement.failure is None
     assert judgement.parts == {"correct": float(is_equal), "math": float(is_equal)}
@@ -60,11 +60,11 @@ def test_answers_are_compared_as_mathematics(judge: Judge, reference: str, answe
     assert judgement.is_correct is is_equal
 
 
-def test_a_response_without_an_answer_is_wrong_without_asking(judge: Judge) -> None:
+def test_a_response_without_an_answer_is_wrong_without_asking(judge: RewardScorer) -> None:
     assert judge.judge(asking_for("1"), "I do not know").parts == {"correct": 0.0, "math": 0.0}
 
 
-def test_a_reference_that_cannot_be_read_is_a_failure_and_no_zero(judge: Judge) -> None:
+def test_a_reference_that_cannot_be_read_is_a_failure_and_no_zero(judge: RewardScorer) -> None:
     judgement = judge.judge(asking_for("\\boxed{}"), "\\boxed{4}")
     assert judgement.cause is FailureCause.MALFORMED
     assert judgement.failure == "math-verify cannot read the reference '\\\\boxed{}' as mathematics"
@@ -75,7 +75,7 @@ def test_pathological_mathematics_is_killed_and_the_others_are_judged(
 ) -> None:
     clock = hand_clock(monkeypatch)
     settings = JudgeSettings(deadline_s=2.0, retries=0, workers=2)
-    with Judge(mixture.tasks, [RewardSettings(kind="correct")], "boxed", settings) as judge:
+    with RewardScorer(mixture.tasks, [RewardSettings(kind="correct")], "boxed", settings) as judge:
         answers = ["9^{9^{9^{9}}}", "4.0", "\\frac{8}{2}", "2^2", "((10!)!)!"]
         for index, answer in enumerate(answers):
             judge.submit([trajectory(0, index)], asking_for("4"), [f"\\boxed{{{answer}}}"])
@@ -85,7 +85,9 @@ def test_pathological_mathematics_is_killed_and_the_others_are_judged(
     assert {j.judgement.cause for j in found[3:]} == {FailureCause.TIMEOUT}
 
 
-def test_a_part_and_a_scorer_that_are_the_same_are_asked_once(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_and_a_scorer_that_are_the_same_are_asked_once(
+    judge: RewardScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     original = Background.worker_call
 
@@ -103,4 +105,4 @@ def test_without_math_verify_one_sentence_names_the_command(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"math-verify is not installed: run `pip install 'baton-rl\[math\]'`"):
-        Judge(mixture.tasks, [RewardSettings(kind="correct")], "boxed")
+        RewardScorer(mixture.tasks, [RewardSettings(kind="correct")], "boxed")

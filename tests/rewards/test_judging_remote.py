@@ -13,9 +13,9 @@ from urllib.parse import unquote
 import pytest
 from judging_cases import PROMPT, SomeTask, trajectory
 
-from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.scorer import RewardScorer, RewardSettings
 from baton.rewards.settings import JudgeSettings
-from baton.types import FailureCause, Judgement
+from baton.types import FailureCause, RewardResult
 
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
 
@@ -76,14 +76,14 @@ def url() -> Iterator[str]:
     server.shutdown()
 
 
-def ask(url: str, *, retries: int = 0, response: str = "2", **keys: Any) -> Judgement:
+def ask(url: str, *, retries: int = 0, response: str = "2", **keys: Any) -> RewardResult:
     with judge_at(url, retries=retries, **keys) as judge:
         return judge.judge(PROMPT, response)
 
 
-def judge_at(url: str, *, retries: int = 0, **keys: Any) -> Judge:
+def judge_at(url: str, *, retries: int = 0, **keys: Any) -> RewardScorer:
     reward = RewardSettings(kind="http", url=url, **{"deadline_s": 60.0, **keys})
-    return Judge({"some": SomeTask()}, [reward], "last_line", JudgeSettings(retries=retries))  # type: ignore[dict-item]
+    return RewardScorer({"some": SomeTask()}, [reward], "last_line", JudgeSettings(retries=retries))  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

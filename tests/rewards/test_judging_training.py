@@ -10,11 +10,11 @@ import torch
 
 from baton.errors import UserError
 from baton.records.evaluation import Evaluation, evaluation_metrics
-from baton.rewards.scorer import Judge, RewardSettings, failure_metrics, require_judged
+from baton.rewards.scorer import RewardScorer, RewardSettings, failure_metrics, require_judged
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.eval_rollout import Sweep
-from baton.rollout.transport import LocalPort
+from baton.rollout.eval_rollout import EvalRollout
+from baton.rollout.transport import LocalTransport
 from baton.run.evaluation import evaluate
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import cut
@@ -24,12 +24,12 @@ from baton.types import (
     FailureCause,
     FinishReason,
     Group,
-    Judged,
-    Judgement,
     Message,
     PolicyVersion,
     Prompt,
+    RewardResult,
     SamplingParams,
+    ScoredTrajectory,
     Segment,
     Trajectory,
 )
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timing
 
 GRPO = AlgorithmSettings()
 FAILED = {
-    cause: Judgement(0.0, {}, False, None, f"the judge {cause}", cause)
+    cause: RewardResult(0.0, {}, False, None, f"the judge {cause}", cause)
     for cause in (FailureCause.TIMEOUT, FailureCause.CRASHED)
 }
 
@@ -53,9 +53,9 @@ def group(group_id: int, rewards: list[float | FailureCause]) -> Group:
         judgement = (
             FAILED[reward]
             if isinstance(reward, FailureCause)
-            else Judgement(reward, {"correct": reward}, reward == 1.0, "4")
+            else RewardResult(reward, {"correct": reward}, reward == 1.0, "4")
         )
-        members.append(Judged(trajectory, judgement))
+        members.append(ScoredTrajectory(trajectory, judgement))
     return Group(group_id, Prompt("p", "some", ()), tuple(members))
 
 
@@ -137,9 +137,9 @@ def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
     engine = FakeEngine(
         EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
     )
-    judge = Judge({"some": BreaksAtThree()}, [RewardSettings(kind="correct")], "last_line")  # type: ignore[dict-item]
+    judge = RewardScorer({"some": BreaksAtThree()}, [RewardSettings(kind="correct")], "last_line")  # type: ignore[dict-item]
     (result,), _ = evaluate(
-        Sweep(LocalPort(engine)),
+        EvalRollout(LocalTransport(engine)),
         judge,
         Words(),  # type: ignore[arg-type]
         prompts,
@@ -176,7 +176,7 @@ class WithoutReference:
 
 
 def test_without_a_scorer_correct_is_what_all_parts_of_positive_weight_call_full() -> None:
-    judge = Judge({"some": WithoutReference()}, [RewardSettings(kind="format")], "tags")  # type: ignore[dict-item]
+    judge = RewardScorer({"some": WithoutReference()}, [RewardSettings(kind="format")], "tags")  # type: ignore[dict-item]
     prompt = Prompt("p", "some", ())
     assert judge.judge(prompt, "<answer>3</answer>").is_correct
     assert not judge.judge(prompt, "3").is_correct
@@ -189,13 +189,13 @@ def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:
         "def f(prompts, completions, **_):\n    return [float(c != max(completions)) for c in completions]\n"
     )
     reward = RewardSettings(kind="function", function=f"{file}:f", isolate=False)
-    judge = Judge({"some": WithoutReference()}, [reward], "last_line")  # type: ignore[dict-item]
+    judge = RewardScorer({"some": WithoutReference()}, [reward], "last_line")  # type: ignore[dict-item]
     lengths = {(0, 0): 4, (0, 1): 1, (0, 2): 3}
     engine = FakeEngine(
         EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
     )
     (result,), (found,) = evaluate(
-        Sweep(LocalPort(engine)),
+        EvalRollout(LocalTransport(engine)),
         judge,
         Words(),  # type: ignore[arg-type]
         [Prompt("0", "some", (Message("user", "5"),), "2")],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from baton.rewards.warnings import MAX_EXPLAINED, RewardWarnings, have_equal_rewards
-from baton.types import FailureCause, FinishReason, Group, Judged, Judgement, Prompt, Segment, Trajectory
+from baton.types import FailureCause, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 
 
-def failed(text: str, cause: FailureCause = FailureCause.RAISED) -> Judgement:
-    return Judgement(0.0, {}, False, None, text, cause)
+def failed(text: str, cause: FailureCause = FailureCause.RAISED) -> RewardResult:
+    return RewardResult(0.0, {}, False, None, text, cause)
 
 
 def group(
@@ -19,8 +19,8 @@ def group(
     members = []
     for index, reward in enumerate(rewards):
         trajectory = Trajectory(group_id, index, (1,), (Segment((5,), (-1.0,), 0),), reason)
-        judgement = failed("x") if reward is None else Judgement(reward, {}, reward == 1.0, answer)
-        members.append(Judged(trajectory, judgement))
+        judgement = failed("x") if reward is None else RewardResult(reward, {}, reward == 1.0, answer)
+        members.append(ScoredTrajectory(trajectory, judgement))
     return Group(group_id, Prompt("p", "t", ()), tuple(members))
 
 
@@ -29,13 +29,13 @@ def test_a_kind_of_failure_is_explained_once_and_counted_each_time() -> None:
     for number in range(3):
         warnings.count(failed(f"f raised KeyError: {number} (f.py, line 2)"))
     warnings.count(failed("f gave no answer within 1 s", FailureCause.TIMEOUT))
-    warnings.count(Judgement(1.0, {}, True))
+    warnings.count(RewardResult(1.0, {}, True))
     first, *causes = warnings.take("step 1")
     assert first.startswith("warning: step 1: 4 of 5 responses could not be judged (raised 3, timeout 1)")
     assert causes == ["  f raised KeyError: 0 (f.py, line 2)", "  f gave no answer within 1 s"]
     warnings.count(failed("f raised KeyError: 7 (f.py, line 2)"))
     assert len(warnings.take("step 2")) == 1
-    warnings.count(Judgement(1.0, {}, True))
+    warnings.count(RewardResult(1.0, {}, True))
     assert warnings.take("step 3") == []
     for number in range(100):
         warnings.count(failed(f"f raised Error{number}: x"))

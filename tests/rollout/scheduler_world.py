@@ -10,27 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.rollout.events import (
-    Abort,
+    AbortTrajectory,
     Assign,
-    BatchWanted,
+    BatchRequested,
     Capacity,
     Command,
     Deliver,
     Discard,
+    DispatchPaused,
+    DispatchResumed,
     Event,
     Finished,
-    Grew,
+    LeaseEnded,
     Load,
-    Lost,
     Open,
-    Paused,
-    PutDown,
     Restart,
-    Resumed,
     Revoked,
     Rewarded,
-    Serving,
-    VersionMade,
+    TokensLost,
+    TokensReceived,
+    VersionServed,
+    VersionTrained,
 )
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
@@ -79,7 +79,7 @@ class World:
         self.finishes: Counter[Key] = Counter()
         self.is_paused = self.is_training = self.is_wanted = False
         self.log: list[Event] = []
-        self.tell(VersionMade(self.now_s, 0))
+        self.tell(VersionTrained(self.now_s, 0))
 
     def tell(self, event: Event) -> None:
         """Give the scheduler an event, do what it says, and check the laws."""
@@ -117,7 +117,7 @@ class World:
                 self.running[key] = Running(v, exact)
                 assert len(self.running) <= self.slots, "more leases than places"
                 assert len(self.running) <= (self.rules.max_concurrency or 10**9)
-            case Abort(group_id=g, sample_index=s):
+            case AbortTrajectory(group_id=g, sample_index=s):
                 if (g, s) in self.running:
                     self.aborting.add((g, s))
             case Restart(group_id=g, sample_index=s):
@@ -136,7 +136,7 @@ class World:
                 if self.rules.on_new_version != "keep":
                     assert not self.running, "weights are exchanged under running trajectories"
                 self.served = v
-                return [Serving(self.now_s, v)]
+                return [VersionServed(self.now_s, v)]
         return []
 
     def _deliver(self, step: int, ids: tuple[int, ...]) -> None:
@@ -172,7 +172,7 @@ class World:
         count = 1 + self.choose(9)
         self.lost += count
         self.generated += count
-        self.tell(Lost(self.now_s, "overtaken", count))
+        self.tell(TokensLost(self.now_s, "overtaken", count))
 
     def revoke(self) -> None:
         """What a worker wrote is not to be trusted, whatever has become of it since, short of a batch."""
@@ -191,7 +191,7 @@ class World:
         key = self._pick(sorted(self.running))
         if key in self.aborting and self.choose(2):
             self._end(key)
-            self.tell(PutDown(self.now_s, *key))
+            self.tell(LeaseEnded(self.now_s, *key))
             return
         left = self.length(*key) - len(self.tokens[key])
         count = min(left, 1 + self.choose(4))
@@ -199,7 +199,7 @@ class World:
         if count:
             self.tokens[key] += [self.served] * count
             self.generated += count
-            self.tell(Grew(self.now_s, *key, self.served, count))
+            self.tell(TokensReceived(self.now_s, *key, self.served, count))
         if count == left:
             self._end(key)
             self.finished.add(key)
@@ -213,20 +213,20 @@ class World:
 
     def want(self) -> None:
         self.is_wanted = True
-        self.tell(BatchWanted(self.now_s))
+        self.tell(BatchRequested(self.now_s))
 
     def make_version(self) -> None:
         self.is_training = False
         self.version += 1
-        self.tell(VersionMade(self.now_s, self.version))
+        self.tell(VersionTrained(self.now_s, self.version))
 
     def pause(self) -> None:
         self.is_paused = True
-        self.tell(Paused(self.now_s))
+        self.tell(DispatchPaused(self.now_s))
 
     def resume(self) -> None:
         self.is_paused = False
-        self.tell(Resumed(self.now_s))
+        self.tell(DispatchResumed(self.now_s))
 
     def possible(self, *, faults: bool) -> list[Callable[[], None]]:
         """What may happen now; more likely things stand there more often."""

@@ -118,17 +118,17 @@ class SglangServer:
                 web.post("/flush_cache", self._flush),
             ]
         )
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        self._controller = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._controller.setup()
+        site = web.TCPSite(self._controller, "127.0.0.1", 0)
         await site.start()
         self._scheduler = self._loop.create_task(self._schedule())
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._controller.addresses[0][:2]
         return f"http://{host}:{port}"
 
     async def _stop(self) -> None:
         self._scheduler.cancel()
-        await self._runner.cleanup()
+        await self._controller.cleanup()
 
     @web.middleware
     async def _door(self, request: web.Request, handler: Handler) -> web.StreamResponse:

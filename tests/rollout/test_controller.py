@@ -11,26 +11,26 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineFault, UserError
-from baton.records.journal import Journal, StreamPlace
-from baton.rollout.controller import Runner
+from baton.records.journal import Journal, StreamCursor
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
-from baton.rollout.parts import Parts
+from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
-from baton.rollout.transport import LocalPort
+from baton.rollout.transport import LocalTransport
 from baton.types import (
     FinishReason,
     FromHub,
     FromWorker,
     Group,
-    Judged,
-    Judgement,
     Lease,
     Message,
     PolicyVersion,
     Prompt,
     Retry,
+    RewardResult,
     SamplingParams,
+    ScoredTrajectory,
     Trajectory,
     WorkRevoked,
 )
@@ -80,25 +80,27 @@ class LateJudges:
             self.asked[trajectory.name] += 1
             self._waiting.append(trajectory)
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         ready = [t for t in self._waiting if timeout_s or self._rng.random() < 0.3]
         self._waiting = [t for t in self._waiting if t not in ready]
-        return [Judged(t, Judgement(float(t.sample_index), {}, False)) for t in ready]
+        return [ScoredTrajectory(t, RewardResult(float(t.sample_index), {}, False)) for t in ready]
 
 
 class Bench:
     """A runner over a scripted engine, and the trainer's side of the conversation."""
 
-    def __init__(self, mode: str, port: LocalPort | None = None, journal: Journal | None = None, **values: Any) -> None:
+    def __init__(
+        self, mode: str, port: LocalTransport | None = None, journal: Journal | None = None, **values: Any
+    ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 4, "group_size": 3, **values})
         settings = EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=5)
         self.engine = FakeEngine(settings, PolicyVersion("a", 0), length)
-        self.port = port or LocalPort(self.engine)
+        self.port = port or LocalTransport(self.engine)
         if port is not None:
             port.engine = self.engine
         self.judges, self.source = LateJudges(), Prompts()
         self.journal = journal
-        self.parts = Parts(
+        self.parts = RolloutParts(
             self.port,
             self.source,
             self.judges,
@@ -110,16 +112,16 @@ class Bench:
             max_context_tokens=64,
             stall_timeout_s=5.0,
         )
-        self.runner = Runner(self.parts, recipe.rules())
+        self.controller = RolloutController(self.parts, recipe.rules())
         self.version = 0
         self.batches: list[list[Group]] = []
 
-    def begin(self, version: int = 0, *, place: StreamPlace | None = None, num_batches: float = 1e9) -> None:
+    def begin(self, version: int = 0, *, place: StreamCursor | None = None, num_batches: float = 1e9) -> None:
         carried = self.journal.open_groups() if self.journal is not None else []
         self.version = version
         if place is not None:
             self.source.position = dict(place.position)
-        self.runner.begin(version, place or StreamPlace(0, {}), carried, num_batches=num_batches)
+        self.controller.begin(version, place or StreamCursor(0, {}), carried, num_batches=num_batches)
         self.publish()
 
     def live(self) -> None:
@@ -129,16 +131,16 @@ class Bench:
             self.step()
 
     def publish(self) -> None:
-        self.runner.publish({}, PolicyVersion("a", self.version))
+        self.controller.publish({}, PolicyVersion("a", self.version))
 
     def step(self, ticks: int = 6) -> list[Group]:
         """One train step, during which the worker has so many rounds where the mode lets it."""
-        groups = self.runner.next_batch()
+        groups = self.controller.next_batch()
         if self.journal is not None:
             self.journal.consumed(self.version + 1, [g.group_id for g in groups])
         self.batches.append(groups)
         left = iter(range(ticks))
-        self.runner.run_until(lambda timeout_s: next(left, None) is None)
+        self.controller.run_until(lambda timeout_s: next(left, None) is None)
         self.version += 1
         self.publish()
         return groups
@@ -185,8 +187,8 @@ def test_every_batch_is_what_the_engine_wrote_and_nothing_is_generated_twice(mod
     assert len(set(ids)) == len(ids)
     assert all(group.prompt.prompt_id == str(group.group_id) for batch in bench.batches for group in batch)
     assert set(bench.judges.asked.values()) == {1}, "judged once each, abort or not"
-    with bench.runner.paused():
-        carried = bench.runner.scheduler.num_carried_tokens
+    with bench.controller.paused():
+        carried = bench.controller.scheduler.num_carried_tokens
     assert bench.engine.stats.decoded_tokens == sum(t.num_tokens for t in members) + carried
     staleness = [bench_step - v for bench_step, b in enumerate(bench.batches) for g in b for v in _versions(g)]
     if mode == "sync":
@@ -204,7 +206,7 @@ def test_a_pause_leaves_nothing_with_the_judges_for_an_evaluation_to_take_for_it
     for _ in range(8):
         bench.step()
         in_flight += bool(bench.judges.num_waiting)
-        with bench.runner.paused():
+        with bench.controller.paused():
             assert bench.judges.num_waiting == 0
     assert in_flight or mode == "sync", "there was something to wait for"
     assert [len(batch) for batch in bench.batches] == [4] * 8
@@ -222,10 +224,10 @@ def test_the_last_batch_leaves_nothing_behind():
         for _ in range(5):
             bench.step()
         assert bench.source.position["numbers"] == 20
-        assert bench.runner.scheduler.num_open == 0
+        assert bench.controller.scheduler.num_open == 0
 
 
-class Disturbed(LocalPort):
+class Disturbed(LocalTransport):
     """Every message comes twice, and again after its lease has ended."""
 
     def __init__(self) -> None:
@@ -254,7 +256,7 @@ class Killed(Exception):
     """The process ends here."""
 
 
-class Mortal(LocalPort):
+class Mortal(LocalTransport):
     """Dies after so many rounds."""
 
     def __init__(self, rounds: int) -> None:
@@ -298,8 +300,8 @@ def test_what_a_killed_process_had_finished_is_trained_and_not_made_again(mode, 
         if mode == "sync":
             assert before.finish_reason is not None or not before.segments
     assert not judged & set(second.judges.asked), "a replay does not judge again"
-    with second.runner.paused():
-        carried = second.runner.scheduler.num_carried_tokens
+    with second.controller.paused():
+        carried = second.controller.scheduler.num_carried_tokens
     made = sum(t.num_tokens for t in members.values()) - sum(t.num_tokens for t in known.values())
     assert second.engine.stats.decoded_tokens == made + carried, "no token is generated twice"
     prompts = [g.prompt.prompt_id for b in (*first.batches, *second.batches) for g in b]
@@ -315,16 +317,16 @@ def test_dropped_groups_are_tried_again_under_a_new_id_and_counted(tmp_path: Pat
     bench.begin()
     for _ in range(20):
         bench.step()
-    counts = bench.runner.scheduler.step
+    counts = bench.controller.scheduler.step
     assert counts.requeued_groups + counts.dropped_groups > 0
     trained = [g.prompt.prompt_id for b in bench.batches for g in b]
     assert len(set(trained)) == len(trained), "a prompt that was tried again is trained once"
-    assert bench.runner.scheduler.ledger.dropped > 0
+    assert bench.controller.scheduler.ledger.dropped > 0
     for step, batch in enumerate(bench.batches):
         assert all(step - v <= 1 for g in batch for v in _versions(g))
 
 
-class Refusing(LocalPort):
+class Refusing(LocalTransport):
     """A worker that is always at another version."""
 
     def __init__(self) -> None:
@@ -358,7 +360,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_by_name():
 class SilentJudges(LateJudges):
     """Takes calls and forgets them."""
 
-    def collect(self, timeout_s: float = 0.0) -> Sequence[Judged]:  # type: ignore[override]
+    def collect(self, timeout_s: float = 0.0) -> Sequence[ScoredTrajectory]:  # type: ignore[override]
         raise EngineFault("the judges gave no judgement")
 
 
@@ -384,10 +386,10 @@ class GroupJudges(LateJudges):
         self.asked.update(t.name for t in trajectories)
         self.calls.append(list(trajectories))
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         calls, self.calls = self.calls, []
         return [
-            Judged(t, Judgement(float(sum(o.num_tokens < t.num_tokens for o in group)), {}, False))
+            ScoredTrajectory(t, RewardResult(float(sum(o.num_tokens < t.num_tokens for o in group)), {}, False))
             for group in calls
             for t in group
         ]
@@ -426,12 +428,12 @@ def test_judges_that_compare_get_each_group_once_and_whole_also_after_a_kill(mod
 def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
     """Group 0 is judged; then its member 1 turns out not to be trustworthy and is made again."""
 
-    class Revoking(LocalPort):
+    class Revoking(LocalTransport):
         is_due = False
 
         def receive(self, timeout_s: float) -> Any:
             found: list[Any] = list(super().receive(timeout_s))
-            is_judged = any(g.group_id == 0 and not g.num_unjudged for g in bench.runner.scheduler.groups())
+            is_judged = any(g.group_id == 0 and not g.num_unjudged for g in bench.controller.scheduler.groups())
             if not self.is_due and is_judged:
                 self.is_due = True
                 found.append(WorkRevoked(1, 0, 1, "inspection"))

@@ -12,9 +12,9 @@ from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rollout import stall
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
-from baton.rollout.eval_rollout import Request, Sweep
+from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.trajectories import append_report
-from baton.rollout.transport import LocalPort
+from baton.rollout.transport import LocalTransport
 from baton.types import (
     FinishReason,
     FromHub,
@@ -29,7 +29,7 @@ from baton.types import (
 )
 
 VERSION = 4
-REQUESTS = [Request(group_id, (9, group_id), 4) for group_id in (10, 11, 12)]
+REQUESTS = [EvalGroup(group_id, (9, group_id), 4) for group_id in (10, 11, 12)]
 
 
 def length(group_id: int, sample_index: int) -> int:
@@ -37,17 +37,17 @@ def length(group_id: int, sample_index: int) -> int:
     return 3 + (group_id * 7 + sample_index * 5) % 24
 
 
-def fake_port() -> LocalPort:
+def fake_port() -> LocalTransport:
     settings = EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=5)
-    return LocalPort(FakeEngine(settings, PolicyVersion("a", VERSION), length))
+    return LocalTransport(FakeEngine(settings, PolicyVersion("a", VERSION), length))
 
 
 def grown(port: Any, max_new_tokens: int = 20, **settings: Any) -> list[Trajectory]:
-    sweep = Sweep(port, **settings)
+    sweep = EvalRollout(port, **settings)
     return list(sweep.rollout(REQUESTS, SamplingParams(max_new_tokens), noise_seed=1, version=VERSION))
 
 
-class Disturbed(LocalPort):
+class Disturbed(LocalTransport):
     """A port on which messages come twice, and come again after their lease has ended."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_messages_that_come_twice_or_late_change_nothing() -> None:
 
 def test_tokens_are_counted_once_however_often_they_are_reported() -> None:
     counted: list[int] = []
-    sweep = Sweep(Disturbed())
+    sweep = EvalRollout(Disturbed())
     found = list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION, on_tokens=counted.append))
     assert sum(counted) == sum(t.num_tokens for t in found)
 
@@ -134,13 +134,13 @@ def test_tokens_are_counted_once_however_often_they_are_reported() -> None:
 def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
     ids: list[int] = []
 
-    class Listening(LocalPort):
+    class Listening(LocalTransport):
         def send(self, message: FromHub) -> None:
             assert isinstance(message, Lease)
             ids.append(message.lease_id)
             super().send(message)
 
-    sweep = Sweep(Listening(fake_port().engine))
+    sweep = EvalRollout(Listening(fake_port().engine))
     for _ in range(2):
         assert len(list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION))) == 12
     assert len(set(ids)) == len(ids) == 24
@@ -148,7 +148,7 @@ def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
 
 def test_a_lease_asks_for_exactly_the_trainers_version() -> None:
     with pytest.raises(EngineFault, match=r"serves version 4 and refused trajectory 10/0"):
-        list(Sweep(fake_port()).rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION + 1))
+        list(EvalRollout(fake_port()).rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION + 1))
 
 
 def test_a_refusal_names_worker_version_and_trajectory() -> None:
@@ -181,13 +181,13 @@ def test_a_report_with_a_gap_or_an_overlap_is_not_appended() -> None:
 
 
 def test_no_requests_need_no_worker() -> None:
-    assert list(Sweep(Silent()).rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
+    assert list(EvalRollout(Silent()).rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
 
 
 def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent() -> None:
     worker = Silent()
-    sweep = Sweep(worker, max_context_tokens=8)
-    long = [*REQUESTS, Request(13, tuple(range(8)), 4)]
+    sweep = EvalRollout(worker, max_context_tokens=8)
+    long = [*REQUESTS, EvalGroup(13, tuple(range(8)), 4)]
     with pytest.raises(UserError, match=r"prompt of 8 tokens \(group 13\).*engine\.max_context_tokens is 8"):
         next(iter(sweep.rollout(long, SamplingParams(4), noise_seed=1, version=VERSION)))
     assert worker.receive(0) == []
@@ -196,7 +196,7 @@ def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent
 def test_a_slow_worker_that_makes_tokens_without_a_due_report_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
-    class Slow(LocalPort):
+    class Slow(LocalTransport):
         def receive(self, timeout_s: float) -> list[FromWorker]:
             clock.advance(4.0)
             return super().receive(timeout_s)

@@ -22,17 +22,17 @@ from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
-from baton.rollout.eval_rollout import Request, Sweep
+from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
-from baton.rollout.transport import LocalPort
+from baton.rollout.transport import LocalTransport
 from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
 
 SETTINGS = EngineSettings(slots=16, max_context_tokens=96)
 VERSION = PolicyVersion("test", 0)
-REQUESTS = [Request(group, (5, 6 + group, 7), 5) for group in range(9)]  # 45 trajectories for 2 × 16 slots
+REQUESTS = [EvalGroup(group, (5, 6 + group, 7), 5) for group in range(9)]  # 45 trajectories for 2 × 16 slots
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,14 @@ def pool(model_path: Path) -> Iterator[EnginePool]:
     pool.close()
 
 
-def local(model_path: Path) -> LocalPort:
+def local(model_path: Path) -> LocalTransport:
     model = load_model(str(model_path), dtype=torch.float32, device=torch.device("cpu"))
     tokenizer = load_tokenizer(str(model_path))
-    return LocalPort(EmbeddedEngine(model, tokenizer, SETTINGS, VERSION, end_ids(model, tokenizer)))
+    return LocalTransport(EmbeddedEngine(model, tokenizer, SETTINGS, VERSION, end_ids(model, tokenizer)))
 
 
 def rollout(port: Any, version: int = 0) -> list[Trajectory]:
-    found = Sweep(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
+    found = EvalRollout(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
     return sorted(found, key=lambda t: (t.group_id, t.sample_index))
 
 
@@ -121,7 +121,7 @@ def test_a_stopped_process_does_not_block_the_pool_whatever_it_is_sent(pool: Eng
 
 def test_a_stopped_process_is_waited_for_only_until_the_stall_timeout(pool: EnginePool) -> None:
     os.kill(pool.processes[1].pid, signal.SIGSTOP)
-    found = Sweep(pool, 2.0).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
+    found = EvalRollout(pool, 2.0).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
     with pytest.raises(DeadlineExceeded, match="the 2 engine processes has made no progress for 2 s"):
         list(found)
 

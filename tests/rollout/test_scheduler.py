@@ -6,38 +6,38 @@ import pytest
 
 from baton.errors import UserError
 from baton.rollout.events import (
-    Abort,
+    AbortTrajectory,
     Assign,
-    BatchWanted,
+    BatchRequested,
     Capacity,
     Command,
     Deliver,
     Discard,
+    DispatchPaused,
+    DispatchResumed,
     Finished,
-    Grew,
+    LeaseEnded,
     Load,
-    Lost,
     Open,
-    Paused,
-    PutDown,
     Restart,
-    Resumed,
     Revoked,
     Rewarded,
-    Serving,
-    VersionMade,
+    TokensLost,
+    TokensReceived,
+    VersionServed,
+    VersionTrained,
 )
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import FILTERED_LIMIT, Rules
-from baton.rollout.tracked import State, TrackedGroup
+from baton.rollout.tracked import TrackedGroup, TrajectoryState
 
 
 def served(rules: Rules, *, slots: int = 100, queue: int = 0, **start: float) -> tuple[RolloutScheduler, list[Command]]:
     """A scheduler whose workers serve its version and whose trainer wants a batch; and what it said to that."""
     made = RolloutScheduler(rules, **start)  # type: ignore[arg-type]
-    assert made.handle(VersionMade(0.0, made.version)) == [Load(made.version)]
-    assert made.handle(Serving(0.0, made.version)) == []
-    assert made.handle(BatchWanted(0.0)) == []
+    assert made.handle(VersionTrained(0.0, made.version)) == [Load(made.version)]
+    assert made.handle(VersionServed(0.0, made.version)) == []
+    assert made.handle(BatchRequested(0.0)) == []
     return made, made.handle(Capacity(0.0, slots, queue))
 
 
@@ -55,7 +55,7 @@ def finish(
     """Grow, finish and judge all members of a group; return what was said to it all."""
     said: list[Command] = []
     for index, reward in enumerate(rewards):
-        said += made.handle(Grew(0.0, group_id, index, version, tokens))
+        said += made.handle(TokensReceived(0.0, group_id, index, version, tokens))
         said += made.handle(Finished(0.0, group_id, index))
         said += made.handle(Rewarded(0.0, group_id, index, reward))
     return said
@@ -97,13 +97,13 @@ def test_a_lease_asks_for_exactly_the_served_version_but_in_flight_for_at_least_
     assert said == [Open(0), Assign(0, 0, 3, True)]
     rules = Rules(mode="async", batch_groups=1, group_size=1, on_new_version="keep", max_staleness=2, max_lag=2)
     made = RolloutScheduler(rules, version=3)
-    made.handle(VersionMade(0.0, 3))
-    made.handle(Serving(0.0, 3))
+    made.handle(VersionTrained(0.0, 3))
+    made.handle(VersionServed(0.0, 3))
     said = made.handle(Capacity(0.0, 1))
     assert said == [Open(0), Assign(0, 0, 1, False)]  # 3 − max_lag
-    made.handle(Grew(0.0, 0, 0, 1, 2))
-    made.handle(Grew(0.0, 0, 0, 2, 5))
-    assert made.handle(PutDown(0.0, 0, 0)) == [Assign(0, 0, 2, False)], "not older than its last token"
+    made.handle(TokensReceived(0.0, 0, 0, 1, 2))
+    made.handle(TokensReceived(0.0, 0, 0, 2, 5))
+    assert made.handle(LeaseEnded(0.0, 0, 0)) == [Assign(0, 0, 2, False)], "not older than its last token"
     assert (made.step.resumed, made.step.reprefilled_tokens) == (1, 7)
 
 
@@ -117,33 +117,33 @@ def test_of_those_without_a_token_the_first_is_leased_first_though_it_was_put_do
     made, said = served(Rules(batch_groups=1, group_size=2), slots=1)
     assert leased(said) == [(0, 0)]
     made.handle(Capacity(0.0, 0))
-    made.handle(PutDown(0.0, 0, 0))
+    made.handle(LeaseEnded(0.0, 0, 0))
     assert leased(made.handle(Capacity(0.0, 2))) == [(0, 0), (0, 1)]
 
 
 def test_what_was_put_down_is_leased_before_what_has_no_token() -> None:
     made, _ = served(Rules(batch_groups=3, group_size=1), slots=2)
     made.handle(Capacity(0.0, 0))
-    made.handle(PutDown(0.0, 0, 0))
-    made.handle(Grew(0.0, 1, 0, 0, 4))
-    made.handle(PutDown(0.0, 1, 0))
+    made.handle(LeaseEnded(0.0, 0, 0))
+    made.handle(TokensReceived(0.0, 1, 0, 0, 4))
+    made.handle(LeaseEnded(0.0, 1, 0))
     assert leased(made.handle(Capacity(0.0, 9))) == [(1, 0), (0, 0), (2, 0)]
 
 
 def test_nothing_is_leased_while_nobody_serves_nobody_wants_a_batch_or_all_is_paused() -> None:
     made = RolloutScheduler(Rules(batch_groups=1, group_size=1))
     assert made.handle(Capacity(0.0, 1)) == []
-    assert made.handle(BatchWanted(0.0)) == []
-    made.handle(VersionMade(0.0, 0))
-    assert made.handle(Paused(0.0)) == []
-    assert made.handle(Serving(0.0, 0)) == []
-    assert made.handle(Resumed(0.0)) == [Open(0), Assign(0, 0, 0, True)]
-    assert made.handle(Paused(0.0)) == [Abort(0, 0)]
-    assert made.handle(PutDown(0.0, 0, 0)) == []
-    assert made.handle(Resumed(0.0)) == [Assign(0, 0, 0, True)]
+    assert made.handle(BatchRequested(0.0)) == []
+    made.handle(VersionTrained(0.0, 0))
+    assert made.handle(DispatchPaused(0.0)) == []
+    assert made.handle(VersionServed(0.0, 0)) == []
+    assert made.handle(DispatchResumed(0.0)) == [Open(0), Assign(0, 0, 0, True)]
+    assert made.handle(DispatchPaused(0.0)) == [AbortTrajectory(0, 0)]
+    assert made.handle(LeaseEnded(0.0, 0, 0)) == []
+    assert made.handle(DispatchResumed(0.0)) == [Assign(0, 0, 0, True)]
     unwanted = RolloutScheduler(Rules(batch_groups=1, group_size=1))
-    unwanted.handle(VersionMade(0.0, 0))
-    unwanted.handle(Serving(0.0, 0))
+    unwanted.handle(VersionTrained(0.0, 0))
+    unwanted.handle(VersionServed(0.0, 0))
     assert unwanted.handle(Capacity(0.0, 1)) == []
 
 
@@ -156,18 +156,18 @@ def test_a_batch_is_delivered_with_its_last_group_and_counted_to_the_token() -> 
         mode="partial", batch_groups=2, group_size=1, overprovision=1.5, on_new_version="resume", max_staleness=1
     )
     made, _ = served(rules, version=2)
-    made.handle(Grew(0.0, 0, 0, 0, 3))
-    made.handle(Grew(0.0, 0, 0, 1, 2))
+    made.handle(TokensReceived(0.0, 0, 0, 0, 3))
+    made.handle(TokensReceived(0.0, 0, 0, 1, 2))
     assert finish(made, 0, [1.0], version=2, tokens=4) == []
     said = finish(made, 1, [1.0], version=2, tokens=5)
-    assert said == [Abort(2, 0), Deliver(3, (0, 1))]
+    assert said == [AbortTrajectory(2, 0), Deliver(3, (0, 1))]
     assert (made.ledger.generated, made.ledger.trained, made.ledger.masked) == (14, 11, 3)
     assert (made.step.finished, made.step.carried_groups, made.step.generated_tokens) == (2, 1, 14)
     assert (made.num_open, made.num_carried_tokens) == (1, 0)
     with pytest.raises(AssertionError, match="a batch is wanted while the last one is being trained"):
-        made.handle(BatchWanted(0.0))
+        made.handle(BatchRequested(0.0))
     with pytest.raises(AssertionError, match="version 4 made of 3 batches"):
-        made.handle(VersionMade(0.0, 4))
+        made.handle(VersionTrained(0.0, 4))
     assert [g.group_id for g in made.groups()] == [2]
     assert made.take_step_counts().finished == 2
     assert made.step.finished == 0
@@ -176,7 +176,7 @@ def test_a_batch_is_delivered_with_its_last_group_and_counted_to_the_token() -> 
 def test_a_second_batch_is_not_wanted_before_the_first_has_come() -> None:
     made, _ = served(Rules(batch_groups=1, group_size=1))
     with pytest.raises(AssertionError, match="a batch is wanted already"):
-        made.handle(BatchWanted(0.0))
+        made.handle(BatchRequested(0.0))
 
 
 @pytest.mark.parametrize("max_requeues", [1, 2])
@@ -195,10 +195,10 @@ def test_a_group_that_is_too_old_is_tried_again_max_requeues_times_and_then_give
         fresh = next(g.group_id for g in made.groups() if g.group_id != stale)
         said = finish(made, fresh, [1.0], version=version)  # the batch; the other one is put down
         assert Deliver(version + 1, (fresh,)) in said
-        made.handle(Grew(0.0, stale, 0, version, 1))
-        made.handle(PutDown(0.0, stale, 0))
-        said = made.handle(VersionMade(0.0, version + 1)) + made.handle(Serving(0.0, version + 1))
-        said += made.handle(BatchWanted(0.0))
+        made.handle(TokensReceived(0.0, stale, 0, version, 1))
+        made.handle(LeaseEnded(0.0, stale, 0))
+        said = made.handle(VersionTrained(0.0, version + 1)) + made.handle(VersionServed(0.0, version + 1))
+        said += made.handle(BatchRequested(0.0))
         said += made.handle(Finished(0.0, stale, 0)) + made.handle(Rewarded(0.0, stale, 0, 1.0))
         assert Discard(stale, "dropped") in said
         outcomes.append((made.step.requeued_groups, made.step.dropped_groups))
@@ -236,44 +236,44 @@ def test_a_version_that_is_not_published_changes_nothing_for_the_workers() -> No
     made, _ = served(Rules(mode="async", batch_groups=1, group_size=1, max_staleness=1, on_new_version="resume"))
     finish(made, 0, [1.0])
     assert made.num_leased == 1
-    assert made.handle(VersionMade(0.0, 1, is_published=False)) == []
+    assert made.handle(VersionTrained(0.0, 1, is_published=False)) == []
     assert (made.version, made.num_leased) == (1, 1)
 
 
 def test_resume_puts_all_down_and_loads_once_when_nobody_runs() -> None:
     made, _ = served(Rules(mode="async", batch_groups=1, group_size=1, max_staleness=2, on_new_version="resume"))
     assert Deliver(1, (0,)) in finish(made, 0, [1.0])
-    assert made.handle(VersionMade(0.0, 1)) == [Abort(1, 0), Abort(2, 0)]
-    assert made.handle(PutDown(0.0, 1, 0)) == []
-    assert made.handle(PutDown(0.0, 2, 0)) == [Load(1)]
+    assert made.handle(VersionTrained(0.0, 1)) == [AbortTrajectory(1, 0), AbortTrajectory(2, 0)]
+    assert made.handle(LeaseEnded(0.0, 1, 0)) == []
+    assert made.handle(LeaseEnded(0.0, 2, 0)) == [Load(1)]
     assert made.handle(Capacity(0.0, 100)) == [], "neither loaded twice nor leased before it is served"
-    assert leased(made.handle(Serving(0.0, 1))) == [(1, 0), (2, 0), (3, 0)]
+    assert leased(made.handle(VersionServed(0.0, 1))) == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_a_version_that_is_being_loaded_is_not_loaded_again() -> None:
     made, _ = served(Rules(mode="async", batch_groups=1, group_size=1, max_staleness=2, on_new_version="resume"))
     finish(made, 0, [1.0])
-    made.handle(VersionMade(0.0, 1))
-    made.handle(PutDown(0.0, 1, 0))
-    assert made.handle(PutDown(0.0, 2, 0)) == [Load(1)]
+    made.handle(VersionTrained(0.0, 1))
+    made.handle(LeaseEnded(0.0, 1, 0))
+    assert made.handle(LeaseEnded(0.0, 2, 0)) == [Load(1)]
     assert made.handle(Revoked(0.0, 1, 0, "verification")) == [Restart(1, 0)]
 
 
 def test_keep_loads_at_once_and_leases_on() -> None:
     made, _ = served(Rules(mode="async", batch_groups=1, group_size=1, max_staleness=1, on_new_version="keep"))
     assert Deliver(1, (0,)) in finish(made, 0, [1.0])
-    assert made.handle(VersionMade(0.0, 1)) == [Load(1)]
-    assert made.handle(PutDown(0.0, 1, 0)) == [Assign(1, 0, 0, False)]
-    assert leased(made.handle(Serving(0.0, 1))) == [(2, 0)]
+    assert made.handle(VersionTrained(0.0, 1)) == [Load(1)]
+    assert made.handle(LeaseEnded(0.0, 1, 0)) == [Assign(1, 0, 0, False)]
+    assert leased(made.handle(VersionServed(0.0, 1))) == [(2, 0)]
 
 
 def test_an_older_version_served_is_not_the_one_that_is_published() -> None:
     made = RolloutScheduler(Rules(batch_groups=1, group_size=1), version=2)
-    made.handle(VersionMade(0.0, 2))
-    made.handle(BatchWanted(0.0))
+    made.handle(VersionTrained(0.0, 2))
+    made.handle(BatchRequested(0.0))
     made.handle(Capacity(0.0, 1))
-    assert made.handle(Serving(0.0, 1)) == [Load(2)]
-    assert made.handle(Serving(0.0, 2)) == [Open(0), Assign(0, 0, 2, True)]
+    assert made.handle(VersionServed(0.0, 1)) == [Load(2)]
+    assert made.handle(VersionServed(0.0, 2)) == [Open(0), Assign(0, 0, 2, True)]
 
 
 # ---- what is lost, and what is taken up ------------------------------------------------------------------------------
@@ -281,17 +281,17 @@ def test_an_older_version_served_is_not_the_one_that_is_published() -> None:
 
 def test_a_revoked_trajectory_begins_again_from_any_state_and_its_tokens_are_lost() -> None:
     made, _ = served(Rules(batch_groups=2, group_size=2))
-    made.handle(Grew(0.0, 0, 0, 0, 3))
+    made.handle(TokensReceived(0.0, 0, 0, 0, 3))
     assert made.handle(Revoked(0.0, 0, 0, "verification")) == [Restart(0, 0), Assign(0, 0, 0, True)]  # leased
     finish(made, 0, [1.0, 0.0], tokens=5)
     assert made.handle(Revoked(0.0, 0, 1, "verification")) == [Restart(0, 1), Assign(0, 1, 0, True)]  # judged
-    made.handle(Grew(0.0, 0, 1, 0, 7))
+    made.handle(TokensReceived(0.0, 0, 1, 0, 7))
     made.handle(Finished(0.0, 0, 1))
     assert made.handle(Rewarded(0.0, 0, 0, 0.5)) == [], "judged again with its group"
     assert made.handle(Rewarded(0.0, 0, 1, 0.0)) == []
     assert (made.ledger.lost["verification"], made.step.lost_tokens) == (8, 8)
     assert finish(made, 1, [1.0, 0.0]) == [Deliver(1, (0, 1))]
-    assert made.handle(Lost(0.0, "branch", 4)) == []
+    assert made.handle(TokensLost(0.0, "branch", 4)) == []
     assert (made.ledger.lost["branch"], made.step.lost_tokens) == (4, 12)
     assert made.ledger.generated == 3 + 10 + 7 + 2 + 4
 
@@ -300,8 +300,8 @@ def test_a_revoked_trajectory_that_waits_is_leased_once_and_after_those_with_tok
     made, _ = served(Rules(batch_groups=2, group_size=1), slots=2)
     made.handle(Capacity(0.0, 0))
     for group_id in (0, 1):
-        made.handle(Grew(0.0, group_id, 0, 0, 2))
-        made.handle(PutDown(0.0, group_id, 0))
+        made.handle(TokensReceived(0.0, group_id, 0, 0, 2))
+        made.handle(LeaseEnded(0.0, group_id, 0))
     assert made.handle(Revoked(0.0, 0, 0, "verification")) == [Restart(0, 0)]
     assert leased(made.handle(Capacity(0.0, 9))) == [(1, 0), (0, 0)]
 
@@ -310,13 +310,13 @@ def test_groups_of_an_earlier_process_are_taken_up_where_they_were() -> None:
     made = RolloutScheduler(Rules(batch_groups=2, group_size=1), next_group_id=7)
     done, waiting = (TrackedGroup.new(group_id, 1, opened_at=0) for group_id in (5, 6))
     done.members[0].grow(0, 3)
-    done.members[0].state, done.members[0].reward, done.num_unjudged = State.JUDGED, 1.0, 0
+    done.members[0].state, done.members[0].reward, done.num_unjudged = TrajectoryState.JUDGED, 1.0, 0
     waiting.members[0].grow(0, 2)
     assert made.take_up([done, waiting]) == []
     assert (made.num_open, made.ledger.generated, made.num_carried_tokens) == (2, 5, 5)
-    made.handle(VersionMade(0.0, 0))
-    made.handle(Serving(0.0, 0))
-    made.handle(BatchWanted(0.0))
+    made.handle(VersionTrained(0.0, 0))
+    made.handle(VersionServed(0.0, 0))
+    made.handle(BatchRequested(0.0))
     assert made.handle(Capacity(0.0, 9)) == [Assign(6, 0, 0, True)]
     assert finish(made, 6, [0.0]) == [Deliver(1, (5, 6))]
     with pytest.raises(AssertionError, match="group 7 is to be opened yet"):
@@ -326,9 +326,9 @@ def test_groups_of_an_earlier_process_are_taken_up_where_they_were() -> None:
 def test_slot_time_is_counted_from_event_to_event() -> None:
     """Of 4 slots 1 is busy for 2 s, half a second at first, then none for 5 s, which count for nothing."""
     made, _ = served(Rules(batch_groups=1, group_size=1), slots=4)
-    made.handle(Grew(0.5, 0, 0, 0, 1))
+    made.handle(TokensReceived(0.5, 0, 0, 0, 1))
     assert (made.step.busy_slot_s, made.step.slot_s) == (0.5, 2.0)
-    made.handle(Grew(2.0, 0, 0, 0, 1))
+    made.handle(TokensReceived(2.0, 0, 0, 0, 1))
     made.handle(Finished(2.0, 0, 0))
     made.handle(Rewarded(7.0, 0, 0, 1.0))
     assert (made.step.busy_slot_s, made.step.slot_s) == (2.0, 8.0)
@@ -338,9 +338,9 @@ def test_slot_time_is_counted_from_event_to_event() -> None:
 
 def test_before_the_first_event_there_is_neither_time_nor_a_slot() -> None:
     made = RolloutScheduler(Rules(batch_groups=1, group_size=1))
-    made.handle(VersionMade(0.0, 0))
-    made.handle(Serving(0.0, 0))
-    assert made.handle(BatchWanted(0.0)) == []
+    made.handle(VersionTrained(0.0, 0))
+    made.handle(VersionServed(0.0, 0))
+    assert made.handle(BatchRequested(0.0)) == []
 
 
 def test_events_that_cannot_be_are_refused() -> None:
@@ -349,6 +349,6 @@ def test_events_that_cannot_be_are_refused() -> None:
         made.handle(Rewarded(0.0, 0, 0, 1.0))
     made.handle(Finished(0.0, 0, 0))
     with pytest.raises(AssertionError, match="trajectory 0/0 grew while JUDGING"):
-        made.handle(Grew(0.0, 0, 0, 0, 1))
+        made.handle(TokensReceived(0.0, 0, 0, 0, 1))
     with pytest.raises(AssertionError, match="trajectory 0/0 is JUDGING, not leased"):
-        made.handle(PutDown(0.0, 0, 0))
+        made.handle(LeaseEnded(0.0, 0, 0))

@@ -12,7 +12,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import check_server, chosen
-from baton.rollout.overprovision import Measured, next_overprovision
+from baton.rollout.overprovision import BatchMeasurement, next_overprovision
 from baton.rollout.settings import RolloutSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
@@ -69,16 +69,16 @@ def test_defaults_follow_the_mode():
 @pytest.mark.parametrize(
     ("now", "measured", "then"),
     [
-        (2.0, Measured(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 2.25),  # slots stand empty
-        (2.0, Measured(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.05), 2.0),  # full, and cheap
-        (2.0, Measured(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.75),  # too much is too old
+        (2.0, BatchMeasurement(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 2.25),  # slots stand empty
+        (2.0, BatchMeasurement(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.05), 2.0),  # full, and cheap
+        (2.0, BatchMeasurement(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.75),  # too much is too old
         (
             2.0,
-            Measured(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.4),
+            BatchMeasurement(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.4),
             1.75,
         ),  # 0.1 for 0.03 of slots
-        (1.0, Measured(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.0),
-        (4.0, Measured(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 4.0),
+        (1.0, BatchMeasurement(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.0),
+        (4.0, BatchMeasurement(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 4.0),
     ],
 )
 def test_over_provision_follows_what_is_measured(now, measured, then):

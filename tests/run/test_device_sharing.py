@@ -18,9 +18,9 @@ from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
-from baton.rollout.transport import LocalPort
+from baton.rollout.transport import LocalTransport
 from baton.run.assemble import build_loop
-from baton.run.device_sharing import Turns
+from baton.run.device_sharing import DeviceSharing
 from baton.run.loop import Loop
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint
@@ -117,7 +117,7 @@ class Parts:
     """A built loop, its engine and its trainer."""
 
     def __init__(self, loop: Loop) -> None:
-        assert isinstance(loop.port, LocalPort)
+        assert isinstance(loop.port, LocalTransport)
         assert isinstance(loop.port.engine, EmbeddedEngine)
         assert isinstance(loop.trainer, LocalTrainer)
         assert loop.turns is not None
@@ -211,7 +211,7 @@ def test_the_peak_is_the_most_that_both_held_at_one_turn() -> None:
             return None
 
     engine, trainer = One(10, 0), One(12, 7)
-    turns = Turns(engine, trainer)
+    turns = DeviceSharing(engine, trainer)
     turns.metrics()
     turns.to_trainer()
     turns.to_engine()

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from baton.records.evaluation import Z_95, share_interval
-from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.scorer import RewardScorer, RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.eval_rollout import Sweep
-from baton.rollout.transport import LocalPort
+from baton.rollout.eval_rollout import EvalRollout
+from baton.rollout.transport import LocalTransport
 from baton.run.evaluation import evaluate
 from baton.types import Message, PolicyVersion, Prompt, SamplingParams
 
@@ -80,9 +80,9 @@ def run(samples: int, temperature: float = 1.0, max_new_tokens: int = 9):
     settings = EngineSettings(slots=8, max_context_tokens=64)
     numbers = (1, 2, 5)
     engine = FakeEngine(settings, PolicyVersion("e", 0), lambda group_id, sample: numbers[group_id] + sample + 1)
-    judge = Judge({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], "tags")  # type: ignore[dict-item]
+    judge = RewardScorer({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], "tags")  # type: ignore[dict-item]
     sampling = SamplingParams(max_new_tokens, temperature)
-    return evaluate(Sweep(LocalPort(engine)), judge, Words(), prompts, sampling, samples=samples, version=0)  # type: ignore[arg-type]
+    return evaluate(EvalRollout(LocalTransport(engine)), judge, Words(), prompts, sampling, samples=samples, version=0)  # type: ignore[arg-type]
 
 
 def test_accuracy_and_pass_at_k_by_hand() -> None:

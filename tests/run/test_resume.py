@@ -28,7 +28,7 @@ from baton.run.assemble import build_loop
 from baton.run.resume import skip_batch
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
-from baton.types import FinishReason, Group, Judged, Judgement, Message, Prompt, Segment, Trajectory
+from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.trajectories import read_trajectories
 from tests.run.stopping import StopWhen
@@ -210,14 +210,14 @@ def test_a_recorded_batch_is_neither_generated_nor_judged_again(
     resumed = build_loop(wanted, TerminalObserver(console, 9), resume=True, overwrite=False)
     assert resumed.state.step == 2  # its checkpoint; steps 3 and 4 are recorded
     generated: list[int] = []
-    next_batch = resumed.runner.next_batch
+    next_batch = resumed.controller.next_batch
 
     def counted(*arguments: Any) -> list[Group]:
         groups = next_batch(*arguments)
         generated.extend(group.group_id for group in groups)
         return groups
 
-    monkeypatch.setattr(resumed.runner, "next_batch", counted)
+    monkeypatch.setattr(resumed.controller, "next_batch", counted)
     resumed.train()
     resumed.close()
     assert generated == list(range(16, 36))  # four groups a step: steps 5 to 9 only
@@ -342,7 +342,7 @@ def test_a_recorded_reward_that_is_not_finite_can_be_read(tmp_path: Path) -> Non
     run = RunDirectory(tmp_path)
     (tmp_path / "trajectories").mkdir()
     trajectory = Trajectory(0, 0, (5,), (Segment((7,), (-0.5,), 0),), FinishReason.STOP)
-    judged = Judged(trajectory, Judgement(float("inf"), {"score": float("nan")}, False))
+    judged = ScoredTrajectory(trajectory, RewardResult(float("inf"), {"score": float("nan")}, False))
     run.write_groups(1, [Group(0, Prompt("p", "t", (Message("user", "2"),)), (judged,))])
     ((group,),) = (run.groups(1),)
     assert math.isnan(group.members[0].judgement.reward)

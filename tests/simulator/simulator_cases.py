@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
-from baton.simulator.script import Work
+from baton.simulator.script import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, JudgeSpec, Setting, SwarmSpec
+from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
@@ -26,9 +26,9 @@ def setting(mode: str = "sync", *, engines: int = 2, slots: int = 8, steps: int 
     base = Setting(
         rules(mode),
         tuple(EngineSpec(f"w{i}", slots, speed) for i in range(engines)),
-        Work(constant(16), lognormal(60, 1.0, 400), 0.5),
+        TrajectoryWork(constant(16), lognormal(60, 1.0, 400), 0.5),
         TrainSpeed(0.5, 1e-6, 0.0),
-        JudgeSpec(0.05, 1.0, 4),
+        ScoringSpec(0.05, 1.0, 4),
         publish_s=0.1,
         num_steps=steps,
         checkpoint_every=3,
@@ -46,7 +46,7 @@ def swarm(mode: str = "async", *, engines: int = 3, slots: int = 4, steps: int =
     return replace(replace(base, rules=own, swarm=spec), **changes)
 
 
-def bad_day(seed: int, faults: int = 6, until_s: float = 40.0) -> list[FaultSettings]:
+def random_case(seed: int, faults: int = 6, until_s: float = 40.0) -> list[FaultSettings]:
     """Random faults; somebody comes in the end, so that the run can go on."""
     drawn = draw_faults(choices(seed, "faults"), RandomSettings(faults=faults, until_s=until_s))
     return [*drawn, FaultSettings(kind="join", at_s=200.0)]

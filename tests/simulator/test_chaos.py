@@ -12,28 +12,28 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_cases import MODES, bad_day, rules, swarm
+from simulator_cases import MODES, random_case, rules, swarm
 
 from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator import chaos
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.find import broken_law
-from baton.simulator.run import Options, simulate
+from baton.simulator.run import RunOptions, simulate
 from baton.simulator.seeds import choices
 from baton.simulator.setting import Setting
-from baton.simulator.world import Hang
+from baton.simulator.world import NoProgress
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))
 
 
-def survive(of, options: Options) -> Counter[str]:
+def survive(of, options: RunOptions) -> Counter[str]:
     """Simulate with all laws on; on a violation, fail with the smallest log that shows it."""
     try:
         outcomes = simulate(of, replace(options, laws=True)).outcomes
         assert not outcomes["an honest worker was convicted"]
         return outcomes
-    except (AssertionError, Hang):
+    except (AssertionError, NoProgress):
         violation = broken_law(of, options)
         raise AssertionError(violation.sentence() if violation is not None else "it went away") from None
 
@@ -42,7 +42,7 @@ def survive(of, options: Options) -> Counter[str]:
 def test_every_law_holds_on_bad_days(mode: str) -> None:
     happened: Counter[str] = Counter()
     for seed in range(SCHEDULES):
-        happened += survive(swarm(mode), Options(seed, bad_day(seed, 3 + seed % 10)))
+        happened += survive(swarm(mode), RunOptions(seed, random_case(seed, 3 + seed % 10)))
     for kind in ("crash", "hang", "slow", "join", "leave", "restart", "partition", "storm"):
         assert happened[f"fault: {kind}"], f"no {kind} in {SCHEDULES} days"
     assert happened["worker expelled"]
@@ -80,7 +80,7 @@ def test_every_law_holds_under_every_setting(
     of = replace(of, rules=own, work=replace(of.work, trained_share=0.8))
     of = replace(of, judges=replace(of.judges, latency_s=judging))
     day = draw_faults(choices(seed, "faults"), RandomSettings(faults=faults, until_s=30.0))
-    survive(of, Options(seed, [*day, FaultSettings(kind="join", at_s=100.0)]))
+    survive(of, RunOptions(seed, [*day, FaultSettings(kind="join", at_s=100.0)]))
 
 
 def test_a_fixed_sample_of_what_make_chaos_draws() -> None:
@@ -94,7 +94,7 @@ def test_a_fixed_sample_of_what_make_chaos_draws() -> None:
 
 class _LosesCount(RolloutScheduler):
     def handle(self, event: ro.Event) -> list[ro.Command]:
-        if isinstance(event, ro.Grew):
+        if isinstance(event, ro.TokensReceived):
             self.ledger.generated -= 1
         return super().handle(event)
 
@@ -102,13 +102,13 @@ class _LosesCount(RolloutScheduler):
 def test_make_chaos_ends_with_the_day_that_breaks_a_law(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    days = chaos.bad_day
+    days = chaos.random_case
 
-    def planted(number: int) -> tuple[Setting, Options]:
+    def planted(number: int) -> tuple[Setting, RunOptions]:
         of, options = days(number)
         return of, replace(options, make_scheduler=_LosesCount) if number == 4 else options
 
-    monkeypatch.setattr(chaos, "bad_day", planted)
+    monkeypatch.setattr(chaos, "random_case", planted)
     monkeypatch.setattr(chaos.os, "cpu_count", lambda: 1)
     assert chaos.main(["3", "3"]) == 1
     said = capsys.readouterr().out
@@ -122,4 +122,4 @@ def test_no_honest_worker_is_taken_for_a_liar() -> None:
         FaultSettings(kind="slow", at_s=1.473, for_s=1.584, factor=2.0),
         FaultSettings(kind="slow", at_s=3.038, for_s=1.252, factor=20.0),
     ]
-    assert not simulate(swarm("async"), Options(62, late)).outcomes["an honest worker was convicted"]
+    assert not simulate(swarm("async"), RunOptions(62, late)).outcomes["an honest worker was convicted"]

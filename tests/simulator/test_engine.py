@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.simulator.clock import Clock
+from baton.simulator.clock import VirtualClock
 from baton.simulator.engine import SimEngine
-from baton.simulator.rows import Grown, Wish
+from baton.simulator.rows import GenerationRequest, LeaseProgress
 from baton.simulator.setting import EngineSpec
 from baton.simulator.timing import FlatSpeed
 
@@ -19,15 +19,15 @@ from baton.simulator.timing import FlatSpeed
 class Heard:
     """Who holds the engine: keeps what it says."""
 
-    clock: Clock
+    clock: VirtualClock
     said: list[tuple[float, int, str, list[tuple[int, int]]]] = field(default_factory=list)
 
-    def heard(self, engine: SimEngine, reports: list[Grown]) -> None:
+    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         self.said += [(self.clock.now_s, r.row.lease, r.end, list(r.segments)) for r in reports]
 
 
-def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Clock, SimEngine, Heard]:
-    clock = Clock()
+def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[VirtualClock, SimEngine, Heard]:
+    clock = VirtualClock()
     of_spec = {key: options.pop(key) for key in ("kv_tokens", "pads") if key in options}
     heard = Heard(clock)
     made = SimEngine(clock, EngineSpec("e", slots, speed, **of_spec), heard, **options)
@@ -35,11 +35,11 @@ def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Clock, 
     return clock, made, heard
 
 
-def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> Wish:
-    return Wish(lease, lease if group is None else group, 0, prompt, tokens, length, 0, False)
+def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> GenerationRequest:
+    return GenerationRequest(lease, lease if group is None else group, 0, prompt, tokens, length, 0, False)
 
 
-def run(clock: Clock) -> None:
+def run(clock: VirtualClock) -> None:
     while clock.fire():
         pass
 

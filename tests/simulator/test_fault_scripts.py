@@ -10,7 +10,7 @@ from simulator_cases import swarm
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.simulator.faults import FaultSettings, FaultsSettings
-from baton.simulator.run import Options, build, simulate
+from baton.simulator.run import RunOptions, build, simulate
 
 
 def read(tmp_path: Path, text: str) -> FaultsSettings:
@@ -75,18 +75,18 @@ def test_a_trace_that_is_none_is_named(tmp_path: Path, rows: str, said: str) -> 
 
 def test_an_unknown_worker_is_named() -> None:
     with pytest.raises(UserError, match="'w9', the workers are w0, w1, w2"):
-        build(swarm(), Options(faults=[FaultSettings(kind="crash", at_s=1.0, worker="w9")]))
+        build(swarm(), RunOptions(faults=[FaultSettings(kind="crash", at_s=1.0, worker="w9")]))
 
 
 def test_engine_processes_die_with_their_run() -> None:
     with pytest.raises(UserError, match=r"swarm\.workers"):
-        build(swarm(swarm=None), Options(faults=[FaultSettings(kind="crash", at_s=1.0)]))
+        build(swarm(swarm=None), RunOptions(faults=[FaultSettings(kind="crash", at_s=1.0)]))
 
 
 def test_a_dead_worker_costs_what_it_had_not_reported() -> None:
     """It reports every second: of a slot that makes a token in 20 ms and a bit, at most 50 tokens are unreported."""
-    quiet = simulate(swarm("async"), Options(0))
-    record = simulate(swarm("async"), Options(0, [FaultSettings(kind="crash", at_s=5.3, worker="w1", for_s=3.0)]))
+    quiet = simulate(swarm("async"), RunOptions(0))
+    record = simulate(swarm("async"), RunOptions(0, [FaultSettings(kind="crash", at_s=5.3, worker="w1", for_s=3.0)]))
     assert 0 < record.unreported <= 4 * 50
     assert record.outcomes["fault: crash"] == 1
     assert len(record.steps) == len(quiet.steps)
@@ -94,8 +94,8 @@ def test_a_dead_worker_costs_what_it_had_not_reported() -> None:
 
 
 def test_a_controller_that_dies_goes_back_to_its_checkpoint_and_trains_nothing_twice() -> None:
-    quiet = simulate(swarm("partial"), Options(0))
-    record = simulate(swarm("partial"), Options(0, [FaultSettings(kind="restart", at_s=20.0, for_s=5.0)], laws=True))
+    quiet = simulate(swarm("partial"), RunOptions(0))
+    record = simulate(swarm("partial"), RunOptions(0, [FaultSettings(kind="restart", at_s=20.0, for_s=5.0)], laws=True))
     assert record.outcomes["controller restarted"] == 1
     assert record.seconds > quiet.seconds + 5.0
     assert len(record.steps) == 8

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulator_cases import bad_day, rules, setting, swarm
+from simulator_cases import random_case, rules, setting, swarm
 
 from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
 from baton.simulator.faults import FaultSettings
 from baton.simulator.find import broken_law
-from baton.simulator.run import Options, simulate
+from baton.simulator.run import RunOptions, simulate
 from baton.swarm import lease_events as ev
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
@@ -24,7 +24,7 @@ class ForgetsTokens(RolloutScheduler):
     """Counts a token less than it was told, now and then."""
 
     def handle(self, event: ro.Event) -> list[ro.Command]:
-        if isinstance(event, ro.Grew) and event.group_id == 5 and event.num_tokens > 1:
+        if isinstance(event, ro.TokensReceived) and event.group_id == 5 and event.num_tokens > 1:
             event = msgspec.structs.replace(event, num_tokens=event.num_tokens - 1)
         return super().handle(event)
 
@@ -60,7 +60,7 @@ class LoadsUnderWay(RolloutScheduler):
 
     def handle(self, event: ro.Event) -> list[ro.Command]:
         found = super().handle(event)
-        if isinstance(event, ro.VersionMade) and self.num_leased:
+        if isinstance(event, ro.VersionTrained) and self.num_leased:
             found.append(ro.Load(event.version))
         return found
 
@@ -71,7 +71,7 @@ class NeverResumes(RolloutScheduler):
     has_lost_places = False
 
     def handle(self, event: ro.Event) -> list[ro.Command]:
-        if isinstance(event, ro.PutDown):
+        if isinstance(event, ro.LeaseEnded):
             self.has_lost_places = True
             super().handle(ro.Capacity(event.at_s, 0))
         if isinstance(event, ro.Capacity) and self.has_lost_places:
@@ -95,7 +95,7 @@ class CommitsTwice(LeaseTable):
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         found = super().handle(event)
-        again = [c for c in found if isinstance(c, ev.Commit) and c.task % 7 == 3]
+        again = [c for c in found if isinstance(c, ev.CommitTokens) and c.task % 7 == 3]
         return [c for one in found for c in ((one, one) if one in again else (one,))]
 
 
@@ -103,7 +103,7 @@ class BelievesForEver(LeaseTable):
     """Takes all time for a delay of its own, and so never gives a silent worker up."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        if isinstance(event, ev.Tick):
+        if isinstance(event, ev.LeaseTick):
             event = msgspec.structs.replace(event, delay_s=event.at_s)
         return super().handle(event)
 
@@ -114,7 +114,7 @@ class HidesWaste(LeaseTable):
     def handle(self, event: ev.Event) -> list[ev.Command]:
         found = super().handle(event)
         self.wasted.clear()
-        return [c for c in found if not isinstance(c, ev.Waste)]
+        return [c for c in found if not isinstance(c, ev.DiscardTokens)]
 
 
 class GrantsTooFew(LeaseTable):
@@ -134,9 +134,9 @@ class GrantsTheAborted(LeaseTable):
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         if isinstance(event, ev.TaskAborted):
-            return [ev.Recall(self.holder[lease], lease) for lease in self.leases_of(event.task)]
+            return [ev.RecallLease(self.holder[lease], lease) for lease in self.leases_of(event.task)]
         found = super().handle(event)
-        self.holder |= {c.lease: c.worker for c in found if isinstance(c, ev.Grant)}
+        self.holder |= {c.lease: c.worker for c in found if isinstance(c, ev.GrantLease)}
         return found
 
 
@@ -144,8 +144,8 @@ def found(mode: str, *, scheduler: type = RolloutScheduler, table: type = LeaseT
     """The violation on the first of a few days on which there is one."""
     of = swarm(mode) if table is not LeaseTable or faults else setting(mode)
     for seed in range(12):
-        day = bad_day(seed, 4) if faults else ()
-        options = Options(seed, day, make_scheduler=scheduler, make_table=table)
+        day = random_case(seed, 4) if faults else ()
+        options = RunOptions(seed, day, make_scheduler=scheduler, make_table=table)
         violation = broken_law(of, options)
         if violation is not None:
             return violation
@@ -181,7 +181,7 @@ def test_a_planted_bug_is_found(law: str, mode: str, planted: dict[str, object])
 def test_the_bound_of_staleness_is_seen_by_who_counts_for_himself() -> None:
     """The scheduler masks by another bound than the run's: its books add up, and are wrong."""
     of = replace(setting("partial", steps=20), rules=rules("partial", max_staleness=0, overprovision=4.0))
-    violation = broken_law(of, Options(0, make_scheduler=TrainsStaleTokens))
+    violation = broken_law(of, RunOptions(0, make_scheduler=TrainsStaleTokens))
     assert violation is not None
     assert violation.law == "conservation"
 
@@ -190,14 +190,14 @@ def test_what_is_shown_is_no_more_than_is_needed() -> None:
     """A bug that a crash alone shows is shown with that crash alone."""
     faults = [FaultSettings(kind="slow", at_s=1.0 + i, factor=2.0, for_s=1.0) for i in range(6)]
     faults.insert(3, FaultSettings(kind="crash", at_s=4.0, worker="w1", for_s=5.0))
-    violation = broken_law(swarm("async"), Options(0, faults, make_table=BelievesForEver))
+    violation = broken_law(swarm("async"), RunOptions(0, faults, make_table=BelievesForEver))
     assert violation is not None
     assert [fault.kind for fault in violation.faults] == ["crash"]
     assert violation.law == "leases"
 
 
 def test_without_a_bug_nothing_is_found() -> None:
-    assert broken_law(swarm("async"), Options(0, bad_day(0))) is None
+    assert broken_law(swarm("async"), RunOptions(0, random_case(0))) is None
 
 
 def test_sync_makes_the_same_batches_whatever_happens() -> None:
@@ -212,10 +212,10 @@ def test_sync_makes_the_same_batches_whatever_happens() -> None:
                 delivered.update({c.step: c.group_ids for c in commands if isinstance(c, ro.Deliver)})
                 return commands
 
-        simulate(swarm("sync"), Options(3, faults, make_scheduler=Watches))
+        simulate(swarm("sync"), RunOptions(3, faults, make_scheduler=Watches))
         return [delivered[step] for step in sorted(delivered)]
 
     quiet = batches([])
     assert len(quiet) == 8
     for seed in range(5):
-        assert batches(bad_day(seed)) == quiet
+        assert batches(random_case(seed)) == quiet

@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from simulator_cases import MODES, bad_day, rules, setting, swarm
+from simulator_cases import MODES, random_case, rules, setting, swarm
 
-from baton.simulator.log import Log
+from baton.simulator.log import EventLog
 from baton.simulator.result import summarise
-from baton.simulator.run import Options, build, simulate
-from baton.simulator.script import Script, Work
-from baton.simulator.setting import EngineSpec, JudgeSpec, Setting
+from baton.simulator.run import RunOptions, build, simulate
+from baton.simulator.script import Script, TrajectoryWork
+from baton.simulator.setting import EngineSpec, ScoringSpec, Setting
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.simulator.tracing import Spans
 from baton.specs.workload import constant, lognormal
@@ -22,8 +22,8 @@ from baton.swarm.provisioning import Provisioning
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_seed_gives_the_same_events_to_the_byte(mode: str) -> None:
     def events(seed: int) -> list[bytes]:
-        log = Log()
-        simulate(swarm(mode), Options(seed, bad_day(seed), log=log))
+        log = EventLog()
+        simulate(swarm(mode), RunOptions(seed, random_case(seed), log=log))
         return list(log.lines)
 
     first = events(3)
@@ -33,7 +33,7 @@ def test_the_same_seed_gives_the_same_events_to_the_byte(mode: str) -> None:
 
 
 def test_a_change_of_one_concern_leaves_the_others_as_they_were() -> None:
-    work = Work(constant(16), lognormal(60, 1.0, 400), 0.5)
+    work = TrajectoryWork(constant(16), lognormal(60, 1.0, 400), 0.5)
     one, other = Script(work, 5, 4, 2), Script(replace(work, prompt=lognormal(30, 1.0, 90)), 5, 4, 2)
     drawn = [one.length(group, index) for group in range(600) for index in range(2)]
     assert drawn == [other.length(group, index) for group in range(600) for index in range(2)]
@@ -43,7 +43,7 @@ def test_a_change_of_one_concern_leaves_the_others_as_they_were() -> None:
 
 def test_members_of_a_group_are_as_alike_as_was_asked_for() -> None:
     def spread_within(correlation: float) -> float:
-        script = Script(Work(constant(1), lognormal(60, 1.0, 400), correlation), 0, 4, 2)
+        script = Script(TrajectoryWork(constant(1), lognormal(60, 1.0, 400), correlation), 0, 4, 2)
         return sum(abs(script.length(g, 0) - script.length(g, 1)) for g in range(400)) / 400
 
     assert spread_within(1.0) == 0
@@ -53,7 +53,7 @@ def test_members_of_a_group_are_as_alike_as_was_asked_for() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [setting, swarm])
 def test_every_law_holds_on_a_good_day(mode: str, make) -> None:
-    world = build(make(mode), Options(1, laws=True))
+    world = build(make(mode), RunOptions(1, laws=True))
     record = world.run()
     assert len(record.steps) == world.setting.num_steps
     assert record.generated == sum(
@@ -66,7 +66,7 @@ def test_every_law_holds_on_a_good_day(mode: str, make) -> None:
 def test_no_run_is_faster_than_its_work(mode: str) -> None:
     """Every engine at full width all the time, without prefill: no more tokens than that."""
     of = setting(mode, steps=20)
-    result, speed = summarise(of, simulate(of, Options(2))), of.engines[0].speed
+    result, speed = summarise(of, simulate(of, RunOptions(2))), of.engines[0].speed
     most = sum(engine.slots / speed.step_s(engine.slots, 0.0) for engine in of.engines)
     assert result.generated_tokens_per_s <= most
     assert result.tokens["generated"] / result.seconds <= most
@@ -81,9 +81,9 @@ def test_sync_takes_its_turns() -> None:
     of = Setting(
         rules(),
         (EngineSpec("e", 8, FlatSpeed(0.1, token_s=0.001)),),
-        Work(constant(20), constant(50)),
+        TrajectoryWork(constant(20), constant(50)),
         TrainSpeed(2.0, 0.0, 0.0),
-        JudgeSpec(0.5),
+        ScoringSpec(0.5),
         publish_s=0.25,
         num_steps=5,
     )
@@ -96,7 +96,7 @@ def test_sync_takes_its_turns() -> None:
 def test_littles_law_of_what_is_carried() -> None:
     """Groups carried over a batch = groups per version × versions from opening to batch, to the group."""
     of = replace(setting("partial", slots=16, steps=60), rules=rules("partial", overprovision=3.0, max_staleness=50))
-    steps = simulate(of, Options(0)).steps
+    steps = simulate(of, RunOptions(0)).steps
     carried = sum(step.counts.carried_groups for step in steps)
     ages = sum(sum(step.counts.ages) for step in steps)
     assert carried > 200
@@ -108,7 +108,7 @@ def test_more_staleness_keeps_the_trainer_busier_and_never_exceeds_its_bound() -
     busy, mean = [], []
     for bound in (0, 1, 2, 4):
         of = replace(setting("async", slots=16, steps=40), rules=rules("async", max_staleness=bound, stale="drop"))
-        result = summarise(of, simulate(of, Options(0)))
+        result = summarise(of, simulate(of, RunOptions(0)))
         assert max(result.staleness) <= bound
         assert result.masked_share == 0
         busy.append(result.trainer_busy)
@@ -125,12 +125,12 @@ def test_the_provisioning_rule_says_how_long_the_trainer_waits(workers: int, eve
     of = replace(
         of,
         rules=replace(rules("async", max_staleness=12), is_swarm=True, max_lag=every),
-        work=Work(constant(16), constant(50)),
+        work=TrajectoryWork(constant(16), constant(50)),
         train=TrainSpeed(2.0, 0.0, 0.0),
-        judges=JudgeSpec(),
+        judges=ScoringSpec(),
         publish_every=every,
     )
-    result = summarise(of, simulate(of, Options(0)))
+    result = summarise(of, simulate(of, RunOptions(0)))
     per_worker = of.engines[0].slots / (50 * of.engines[0].speed.step_s(4, 41.0))
     rule = Provisioning(every, 2.0, 0.0, 8, workers * per_worker)
     assert rule.idle_share is not None
@@ -140,7 +140,7 @@ def test_the_provisioning_rule_says_how_long_the_trainer_waits(workers: int, eve
 @pytest.mark.parametrize("mode", MODES)
 def test_spans_of_generation_hold_every_token_and_do_not_overlap_in_a_slot(mode: str) -> None:
     spans = Spans()
-    record = simulate(setting(mode), Options(0, tracer=spans))
+    record = simulate(setting(mode), RunOptions(0, tracer=spans))
     made = [span for span in spans.spans if span.name == "generate"]
     assert sum(span.facts["tokens"] for span in made) == record.generated
     by_slot: dict[tuple[str, int], list[tuple[float, float]]] = {}

@@ -12,10 +12,10 @@ from baton.cost.efficiency import RatesSettings
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.simulator.result import summarise
-from baton.simulator.run import Options, simulate
-from baton.simulator.script import RecordedGroup, Script, Work
+from baton.simulator.run import RunOptions, simulate
+from baton.simulator.script import RecordedGroup, Script, TrajectoryWork
 from baton.simulator.setting import EngineSpec, Setting
-from baton.simulator.sources import PlanSource, Wishes
+from baton.simulator.sources import PlanSource, SimulationOptions
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
@@ -29,14 +29,14 @@ def test_a_batch_takes_no_longer_than_any_schedule_that_leaves_no_slot_idle(seed
     of = Setting(
         rules(batch_groups=16, group_size=4),
         tuple(EngineSpec(f"e{index}", 4, FlatSpeed(0.01)) for index in range(engines)),
-        Work(constant(8), lognormal(60, 1.0, 400), 0.5),
+        TrajectoryWork(constant(8), lognormal(60, 1.0, 400), 0.5),
         TrainSpeed(1.0, 0.0, 0.0),
         num_steps=1,
     )
     script = Script(of.work, seed, 16, 4)
     lengths = [script.length(group, index) for group in range(16) for index in range(4)]
     work_s = sum(lengths) * 0.01 / (4 * engines)
-    waited_s = simulate(of, Options(seed)).steps[0].begin_s
+    waited_s = simulate(of, RunOptions(seed)).steps[0].begin_s
     assert work_s <= waited_s + 1e-9
     assert waited_s <= work_s + max(lengths) * 0.01 + 1e-9
 
@@ -47,7 +47,7 @@ def test_the_staleness_gate_adds_at_0_and_overlaps_from_1_on(train_s: float) -> 
     of = Setting(
         rules("async", max_staleness=0),
         (EngineSpec("e", 8, FlatSpeed(0.1)),),
-        Work(constant(8), constant(50)),
+        TrajectoryWork(constant(8), constant(50)),
         TrainSpeed(train_s, 0.0, 0.0),
         num_steps=24,
     )
@@ -81,7 +81,7 @@ def test_many_equal_gpus_come_to_the_closed_form() -> None:
         best_s = load.output_tokens * (1 / train + 1 / rollout) / number
         planned.append(plan.breakdown.step_s / best_s)
         load = msgspec.structs.replace(load, prompt=constant(1e-6))
-        setting = PlanSource(plan, model, load, cluster=of).setting(Wishes(steps=14))
+        setting = PlanSource(plan, model, load, cluster=of).setting(SimulationOptions(steps=14))
         result = summarise(setting, simulate(setting))
         simulated.append(result.step_s / best_s)
         assert result.seconds >= result.steps * best_s * (1 - 1e-9)
@@ -94,7 +94,7 @@ def test_many_equal_gpus_come_to_the_closed_form() -> None:
 
 def test_a_run_s_own_groups_come_again_in_their_order() -> None:
     groups = (RecordedGroup(5, (10, 20), True), RecordedGroup(6, (30, 40), False))
-    script = Script(Work(constant(1), constant(1), recorded=groups), 3, 4, 3)
+    script = Script(TrajectoryWork(constant(1), constant(1), recorded=groups), 3, 4, 3)
     assert [script.prompt(group) for group in range(3)] == [5, 6, 5]
     assert [script.length(3, index) for index in range(3)] == [30, 40, 30]
     assert [script.reward(0, index) for index in range(2)] == [0.0, 1.0]
@@ -107,7 +107,9 @@ def test_a_slot_stays_empty_for_the_step_that_begins_before_its_next_trajectory_
     of = Setting(
         rules(batch_groups=2, group_size=2),
         (EngineSpec("e", 2, FlatSpeed(0.1)),),
-        Work(constant(1), constant(10), recorded=(RecordedGroup(1, (10, 20), True), RecordedGroup(1, (10, 5), True))),
+        TrajectoryWork(
+            constant(1), constant(10), recorded=(RecordedGroup(1, (10, 20), True), RecordedGroup(1, (10, 5), True))
+        ),
         TrainSpeed(1.0, 0.0, 0.0),
         num_steps=1,
     )

@@ -103,13 +103,13 @@ def _main() -> None:
 
     import baton.swarm.hub.requests
     from baton.swarm.auth import Role
-    from baton.swarm.listen import Listen
+    from baton.swarm.listen import ListenAddress
 
     directory, files, *pem = sys.argv[1:]
     baton.swarm.hub.requests.REQUESTS_PER_S, baton.swarm.hub.requests.BURST = REQUESTS_PER_S, BURST
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(files) // 2, int(files)))  # the hub raises it by itself
     _count_frames()
-    listen = Listen.parse("127.0.0.1:0", *map(Path, pem))
+    listen = ListenAddress.parse("127.0.0.1:0", *map(Path, pem))
     bench = SwarmBench(Path(directory), listen=listen)
     tokens = {
         name: bench.tokens.create(role, 3600, name=name)

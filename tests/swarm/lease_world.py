@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from baton.swarm.credit import FIRST_LEASES, TOKENS_PER_LEASE
 from baton.swarm.lease_events import (
     Command,
-    Commit,
-    Drop,
+    CommitTokens,
+    DiscardTokens,
+    DisconnectWorker,
+    DropLease,
     Event,
-    Expel,
-    Finish,
-    Grant,
+    FinishTask,
+    GrantLease,
     LeaseFinished,
-    LeaseGrew,
-    LeasePutDown,
-    PutDown,
-    Recall,
-    Replace,
+    LeaseProgressed,
+    LeaseReturned,
+    LeaseTick,
+    RecallLease,
+    ReplaceTokens,
+    ReturnTask,
     TaskAborted,
-    TaskWanted,
-    Tick,
-    Waste,
-    WorkerHeard,
+    TaskSubmitted,
     WorkerJoined,
     WorkerLeft,
+    WorkerSeen,
 )
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
@@ -145,11 +145,11 @@ class World:
         self.reported = self.committed = 0
         self.wasted: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
-        self.grants: list[Grant] = []
+        self.grants: list[GrantLease] = []
         self.finished_by: Counter[int] = Counter()
         """Worker → trajectories whose finish was taken from it."""
-        self.reliefs: list[Grant] = []
-        self.expelled: list[Expel] = []
+        self.reliefs: list[GrantLease] = []
+        self.expelled: list[DisconnectWorker] = []
         self.log: list[Event | Command] = []
         self.finishing: int | None = None
 
@@ -165,20 +165,20 @@ class World:
 
     def obey(self, command: Command) -> None:
         match command:
-            case Grant():
+            case GrantLease():
                 self._granted(command)
-            case Recall(worker=w, lease=n):
+            case RecallLease(worker=w, lease=n):
                 assert self.holder[n] is self.workers[w]
                 assert self.tasks[self.task_of[n]].aborted_s is not None, "only what was aborted is recalled"
                 if n in self.workers[w].attempts:
                     self.workers[w].attempts[n].is_recalled = True
-            case Drop(worker=w, lease=n):
+            case DropLease(worker=w, lease=n):
                 if self.task_of[n] in self.tasks:
                     assert self.holder[n] is self.workers[w]
                     self._end(n)
                 if self.choose(2):  # it hears of it soon, or after some more tokens
                     self.workers[w].attempts.pop(n, None)
-            case Commit(task=t, lease=n, length=length):
+            case CommitTokens(task=t, lease=n, length=length):
                 task, branch = self.tasks[t], self.branches[n]
                 assert self.task_of[n] == t
                 assert n in task.live + task.rested or not task.live, "only of leases that are, or were the last"
@@ -186,7 +186,7 @@ class World:
                 assert branch[: len(task.committed)] == task.committed, "append only, and no branches are mixed"
                 self.committed += length - len(task.committed)
                 task.committed = branch[:length]
-            case Finish(task=t, lease=n):
+            case FinishTask(task=t, lease=n):
                 assert n == self.finishing, "finished by whoever said so"
                 task = self.tasks[t]
                 assert task.committed == self.branches[n], "all of it is committed"
@@ -194,7 +194,7 @@ class World:
                 self.finished_by[self.holder[n].number] += 1
                 self.outcomes["finished"] += 1
                 self._close(task)
-            case Replace(task=t, lease=n):
+            case ReplaceTokens(task=t, lease=n):
                 assert n == self.finishing, "finished by whoever said so"
                 assert self.is_mixed
                 assert self.rules.restarts
@@ -206,17 +206,17 @@ class World:
                 self.finished_by[self.holder[n].number] += 1
                 self.outcomes["replaced"] += 1
                 self._close(task)
-            case PutDown(task=t):
+            case ReturnTask(task=t):
                 task = self.tasks[t]
                 assert task.aborted_s is not None
                 assert not task.live
                 self.outcomes["put down"] += 1
                 self._close(task)
                 self.spare_tasks.append(t)
-            case Waste(cause=cause, num_tokens=num):
+            case DiscardTokens(cause=cause, num_tokens=num):
                 assert num > 0
                 self.wasted[cause] += num
-            case Expel(worker=w):
+            case DisconnectWorker(worker=w):
                 worker = self.workers[w]
                 silent = self.now_s - worker.heard_s > self.rules.silence_s
                 wedged = worker.held and self.now_s - worker.moved_s > self.rules.wedge_s
@@ -224,7 +224,7 @@ class World:
                 self.expelled.append(command)
                 self._gone(worker)
 
-    def _granted(self, grant: Grant) -> None:
+    def _granted(self, grant: GrantLease) -> None:
         worker, task = self.workers[grant.worker], self.tasks[grant.task]
         assert grant.lease not in self.branches, "lease numbers are never used again"
         assert task.aborted_s is None
@@ -326,7 +326,7 @@ class World:
                 for worker in self.workers.values():
                     full = len(worker.held) >= self.places(worker) or not self.owner_allows(worker)
                     assert full or not task.suits(worker.told_version), "who has a place is given what waits"
-        if isinstance(event, Tick):
+        if isinstance(event, LeaseTick):
             for task in self.tasks.values():
                 if task.aborted_s is not None:
                     assert self.now_s - task.aborted_s <= self.rules.silence_s, "put down, whoever answers"
@@ -340,8 +340,9 @@ class World:
         lease = message.lease
         if not self.table.knows(lease):
             before = len(self.log)
-            self.tell(LeaseGrew(self.now_s, lease, 1 + len(message.tokens)))  # a careless hub: nothing comes of it
-            self.tell(LeasePutDown(self.now_s, lease))
+            # a careless hub: nothing comes of it
+            self.tell(LeaseProgressed(self.now_s, lease, 1 + len(message.tokens)))
+            self.tell(LeaseReturned(self.now_s, lease))
             self.tell(LeaseFinished(self.now_s, lease))
             assert len(self.log) == before + 3, "after the end nothing comes for it"
             return
@@ -356,7 +357,7 @@ class World:
             worker.delivered += len(new)
             self.delivered[worker.owner or ""] += len(new)
             worker.moved_s = worker.heard_s = self.now_s
-            self.tell(LeaseGrew(self.now_s, lease, len(new)))
+            self.tell(LeaseProgressed(self.now_s, lease, len(new)))
         if not self.table.knows(lease):
             return
         if message.is_finished:
@@ -368,7 +369,7 @@ class World:
             if task.aborted_s is None and task.suits(worker.told_version):
                 worker.told_version = None  # a refusal: it is given nothing before it has been heard of again
             self._end(lease)
-            self.tell(LeasePutDown(self.now_s, lease))
+            self.tell(LeaseReturned(self.now_s, lease))
             assert task.number not in self.tasks or task.aborted_s is None or task.live
 
     def beat(self, worker: SimWorker) -> None:
@@ -376,7 +377,7 @@ class World:
         if worker.counter != worker.told_counter:
             worker.told_counter, worker.moved_s = worker.counter, self.now_s
         worker.told_version = worker.version
-        self.tell(WorkerHeard(self.now_s, worker.number, worker.version, worker.counter))
+        self.tell(WorkerSeen(self.now_s, worker.number, worker.version, worker.counter))
 
     def tick(self, delay_s: float = 0.0) -> None:
         for worker in self.workers.values():
@@ -385,7 +386,7 @@ class World:
         for task in self.tasks.values():
             if task.aborted_s is not None:
                 task.aborted_s = min(self.now_s, task.aborted_s + delay_s)
-        self.tell(Tick(self.now_s, delay_s))
+        self.tell(LeaseTick(self.now_s, delay_s))
 
     # ---- what workers do ---------------------------------------------------------------------------------------------
 
@@ -448,7 +449,7 @@ class World:
         kept = [(number, p, "of ") if self.rules.restarts else (p, -1) for p in range(num_tokens)]
         task = SimTask(number, self.version if version is None else version, is_exact, kept)
         self.tasks[number] = task
-        self.tell(TaskWanted(self.now_s, number, task.version, is_exact, num_tokens, 40))
+        self.tell(TaskSubmitted(self.now_s, number, task.version, is_exact, num_tokens, 40))
         return task
 
     def abort(self, task: SimTask) -> None:

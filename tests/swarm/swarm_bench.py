@@ -1,6 +1,6 @@
 """A swarm in one process: a real hub on a free port, workers with scripted engines, wires that can be cut, a trainer.
 
-    Runner ─▶ SwarmPort ─▶ Hub ═ HTTP, WebSocket ═ Wire ═ SwarmWorker ─▶ ScriptedEngine
+    RolloutController ─▶ SwarmTransport ─▶ Hub ═ HTTP, WebSocket ═ Wire ═ SwarmWorker ─▶ ScriptedEngine
 
 All but the tokens is real: the connections, the messages, the weights that are published, fetched and verified. A
 token is a pure function of (group, sample, position, version), so every trajectory that is trained can be checked.
@@ -27,37 +27,37 @@ import torch
 import baton.swarm.hub.hub
 import baton.swarm.worker.worker
 from baton.policy.tensors import weights_digest
-from baton.records.journal import StreamPlace
-from baton.rollout.controller import Runner
+from baton.records.journal import StreamCursor
+from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
-from baton.rollout.parts import Parts
+from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Role, TokenFile
 from baton.swarm.hub.hub import Hub, HubParts
-from baton.swarm.lease_broker import Desk, Outside
+from baton.swarm.lease_broker import BrokerCallbacks, LeaseBroker
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
-from baton.swarm.listen import Listen
+from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
-from baton.swarm.throughput import Pace
+from baton.swarm.throughput import ThroughputTracker
 from baton.swarm.transfer import model_digest
-from baton.swarm.transport import PortParts, SwarmPort
-from baton.swarm.verification.checks import Limits, check_report
+from baton.swarm.transport import SwarmTransport, SwarmTransportParts
+from baton.swarm.verification.checks import ReportLimits, check_report
 from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 from baton.types import (
     FinishReason,
     FromPort,
     Group,
-    Judged,
-    Judgement,
     Lease,
     Message,
     PolicyVersion,
     Prompt,
     Report,
+    RewardResult,
     SamplingParams,
+    ScoredTrajectory,
     Trajectory,
 )
 from baton.weights.publish import Publisher
@@ -69,7 +69,7 @@ CONTEXT = 64
 LINEAGE = "bench"
 MODEL = msgspec.msgpack.encode({"config.json": b"{}"})
 SETTINGS = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=5)
-LIMITS = Limits(vocabulary=100, max_context_tokens=CONTEXT, end_ids=(END_ID,))
+LIMITS = ReportLimits(vocabulary=100, max_context_tokens=CONTEXT, end_ids=(END_ID,))
 PATIENCE_S = 60.0
 """No wait of a test is longer, however busy the machine is."""
 
@@ -139,9 +139,9 @@ class Judges:
             self.asked[trajectory.name] += 1
             self._waiting.append(trajectory)
 
-    def collect(self, timeout_s: float = 0.0) -> list[Judged]:
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         ready, self._waiting = self._waiting, []
-        return [Judged(t, Judgement(float(t.sample_index), {}, False)) for t in ready]
+        return [ScoredTrajectory(t, RewardResult(float(t.sample_index), {}, False)) for t in ready]
 
 
 class ScriptedEngine(FakeEngine):
@@ -282,7 +282,7 @@ class SwarmBench:
         lease_rules: Mapping[str, Any] | None = None,
         parts: Mapping[str, Any] | None = None,
         finished: Callable[..., bool] = lambda lease, trajectory, spans: False,
-        listen: Listen | None = None,
+        listen: ListenAddress | None = None,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 3, "group_size": 3, **values})
@@ -294,16 +294,18 @@ class SwarmBench:
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         self.told: list[FromPort] = []
         """All that the runner was told."""
-        self.pace = Pace()
+        self.pace = ThroughputTracker()
         table = {"silence_s": 1.0, "wedge_s": 10.0, "relief": 0.0, **(lease_rules or {})}
-        outside = Outside(
+        outside = BrokerCallbacks(
             lambda worker, message: self.hub.send(worker, message),
             self._to_runner,
             lambda worker, cause: self.hub.hang_up(worker, cause),
             self._convict,
             finished,
         )
-        self.desk = Desk(LeaseTable(LeaseRules(restarts=mode == "sync", **table)), outside, self._check, time.monotonic)
+        self.broker = LeaseBroker(
+            LeaseTable(LeaseRules(restarts=mode == "sync", **table)), outside, self._check, time.monotonic
+        )
         self.tokens = TokenFile(directory / "tokens.json")
         self.worker_token = self.tokens.create(Role.WORKER, 3600, name="workers", trusted=True)
         self.admin_token = self.tokens.create(Role.ADMIN, 3600, name="admin")
@@ -322,18 +324,18 @@ class SwarmBench:
         }
         self.hub = Hub(
             HubParts(
-                self.desk, (Authenticator(self.tokens.path),), Audit(directory / "audit.jsonl"), self.store, MODEL,
+                self.broker, (Authenticator(self.tokens.path),), Audit(directory / "audit.jsonl"), self.store, MODEL,
                 welcome, **known,
             ),
-            listen or Listen.parse("127.0.0.1:0"),
+            listen or ListenAddress.parse("127.0.0.1:0"),
         )  # fmt: skip
         before = set(threading.enumerate())
         self.port_number = self.hub.start()
         new = set(threading.enumerate()) - before
         (self._hub_thread,) = [thread for thread in new if thread.name == "hub"]
         self.url = self.hub.listen.url(self.port_number)
-        self.port = SwarmPort(
-            PortParts(
+        self.port = SwarmTransport(
+            SwarmTransportParts(
                 hub=self.hub,
                 publisher=Publisher(self.store, WeightsSettings()),
                 store=self.store,
@@ -354,7 +356,7 @@ class SwarmBench:
             )
         )
         self.judges, self.source = Judges(), Prompts()
-        self.parts = Parts(
+        self.parts = RolloutParts(
             self.port,
             self.source,
             self.judges,
@@ -365,7 +367,7 @@ class SwarmBench:
             max_context_tokens=CONTEXT,
             stall_timeout_s=stall_timeout_s,
         )
-        self.runner = Runner(self.parts, self.rules)
+        self.controller = RolloutController(self.parts, self.rules)
         self.version = 0
         self.batches: list[list[Group]] = []
         self.workers: list[BenchWorker] = []
@@ -382,11 +384,11 @@ class SwarmBench:
     def _convict(self, worker: int, sentence: str) -> None:
         self.convicted.append((worker, sentence))
         self.hub.hang_up(worker, sentence, is_final=True)
-        self.desk.leave(worker, "convicted")
+        self.broker.leave(worker, "convicted")
 
     def _to_runner(self, message: FromPort) -> None:
         if isinstance(message, Report) and message.finish_reason is not None:
-            self.pace.finish(time.monotonic(), self.desk.busy_since_s)
+            self.pace.finish(time.monotonic(), self.broker.busy_since_s)
         self.told.append(message)
         self.inbox.put(message)
 
@@ -417,15 +419,15 @@ class SwarmBench:
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
     def begin(self, *, num_batches: float = 1e9) -> None:
-        self.runner.begin(0, StreamPlace(0, {}), num_batches=num_batches)
+        self.controller.begin(0, StreamCursor(0, {}), num_batches=num_batches)
         self.publish()
 
     def publish(self) -> None:
-        self.runner.publish(tensors_of(self.version), version_of(self.version))
+        self.controller.publish(tensors_of(self.version), version_of(self.version))
 
     def step(self, train_s: float = 0.01) -> list[Group]:
         """One train step."""
-        groups = self.runner.next_batch()
+        groups = self.controller.next_batch()
         self.batches.append(groups)
         end_s = time.monotonic() + train_s
 
@@ -433,10 +435,10 @@ class SwarmBench:
             time.sleep(max(0.0, min(timeout_s, end_s - time.monotonic())))
             return time.monotonic() >= end_s
 
-        self.runner.run_until(is_over)
+        self.controller.run_until(is_over)
         self.version += 1
         if self.version % self.publish_every:
-            self.runner.made(self.version)
+            self.controller.made(self.version)
         else:
             self.publish()
         return groups
@@ -459,7 +461,7 @@ class SwarmBench:
                 assert_whole(member.trajectory)
         assert len({group.group_id for group in trained}) == len(trained)
         assert len({group.prompt.prompt_id for group in trained}) == len(trained)
-        scheduler = self.runner.scheduler
+        scheduler = self.controller.scheduler
         ledger = scheduler.ledger
         assert ledger.generated == ledger.settled + scheduler.num_carried_tokens
         tokens = sum(member.trajectory.num_tokens for group in trained for member in group.members)

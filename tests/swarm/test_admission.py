@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, Places, RateLimit, network_of
+from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimits, RateLimit, network_of
 from baton.swarm.messages import Heartbeat, encode
 from tests.swarm.attacked_hub import BURST, REQUESTS_PER_S, AttackedHub, attacked_hub
 
@@ -35,8 +35,8 @@ DEADLINE_S = 120.0
     st.lists(st.tuples(st.sampled_from("aabbc"), st.sampled_from(["stay", "leave", "x", "y", "owner"])), max_size=200),
 )
 def test_no_history_takes_more_places_than_there_are(files: int, history: list[tuple[str, str]]) -> None:
-    places = Places.of(files)
-    small = Places(6, 8, 4, 12)
+    places = ConnectionLimits.of(files)
+    small = ConnectionLimits(6, 8, 4, 12)
     assert places.strangers + places.known <= files // 2 + 4 or places.strangers + places.known <= 4096
     admission, there, known = Admission(small), set[int](), dict[int, str]()
     for number, (address, does) in enumerate(history):
@@ -59,7 +59,7 @@ def test_no_history_takes_more_places_than_there_are(files: int, history: list[t
 
 
 def test_the_address_with_most_strangers_gives_way_and_of_it_the_oldest() -> None:
-    admission = Admission(Places(4, 8, 4, 12))
+    admission = Admission(ConnectionLimits(4, 8, 4, 12))
     assert [admission.arrive(number, "10.0.0.1", 0.0) for number in range(3)] == [None] * 3
     assert admission.arrive(3, "10.0.0.2", 0.0) is None
     assert admission.arrive(4, "10.0.0.3", 0.0) == 0, "there is no place left"
@@ -69,7 +69,7 @@ def test_the_address_with_most_strangers_gives_way_and_of_it_the_oldest() -> Non
 
 
 def test_the_owner_gets_a_place_when_no_token_of_others_does() -> None:
-    admission = Admission(Places(20, 8, 4, 12))
+    admission = Admission(ConnectionLimits(20, 8, 4, 12))
     for number in range(9):
         admission.arrive(number, "10.0.0.1", 0.0)
         refusal = admission.identify(number, f"token {number // 4}")
@@ -78,7 +78,7 @@ def test_the_owner_gets_a_place_when_no_token_of_others_does() -> None:
 
 
 def test_a_token_that_has_its_share_leaves_room_for_another() -> None:
-    admission = Admission(Places(20, 8, 4, 12))
+    admission = Admission(ConnectionLimits(20, 8, 4, 12))
     for number in range(5):
         admission.arrive(number, "10.0.0.1", 0.0)
     refusals = [admission.identify(number, "greedy") for number in range(5)]

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine
-from baton.swarm.verification.checks import Limits, check_report
+from baton.swarm.verification.checks import ReportLimits, check_report
 from baton.types import Author, FinishReason, Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-LIMITS = Limits(vocabulary=100, max_context_tokens=50, end_ids=(1,))
+LIMITS = ReportLimits(vocabulary=100, max_context_tokens=50, end_ids=(1,))
 LOOSE = Lease(9, Trajectory(4, 2, (7, 8, 9)), SamplingParams(20), 5, version=3, is_exact=False)
 EXACT = msgspec.structs.replace(LOOSE, is_exact=True)
 WORDS = msgspec.structs.replace(LOOSE, sampling=SamplingParams(20, stop=("cd",), stop_token_ids=(50,)))
@@ -114,14 +114,14 @@ def test_versions_do_not_descend_across_reports_and_finished_ones_take_no_more()
 
 
 def test_a_full_context_is_a_budget_too_and_nothing_left_is_finished_at_once():
-    tight = Limits(vocabulary=100, max_context_tokens=5, end_ids=(1,))
+    tight = ReportLimits(vocabulary=100, max_context_tokens=5, end_ids=(1,))
     assert check(LOOSE, report(segment([2, 3]), reason=LENGTH), limits=tight) is None
     grown = LOOSE.trajectory.extended((segment([2, 3]),))
     assert check(LOOSE, report(offset=2, reason=LENGTH), grown, limits=tight) is None
 
 
 def test_routing_comes_whole_or_not_at_all():
-    sparse = Limits(vocabulary=100, max_context_tokens=50, routing_bytes=2)
+    sparse = ReportLimits(vocabulary=100, max_context_tokens=50, routing_bytes=2)
     assert check(LOOSE, report(segment([2, 3], routing=(b"ab", b"cd"))), limits=sparse) is None
     assert check(LOOSE, report(segment([2, 3])), limits=sparse) is None
     assert "not 2 bytes" in check(LOOSE, report(segment([2, 3], routing=(b"ab", b"cdefgh"))), limits=sparse)
@@ -139,7 +139,7 @@ def test_a_long_value_does_not_make_a_long_sentence():
 @settings(max_examples=100, deadline=None)
 def test_no_engine_is_accused_whatever_happens_to_it(lengths, happenings, due):
     """Scripted lengths beyond and within the budget, new versions, aborts, reports every few tokens."""
-    limits = Limits(vocabulary=1 << 20, max_context_tokens=30, end_ids=(END_ID,))
+    limits = ReportLimits(vocabulary=1 << 20, max_context_tokens=30, end_ids=(END_ID,))
     engine = FakeEngine(
         EngineSettings(slots=8, max_context_tokens=30, report_every_tokens=due),
         PolicyVersion("run", 0),

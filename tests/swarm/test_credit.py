@@ -191,7 +191,7 @@ def test_at_a_real_hub_a_worker_that_claims_4096_slots_is_given_few(tmp_path: Pa
                         beats += 1
                         await line.send_bytes(encode(Heartbeat(version_of(0), EngineStats(decoded_tokens=beats))))
                         await asyncio.sleep(0.05)
-                        held = [w.leases for w in bench.in_hub(lambda: list(bench.desk.table.workers.values()))]
+                        held = [w.leases for w in bench.in_hub(lambda: list(bench.broker.table.workers.values()))]
                         most = max(most, *map(len, held[1:]), 0)
                     await steps
                     await line.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swarm_bench import MAX_NEW_TOKENS, SETTINGS, assert_whole, length
 
 from baton.rollout.engines.fake import FakeEngine
-from baton.swarm.worker.engine_driver import EngineThread, Grower
+from baton.swarm.worker.engine_driver import EngineDriver, EngineThread
 from baton.types import FromWorker, Lease, PolicyVersion, Report, Retry, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.timing
@@ -23,8 +23,8 @@ def lease(number: int, version: int = 0, *, is_exact: bool = False) -> Lease:
     return Lease(number, Trajectory(number, 0, (7, 8)), SamplingParams(MAX_NEW_TOKENS), 1, version, is_exact)
 
 
-def grower(mode: str) -> Grower:
-    return Grower(FakeEngine(SETTINGS, PolicyVersion("a", 0), length), mode)
+def driver(mode: str) -> EngineDriver:
+    return EngineDriver(FakeEngine(SETTINGS, PolicyVersion("a", 0), length), mode)
 
 
 class Hub:
@@ -53,7 +53,7 @@ class Hub:
 @given(st.sampled_from(["resume", "keep"]), st.integers(0, 10**6))
 def test_switches_aborts_and_drops_at_any_moment(mode, seed):
     """To the hub a lease that is carried over a switch has only grown; what is aborted is put down, switch or not."""
-    rng, hub, mine = random.Random(seed), Hub(), grower(mode)
+    rng, hub, mine = random.Random(seed), Hub(), driver(mode)
     version, numbers = 0, itertools.count()
     aborted: set[int] = set()
     dropped: set[int] = set()
@@ -100,7 +100,7 @@ def test_switches_aborts_and_drops_at_any_moment(mode, seed):
 
 def test_resume_prefills_again_and_keep_goes_on_in_flight():
     for mode, prefilled in (("resume", 2), ("keep", 1)):
-        mine, hub = grower(mode), Hub()
+        mine, hub = driver(mode), Hub()
         long = next(number for number in range(100) if length(number, 0) > MAX_NEW_TOKENS)
         mine.lease(hub.lease(lease(long)))
         for _ in range(7):
@@ -116,7 +116,7 @@ def test_resume_prefills_again_and_keep_goes_on_in_flight():
 
 
 def test_a_lease_of_exactly_a_version_is_put_down_by_another_and_refused_under_it():
-    mine, hub = grower("drain"), Hub()
+    mine, hub = driver("drain"), Hub()
     long = next(number for number in range(100) if length(number, 0) > MAX_NEW_TOKENS)
     mine.lease(hub.lease(lease(long, is_exact=True)))
     hub.hear(mine.step())
@@ -134,7 +134,7 @@ def test_a_lease_of_exactly_a_version_is_put_down_by_another_and_refused_under_i
 
 
 def test_a_lease_said_twice_is_grown_once():
-    mine, hub = grower("resume"), Hub()
+    mine, hub = driver("resume"), Hub()
     one = hub.lease(lease(3))
     mine.lease(one)
     mine.lease(one)
@@ -145,7 +145,7 @@ def test_a_lease_said_twice_is_grown_once():
 
 def test_what_was_dropped_leaves_its_place_and_its_number_free():
     """A hub that was started again counts its leases from 0."""
-    mine = grower("resume")
+    mine = driver("resume")
     for _ in range(3):
         hub = Hub()
         for number in range(12):
@@ -180,10 +180,10 @@ def test_whatever_ends_the_engine_reaches_on_fault():
         failed.set()
 
     thread = EngineThread(lambda reports, stats: None, on_fault, report_every_s=0.01)
-    mine = Grower(Failing(SETTINGS, PolicyVersion("a", 0), lambda group, sample: 99), "resume")
+    mine = EngineDriver(Failing(SETTINGS, PolicyVersion("a", 0), lambda group, sample: 99), "resume")
 
     def begin() -> None:
-        thread.grower = mine
+        thread.driver = mine
         mine.lease(lease(0))
 
     thread.do(begin)
@@ -196,11 +196,11 @@ def test_whatever_ends_the_engine_reaches_on_fault():
 def test_the_engine_thread_reports_while_it_grows_and_obeys_between_tokens():
     heard: list[FromWorker] = []
     thread = EngineThread(lambda reports, stats: heard.extend(reports), pytest.fail, report_every_s=0.0)
-    mine = Grower(FakeEngine(SETTINGS, PolicyVersion("a", 0), lambda group, sample: 999), "keep")
+    mine = EngineDriver(FakeEngine(SETTINGS, PolicyVersion("a", 0), lambda group, sample: 999), "keep")
     done = Event()
 
     def begin() -> None:
-        thread.grower = mine
+        thread.driver = mine
         mine.lease(lease(0))
 
     thread.do(begin)

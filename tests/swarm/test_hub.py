@@ -23,11 +23,11 @@ from baton.swarm.auth import Role, TokenFile, digest_of
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.overview import overview
 from baton.swarm.hub.status import HubStatus, prometheus
-from baton.swarm.listen import Listen
-from baton.swarm.messages import Admitted, Heard, Rejected, decode_from_hub, encode
-from baton.swarm.verification.policy import Conviction, InspectionSettings, Inspector
+from baton.swarm.listen import ListenAddress
+from baton.swarm.messages import Admitted, HeartbeatAck, Rejected, decode_from_hub, encode
+from baton.swarm.verification.policy import InspectionSettings, QuarantineRecord, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
-from baton.swarm.verification.service import Examiner
+from baton.swarm.verification.service import VerificationService
 from baton.swarm.verification.verify import Calibration, violation
 
 pytestmark = pytest.mark.timing
@@ -57,9 +57,9 @@ def get(bench: SwarmBench, path: str, token: str | None = None, **headers: str) 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[SwarmBench]:
     (tmp_path / "run").mkdir()
-    examiner = Examiner(
+    verifier = VerificationService(
         lambda: pytest.fail("nothing is scored here"),
-        Inspector(InspectionSettings(), b"secret"),
+        VerificationPolicy(InspectionSettings(), b"secret"),
         Calibration(),
         Quarantine(tmp_path / "run" / "quarantine.jsonl"),
         keep_versions=2,
@@ -67,11 +67,11 @@ def bench(tmp_path: Path) -> Iterator[SwarmBench]:
         on_release=lambda key: None,
         on_remake=lambda key: None,
         say=lambda text: None,
-        on_conviction=lambda conviction: None,
+        on_conviction=lambda quarantine_record: None,
     )
 
     def look(hub: Hub) -> HubStatus:
-        return overview(hub, made.port, examiner, lineage=LINEAGE)
+        return overview(hub, made.port, verifier, lineage=LINEAGE)
 
     with quick():
         made = SwarmBench(
@@ -81,16 +81,16 @@ def bench(tmp_path: Path) -> Iterator[SwarmBench]:
             parts={
                 "status": look,
                 "prometheus": lambda hub: prometheus(look(hub)),
-                "is_banned": examiner.quarantine.reason,
+                "is_banned": verifier.quarantine.reason,
             },
         )
-        made.examiner = examiner
+        made.verifier = verifier
         yield made
         made.close()
 
 
 def state(bench: SwarmBench) -> Any:
-    hub, table = bench.hub, bench.desk.table
+    hub, table = bench.hub, bench.broker.table
     return bench.in_hub(
         lambda: (sorted(hub.peers), sorted(table.workers), table.num_tasks, hub.want, dict(hub.versions), hub.slots)
     )
@@ -106,7 +106,7 @@ def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(
     expired = past.create(Role.ADMIN, 3600, name="expired")
     banned = bench.tokens.create(Role.WORKER, 3600, name="banned")
     verdict = violation("forged logprobs")
-    bench.examiner.quarantine.add(Conviction("banned", "0/0@1", verdict, (), (), 0, 1, 1))
+    bench.verifier.quarantine.add(QuarantineRecord("banned", "0/0@1", verdict, (), (), 0, 1, 1))
     before, denied = state(bench), 0
     unknown = "baton_worker_" + "A" * 43
     for route, roles in ROUTES.items():
@@ -144,7 +144,7 @@ def test_quarantine_takes_the_worker_by_its_key_and_the_token_with_the_third(ben
             await line.send_bytes(encode(hello(key)))
             while (message := await line.receive()).type is aiohttp.WSMsgType.BINARY:
                 heard.append(decode_from_hub(message.data))
-                if isinstance(heard[-1], Heard):
+                if isinstance(heard[-1], HeartbeatAck):
                     break
             await line.close()
         return [message for message in heard if isinstance(message, Admitted | Rejected)]
@@ -156,13 +156,13 @@ def test_quarantine_takes_the_worker_by_its_key_and_the_token_with_the_third(ben
         worker = bench.hub.parts.keys.worker(digest, admitted.key)
         assert asyncio.run(join(admitted.key)) == [], "the same worker"
         verdict = violation("forged logprobs")
-        conviction = Conviction(worker, "0/0@1", verdict, (), (), 0, 1, 1, digest, f"guest#{number}")
-        bench.in_hub(lambda conviction=conviction: bench.examiner.quarantine.add(conviction))
+        quarantine_record = QuarantineRecord(worker, "0/0@1", verdict, (), (), 0, 1, 1, digest, f"guest#{number}")
+        bench.in_hub(lambda quarantine_record=quarantine_record: bench.verifier.quarantine.add(quarantine_record))
         if number < 2:
             assert asyncio.run(join(admitted.key)) == [Rejected("in quarantine: forged logprobs", is_final=True)]
     with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
         asyncio.run(join())
-    bench.in_hub(lambda: bench.examiner.quarantine.lift("guest", 0.0))
+    bench.in_hub(lambda: bench.verifier.quarantine.lift("guest", 0.0))
     assert isinstance(asyncio.run(join())[0], Admitted)
 
 
@@ -276,7 +276,7 @@ def test_workers_of_a_hub_behind_tls_are_sent_to_no_relay_in_the_clear(bench, ha
 
 
 def test_two_hubs_cannot_have_one_port(bench, tmp_path):
-    other = Hub(bench.hub.parts, Listen.parse(f"127.0.0.1:{bench.port_number}"))
+    other = Hub(bench.hub.parts, ListenAddress.parse(f"127.0.0.1:{bench.port_number}"))
     with pytest.raises(UserError, match="the hub cannot listen there"):
         other.start()
     other.stop()

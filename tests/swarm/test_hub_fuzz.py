@@ -28,7 +28,7 @@ from baton.swarm.auth import Role
 from baton.swarm.hub.requests import Requests
 from baton.swarm.messages import MAX_FRAME_BYTES, Admitted, Heartbeat, Hello, Leaving, Rejected, decode_from_hub, encode
 from baton.types import FinishReason, PolicyVersion, Report, Retry, Segment
-from baton.weights.storage import Body
+from baton.weights.storage import ByteReader
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -113,7 +113,7 @@ def view(bench: SwarmBench) -> Any:
 
     def look() -> Any:
         mine = own(bench)
-        known = [peer.number in bench.desk.table.workers for peer in mine]
+        known = [peer.number in bench.broker.table.workers for peer in mine]
         return [(p.number, p.hello, p.served) for p in mine], known, bench.hub.want, dict(bench.hub.versions)
 
     return bench.in_hub(look)
@@ -351,7 +351,9 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
 
 def test_who_does_not_take_a_body_off_is_hung_up_on(bench, monkeypatch):
     monkeypatch.setattr(baton.swarm.hub.sending, "STALL_S", 0.3)
-    monkeypatch.setattr(Store, "chunk_body", lambda self, digest: Body(20_000_000, lambda offset, size: bytes(size)))
+    monkeypatch.setattr(
+        Store, "chunk_body", lambda self, digest: ByteReader(20_000_000, lambda offset, size: bytes(size))
+    )
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     line.settimeout(60)
@@ -385,7 +387,7 @@ def test_a_flood_from_one_worker_does_not_starve_another(bench):
     for _ in range(5):  # some batches may have been generated before the flood
         bench.step()
     assert bench.workers[0].engine.stats.decoded_tokens > before
-    assert bench.desk.refused >= 30_000
+    assert bench.broker.refused >= 30_000
 
 
 def test_two_connections_with_one_key_are_one_worker_and_the_old_one_ends(bench):

@@ -37,7 +37,7 @@ def planned(directory: Path, token_s: dict[str, float]) -> SwarmBench:
 
 def held(bench: SwarmBench) -> dict[str, int]:
     """How many leases each worker has."""
-    workers = bench.in_hub(lambda: {number: len(w.leases) for number, w in bench.desk.table.workers.items()})
+    workers = bench.in_hub(lambda: {number: len(w.leases) for number, w in bench.broker.table.workers.items()})
     return {peer.name.partition("#")[0]: workers[number] for number, peer in bench.hub.peers.items()}
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.records.trace import LeaseTrace
 from baton.swarm import lease_events as ev
-from baton.swarm.hub.traced import DeskTrace, TracedDesk
-from baton.swarm.lease_broker import Desk, Outside
+from baton.swarm.hub.traced import BrokerTrace, TracedLeaseBroker
+from baton.swarm.lease_broker import BrokerCallbacks, LeaseBroker
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
@@ -68,7 +68,7 @@ class Counter:
             self.finished.append((trajectory, spans))
             return holds
 
-        outside = Outside(
+        outside = BrokerCallbacks(
             lambda worker, message: self.send(worker, message),
             self.heard.append,
             lambda worker, cause: self.hung_up.append((worker, cause)),
@@ -76,10 +76,12 @@ class Counter:
             finish,
         )
         if is_traced:
-            trace = DeskTrace(LeaseTrace(Spans()), lambda worker: f"worker {worker}", {})
-            self.desk: Desk = TracedDesk(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock, trace)
+            trace = BrokerTrace(LeaseTrace(Spans()), lambda worker: f"worker {worker}", {})
+            self.broker: LeaseBroker = TracedLeaseBroker(
+                LeaseTable(rules), outside, lambda *_: self.complaint, self.clock, trace
+            )
         else:
-            self.desk = Desk(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock)
+            self.broker = LeaseBroker(LeaseTable(rules), outside, lambda *_: self.complaint, self.clock)
 
     def clock(self) -> float:
         return self.now_s
@@ -88,8 +90,8 @@ class Counter:
         self.sent.append((worker, message))
 
     def worker(self, number: int, *, slots: int = 4, version: int = 0, kind: str | None = "") -> None:
-        self.desk.join(number, slots, kind=kind)
-        self.desk.hear(number, version, 0)
+        self.broker.join(number, slots, kind=kind)
+        self.broker.hear(number, version, 0)
 
     def want(
         self,
@@ -101,7 +103,7 @@ class Counter:
         seed: int = 1,
     ) -> None:
         trajectory = Trajectory(task if group is None else group, 0, (5, 6), tuple(segments))
-        self.desk.want(Lease(task, trajectory, SamplingParams(MAX), seed, 0, is_exact))
+        self.broker.want(Lease(task, trajectory, SamplingParams(MAX), seed, 0, is_exact))
 
     def leases(self, worker: int) -> list[Lease]:
         return [message for to, message in self.sent if to == worker and isinstance(message, Lease)]
@@ -127,13 +129,13 @@ def test_a_trajectory_grows_ends_and_everything_is_acknowledged():
     (lease,) = counter.leases(0)
     assert lease.trajectory.prompt_ids == (5, 6)
     number = lease.lease_id
-    counter.desk.report(0, said(number, 0, 5))
-    counter.desk.report(0, said(number, 5, 9, FinishReason.STOP))
+    counter.broker.report(0, said(number, 0, 5))
+    counter.broker.report(0, said(number, 5, 9, FinishReason.STOP))
     assert counter.to(0) == [Ack(number, 5), Ack(number, 9, has_ended=True)]
     assert counter.grown(7).token_ids == list(range(9))
     assert counter.grown(7).finish_reason is FinishReason.STOP
     assert counter.finished[0][1] == ((0, 0, 9),)
-    assert counter.desk.table.num_tasks == 0
+    assert counter.broker.table.num_tasks == 0
 
 
 def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answered():
@@ -144,7 +146,7 @@ def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answ
     worker = counter.sent[0][0]
     (lease,) = counter.leases(worker)
     number, other = lease.lease_id, 1 - worker
-    counter.desk.report(worker, said(number, 0, 5))
+    counter.broker.report(worker, said(number, 0, 5))
     heard = list(counter.heard)
     for who, report, answer in (
         (worker, said(number, 0, 5), Ack(number, 5)),  # twice
@@ -155,18 +157,18 @@ def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answ
         (2**40, said(number, 5, 9), Dropped(number)),  # of nobody
     ):
         del counter.sent[:]
-        counter.desk.report(who, report)
+        counter.broker.report(who, report)
         assert counter.sent == [(who, answer)]
     assert counter.heard == heard
-    assert counter.desk.refused == 6
-    counter.desk.report(worker, said(number, 5, 9, FinishReason.STOP))
+    assert counter.broker.refused == 6
+    counter.broker.report(worker, said(number, 5, 9, FinishReason.STOP))
     del counter.sent[:]
-    counter.desk.report(worker, said(number, 5, 9, FinishReason.STOP))
+    counter.broker.report(worker, said(number, 5, 9, FinishReason.STOP))
     assert counter.sent == [(worker, Dropped(number))], "late: its lease has ended"
     assert counter.grown(7).token_ids == list(range(9))
-    counter.desk.refuse(other, Retry(number, 3))
-    counter.desk.refuse(worker, Retry(number, 3))
-    assert counter.desk.refused == 9
+    counter.broker.refuse(other, Retry(number, 3))
+    counter.broker.refuse(worker, Retry(number, 3))
+    assert counter.broker.refused == 9
 
 
 @settings(max_examples=150)
@@ -187,7 +189,7 @@ def test_what_is_said_again_after_any_cut_arrives_once(data):
     def deliver(messages: list[Report], answers: int) -> None:
         nonlocal told
         for message in messages:
-            counter.desk.report(0, message)
+            counter.broker.report(0, message)
         for answer in counter.to(0)[told : told + answers]:
             match answer:
                 case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
@@ -200,10 +202,10 @@ def test_what_is_said_again_after_any_cut_arrives_once(data):
         box.add(report)
         deliver([report][: data.draw(st.integers(0, 1))], data.draw(st.integers(0, 1)))
         if data.draw(st.booleans()):
-            counter.desk.held(0, box.leases)
+            counter.broker.held(0, box.leases)
             again = box.again()
             deliver(again[: data.draw(st.integers(0, len(again)))], data.draw(st.integers(0, 9)))
-    counter.desk.held(0, box.leases)
+    counter.broker.held(0, box.leases)
     deliver(box.again(), 99)
     assert counter.grown(7).token_ids == list(range(MAX))
     assert counter.grown(7).finish_reason is FinishReason.LENGTH
@@ -217,17 +219,17 @@ def test_after_a_cut_both_sides_agree_on_what_is_held():
     for task in (1, 2, 3):
         counter.want(task)
     first, second, third = (lease.lease_id for lease in counter.leases(0))
-    counter.desk.report(0, said(first, 0, 5))
-    counter.desk.abort(3)
+    counter.broker.report(0, said(first, 0, 5))
+    counter.broker.abort(3)
     del counter.sent[:]
-    counter.desk.held(0, [first, third, 77])
+    counter.broker.held(0, [first, third, 77])
     assert (0, Dropped(77)) in counter.sent, "it holds what it should not"
     assert (0, Abort(third)) in counter.sent, "it may not have heard of the recall"
-    counter.desk.hear(0, 0, 1)
+    counter.broker.hear(0, 0, 1)
     (anew,) = counter.leases(0)
     assert anew.trajectory.group_id == 2, "what it should hold and does not is leased anew"
     assert anew.lease_id not in {first, second, third}, "an id is said once"
-    counter.desk.report(0, said(first, 5, 6, FinishReason.STOP))
+    counter.broker.report(0, said(first, 5, 6, FinishReason.STOP))
     assert counter.grown(1).num_tokens == 6, "the rest goes on as if nothing had been"
 
 
@@ -235,12 +237,12 @@ def test_a_dead_workers_trajectory_goes_on_from_its_last_report_elsewhere():
     counter = Counter()
     counter.worker(0)
     counter.want(7)
-    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
     counter.worker(1)
-    counter.desk.leave(0, "gone")
+    counter.broker.leave(0, "gone")
     (lease,) = counter.leases(1)
     assert lease.trajectory.token_ids == list(range(5))
-    counter.desk.report(1, said(lease.lease_id, 5, 8, FinishReason.STOP))
+    counter.broker.report(1, said(lease.lease_id, 5, 8, FinishReason.STOP))
     assert counter.grown(7).token_ids == list(range(8))
     assert counter.finished[0][1] == ((0, 0, 5), (1, 5, 8)), "each author is named for what it wrote"
 
@@ -249,14 +251,14 @@ def test_in_sync_it_begins_at_the_prompt_and_is_compared_with_what_was_known():
     counter = Counter(restarts=True)
     counter.worker(0)
     counter.want(7)
-    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
     counter.worker(1)
-    counter.desk.leave(0, "gone")
+    counter.broker.leave(0, "gone")
     (lease,) = counter.leases(1)
     assert lease.trajectory.num_tokens == 0
-    counter.desk.report(1, said(lease.lease_id, 0, 3))
+    counter.broker.report(1, said(lease.lease_id, 0, 3))
     assert counter.grown(7).num_tokens == 5, "nothing new yet"
-    counter.desk.report(1, said(lease.lease_id, 3, 8, FinishReason.STOP))
+    counter.broker.report(1, said(lease.lease_id, 3, 8, FinishReason.STOP))
     assert counter.grown(7).token_ids == list(range(8))
     assert WorkLost("regenerated", 3) in counter.heard
     assert sum(m.num_tokens for m in counter.heard if isinstance(m, WorkLost)) == 5
@@ -266,16 +268,16 @@ def test_in_sync_a_contradiction_counts_for_nobody_and_the_trajectory_is_made_an
     counter = Counter(restarts=True)
     counter.worker(0)
     counter.want(7)
-    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 0, 5))
     counter.worker(1)
-    counter.desk.leave(0, "gone")
+    counter.broker.leave(0, "gone")
     (lease,) = counter.leases(1)
-    counter.desk.report(1, said(lease.lease_id, 0, 8, FinishReason.STOP, salt=3))
+    counter.broker.report(1, said(lease.lease_id, 0, 8, FinishReason.STOP, salt=3))
     assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
     assert counter.to(1) == [Dropped(lease.lease_id)]
-    assert counter.desk.table.num_tasks == 0, "the runner wants it anew"
+    assert counter.broker.table.num_tasks == 0, "the runner wants it anew"
     counter.want(8)
-    counter.desk.report(1, said(counter.leases(1)[-1].lease_id, 0, 8, FinishReason.STOP, salt=3))
+    counter.broker.report(1, said(counter.leases(1)[-1].lease_id, 0, 8, FinishReason.STOP, salt=3))
     assert counter.grown(8).num_tokens == 8
 
 
@@ -288,9 +290,9 @@ def relieved(kinds: tuple[str | None, str | None]) -> tuple[Counter, int, int]:
     counter.want(1)
     slow = counter.leases(0)[0].lease_id
     counter.now_s = 4.0
-    counter.desk.report(0, said(slow, 0, 5))
-    counter.desk.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
-    counter.desk.tick()
+    counter.broker.report(0, said(slow, 0, 5))
+    counter.broker.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
+    counter.broker.tick()
     (_, backup) = counter.leases(1)
     assert backup.trajectory.group_id == 7
     assert backup.trajectory.num_tokens == 0
@@ -304,10 +306,10 @@ UNLIKE = [(None, None), ("cpu", "gpu"), ("cpu", None), (None, "cpu")]
 @pytest.mark.parametrize("kinds", UNLIKE)
 def test_a_backup_of_another_class_that_finishes_first_is_kept_and_nobody_is_blamed(kinds):
     counter, slow, backup = relieved(kinds)
-    counter.desk.report(1, said(backup, 0, 3, salt=3))
-    counter.desk.report(0, said(slow, 5, 6))
+    counter.broker.report(1, said(backup, 0, 3, salt=3))
+    counter.broker.report(0, said(slow, 5, 6))
     assert counter.grown(7).token_ids == list(range(6)), "the first goes on meanwhile"
-    counter.desk.report(1, said(backup, 3, 8, FinishReason.STOP, salt=3))
+    counter.broker.report(1, said(backup, 3, 8, FinishReason.STOP, salt=3))
     assert counter.heard[-1] == WorkRevoked(1, 7, 0, "overtaken")
     assert counter.to(0)[-1] == Dropped(slow)
     granted = len(counter.sent)
@@ -318,14 +320,14 @@ def test_a_backup_of_another_class_that_finishes_first_is_kept_and_nobody_is_bla
     assert counter.finished[-1][0].token_ids == [*range(300, 308)]
     assert counter.finished[-1][1] == ((1, 0, 8),), "its author is named, and may be checked"
     assert counter.convicted == counter.hung_up == []
-    assert counter.desk.table.num_tasks == 0
+    assert counter.broker.table.num_tasks == 0
 
 
 @pytest.mark.parametrize("kinds", UNLIKE)
 def test_a_backup_of_another_class_that_is_overtaken_is_dropped_and_counted(kinds):
     counter, slow, backup = relieved(kinds)
-    counter.desk.report(1, said(backup, 0, 3, salt=3))
-    counter.desk.report(0, said(slow, 5, 9, FinishReason.STOP))
+    counter.broker.report(1, said(backup, 0, 3, salt=3))
+    counter.broker.report(0, said(slow, 5, 9, FinishReason.STOP))
     assert counter.grown(7).token_ids == list(range(9))
     assert counter.to(1)[-1] == Dropped(backup)
     assert WorkLost("overtaken", 3) in counter.heard
@@ -334,7 +336,7 @@ def test_a_backup_of_another_class_that_is_overtaken_is_dropped_and_counted(kind
 
 def test_a_backup_of_the_same_class_that_makes_other_tokens_is_a_contradiction():
     counter, _, backup = relieved(("cpu", "cpu"))
-    counter.desk.report(1, said(backup, 0, 3, salt=3))
+    counter.broker.report(1, said(backup, 0, 3, salt=3))
     assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
 
 
@@ -343,7 +345,7 @@ def test_what_an_earlier_process_knew_of_a_foreign_engine_is_replaced_when_it_is
     counter = Counter(restarts=True)
     counter.worker(0, kind=None)
     counter.want(7, segments=[segment(0, 4)])
-    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 6, FinishReason.STOP, salt=2))
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 0, 6, FinishReason.STOP, salt=2))
     assert counter.heard == [WorkRevoked(1, 7, 0, "overtaken")]
     counter.want(8, group=7)
     assert counter.grown(8).token_ids == [*range(200, 206)]
@@ -351,9 +353,9 @@ def test_what_an_earlier_process_knew_of_a_foreign_engine_is_replaced_when_it_is
 
 def test_what_a_quarantined_worker_finished_first_is_not_kept():
     counter, _, backup = relieved(("cpu", "gpu"))
-    counter.desk.report(1, said(backup, 0, 8, FinishReason.STOP, salt=3))
-    counter.desk.leave(1, "quarantine")
-    counter.desk.revoke(frozenset({1}), "quarantine")
+    counter.broker.report(1, said(backup, 0, 8, FinishReason.STOP, salt=3))
+    counter.broker.leave(1, "quarantine")
+    counter.broker.revoke(frozenset({1}), "quarantine")
     counter.want(8, group=7)
     (lease, *_) = [lease for lease in counter.leases(0) if lease.lease_id > backup]
     assert lease.trajectory.num_tokens == 0
@@ -365,11 +367,11 @@ def test_a_report_that_no_honest_worker_sends_is_not_appended():
     counter.want(7)
     number = counter.leases(0)[0].lease_id
     counter.complaint = "the tokens are not of this world"
-    counter.desk.report(0, said(number, 0, 5))
+    counter.broker.report(0, said(number, 0, 5))
     assert counter.convicted == [(0, "the tokens are not of this world")]
     assert counter.heard == []
     counter.complaint = None
-    counter.desk.report(0, said(number, 3, 5))
+    counter.broker.report(0, said(number, 3, 5))
     assert counter.convicted == [(0, "the tokens are not of this world")], "out of order is no crime"
 
 
@@ -381,31 +383,31 @@ def test_revoke_takes_back_exactly_what_a_worker_wrote(holds):
     for task in (1, 2, 3):
         counter.want(task)
     one, two, three = (lease.lease_id for lease in counter.leases(0))
-    counter.desk.report(0, said(one, 0, 5, FinishReason.STOP))  # finished by 0
-    counter.desk.report(0, said(two, 0, 5))  # begun by 0, finished by 1
-    counter.desk.report(0, said(three, 0, 4))  # begun by 0, growing at 1
+    counter.broker.report(0, said(one, 0, 5, FinishReason.STOP))  # finished by 0
+    counter.broker.report(0, said(two, 0, 5))  # begun by 0, finished by 1
+    counter.broker.report(0, said(three, 0, 4))  # begun by 0, growing at 1
     counter.worker(1, slots=8)
-    counter.desk.leave(0, "gone")
+    counter.broker.leave(0, "gone")
     again = {lease.trajectory.group_id: lease.lease_id for lease in counter.leases(1)}
-    counter.desk.report(1, said(again[2], 5, 9, FinishReason.STOP))
+    counter.broker.report(1, said(again[2], 5, 9, FinishReason.STOP))
     counter.want(4)
     counter.want(5)
     mine = {lease.trajectory.group_id: lease.lease_id for lease in counter.leases(1)}
-    counter.desk.report(1, said(mine[4], 0, 9, FinishReason.STOP))
-    counter.desk.report(1, said(mine[5], 0, 3))
+    counter.broker.report(1, said(mine[4], 0, 9, FinishReason.STOP))
+    counter.broker.report(1, said(mine[5], 0, 3))
     finals = [m.lease_id for m in counter.heard if isinstance(m, Report) and m.finish_reason is not None]
     assert finals == ([] if holds else [1, 2, 4])
     del counter.heard[:], counter.sent[:]
-    assert counter.desk.revoke(frozenset({0}), "quarantine") == [(1, 1, 0), (1, 2, 0)]
+    assert counter.broker.revoke(frozenset({0}), "quarantine") == [(1, 1, 0), (1, 2, 0)]
     assert counter.heard == [WorkRevoked(1, task, 0, "quarantine") for task in (3, 1, 2)]
     assert counter.to(1) == [Dropped(mine[3])]
     for key in [(1, 1, 0), (1, 2, 0), (1, 4, 0)]:
-        counter.desk.release(key)
-        counter.desk.release(key)
+        counter.broker.release(key)
+        counter.broker.release(key)
     released = [m for m in counter.heard if isinstance(m, Report)]
     assert [m.lease_id for m in released] == ([4] if holds else []), "what was revoked is never released"
-    assert counter.desk.revoke(frozenset({0}), "quarantine") == [], "once"
-    counter.desk.report(1, said(mine[5], 3, 6, FinishReason.STOP))
+    assert counter.broker.revoke(frozenset({0}), "quarantine") == [], "once"
+    counter.broker.report(1, said(mine[5], 3, 6, FinishReason.STOP))
     assert counter.heard[-1 if holds else -2] == Report(5, 3, (segment(3, 6),)), "and what is honest goes on"
 
 
@@ -413,11 +415,11 @@ def test_what_is_held_back_is_told_at_its_release():
     counter = Counter(holds=True)
     counter.worker(0)
     counter.want(7)
-    counter.desk.report(0, said(counter.leases(0)[0].lease_id, 0, 9, FinishReason.STOP))
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 0, 9, FinishReason.STOP))
     assert counter.grown(7).finish_reason is None
     assert counter.grown(7).num_tokens == 9, "its tokens are known, its end is not"
-    counter.desk.release((1, 7, 0))
-    counter.desk.release((1, 7, 0))
+    counter.broker.release((1, 7, 0))
+    counter.broker.release((1, 7, 0))
     assert counter.grown(7).finish_reason is FinishReason.STOP
 
 
@@ -428,13 +430,13 @@ def test_who_refuses_one_lease_after_another_is_hung_up_on():
     refused = 0
     while not counter.hung_up:
         refused += 1
-        counter.desk.refuse(0, Retry(counter.leases(0)[-1].lease_id, 9))
-        counter.desk.hear(0, 0, 0)  # and says again that it serves the version
+        counter.broker.refuse(0, Retry(counter.leases(0)[-1].lease_id, 9))
+        counter.broker.hear(0, 0, 0)  # and says again that it serves the version
         assert refused < 100
     assert refused == 65
     assert "refused 64 leases in a row" in counter.hung_up[0][1]
     counter.worker(1)
-    counter.desk.report(1, said(counter.leases(1)[0].lease_id, 0, 5, FinishReason.STOP))
+    counter.broker.report(1, said(counter.leases(1)[0].lease_id, 0, 5, FinishReason.STOP))
     assert counter.grown(7).num_tokens == 5
 
 
@@ -442,12 +444,12 @@ def test_an_abort_reports_what_there_is_and_puts_down():
     counter = Counter()
     counter.worker(0)
     counter.want(7)
-    counter.desk.abort(7)
-    counter.desk.abort(7)
-    counter.desk.abort(99)
+    counter.broker.abort(7)
+    counter.broker.abort(7)
+    counter.broker.abort(99)
     number = counter.leases(0)[0].lease_id
     assert counter.to(0) == [Abort(number)]
-    counter.desk.report(0, said(number, 0, 4, is_aborted=True))
+    counter.broker.report(0, said(number, 0, 4, is_aborted=True))
     assert counter.heard == [Report(7, 0, (segment(0, 4),)), Report(7, 4, (), is_aborted=True)]
     assert counter.to(0)[-1] == Ack(number, 4, has_ended=True)
 
@@ -460,25 +462,35 @@ def test_a_straggler_is_relieved_and_only_one_branch_counts():
     counter.want(2)
     slow, fast = counter.leases(0)[0].lease_id, counter.leases(1)[0].lease_id
     counter.now_s = 4.0
-    counter.desk.report(0, said(slow, 0, 1))
-    counter.desk.report(1, said(fast, 0, 30, FinishReason.STOP))
-    counter.desk.tick()
+    counter.broker.report(0, said(slow, 0, 1))
+    counter.broker.report(1, said(fast, 0, 30, FinishReason.STOP))
+    counter.broker.tick()
     relief = counter.leases(1)[-1]
     assert relief.trajectory.group_id == 1
     assert relief.trajectory.num_tokens == 1
-    counter.desk.report(0, said(slow, 1, 3))
-    counter.desk.report(1, said(relief.lease_id, 1, 8, FinishReason.STOP, salt=1))
+    counter.broker.report(0, said(slow, 1, 3))
+    counter.broker.report(1, said(relief.lease_id, 1, 8, FinishReason.STOP, salt=1))
     assert counter.grown(1).token_ids == [0, *range(101, 108)]
     assert WorkLost("overtaken", 2) in counter.heard
     assert Dropped(slow) in counter.to(0)
-    counter.desk.report(0, said(slow, 3, 9, FinishReason.STOP))
+    counter.broker.report(0, said(slow, 3, 9, FinishReason.STOP))
     assert counter.grown(1).num_tokens == 8
     assert counter.finished[-1][1] == ((0, 0, 1), (1, 1, 8))
 
 
 def test_events_are_a_closed_set():
     """A desk that meets a command which it does not know would drop it without a word."""
-    known = {ev.Grant, ev.Recall, ev.Drop, ev.Commit, ev.Finish, ev.Replace, ev.PutDown, ev.Waste, ev.Expel}
+    known = {
+        ev.GrantLease,
+        ev.RecallLease,
+        ev.DropLease,
+        ev.CommitTokens,
+        ev.FinishTask,
+        ev.ReplaceTokens,
+        ev.ReturnTask,
+        ev.DiscardTokens,
+        ev.DisconnectWorker,
+    }
     assert set(ev.Command.__args__) == known
 
 
@@ -488,13 +500,13 @@ def test_what_one_worker_wrote_in_several_reports_is_one_span():
     counter.worker(0)
     counter.want(7)
     (lease,) = counter.leases(0)
-    counter.desk.report(0, said(lease.lease_id, 0, 4))
-    counter.desk.report(0, said(lease.lease_id, 4, 10))
+    counter.broker.report(0, said(lease.lease_id, 0, 4))
+    counter.broker.report(0, said(lease.lease_id, 4, 10))
     counter.worker(1)
-    counter.desk.leave(0, "gone")
+    counter.broker.leave(0, "gone")
     (again,) = counter.leases(1)
-    counter.desk.report(1, said(again.lease_id, 10, 15))
-    counter.desk.report(1, said(again.lease_id, 15, 20, FinishReason.STOP))
+    counter.broker.report(1, said(again.lease_id, 10, 15))
+    counter.broker.report(1, said(again.lease_id, 15, 20, FinishReason.STOP))
     assert [spans for _, spans in counter.finished] == [((0, 0, 10), (1, 10, 20))]
 
 
@@ -505,19 +517,19 @@ def test_a_worker_that_goes_while_it_is_given_leases_leaves_nothing_behind(is_tr
 
     def full(worker: int, message: object) -> None:
         counter.sent.append((worker, message))
-        if worker == 0 and isinstance(message, Lease) and 0 in counter.desk.table.workers:
-            counter.desk.leave(0, "takes nothing")
+        if worker == 0 and isinstance(message, Lease) and 0 in counter.broker.table.workers:
+            counter.broker.leave(0, "takes nothing")
 
     counter.send = full  # type: ignore[method-assign]
     for task in range(3):
         counter.want(task)
     counter.worker(0)
-    assert not counter.desk.table.workers
+    assert not counter.broker.table.workers
     counter.worker(1)
     assert [lease.trajectory.group_id for lease in counter.leases(1)] == [0, 1, 2]
     for lease in counter.leases(1):
-        assert counter.desk.table.knows(lease.lease_id)
-        counter.desk.report(1, said(lease.lease_id, 0, 3, FinishReason.STOP))
+        assert counter.broker.table.knows(lease.lease_id)
+        counter.broker.report(1, said(lease.lease_id, 0, 3, FinishReason.STOP))
     assert [counter.grown(task).num_tokens for task in range(3)] == [3, 3, 3]
-    assert counter.desk.table.num_tasks == 0
-    assert not counter.desk._branches
+    assert counter.broker.table.num_tasks == 0
+    assert not counter.broker._branches

@@ -20,19 +20,19 @@ class Yard:
         self.table, self.now_s, self.tasks = LeaseTable(LeaseRules(restarts=True, relief=0)), 0.0, 0
         for worker, weight in enumerate(weights):
             self.table.handle(ev.WorkerJoined(0.0, worker, 100, weight))
-            self.table.handle(ev.WorkerHeard(0.0, worker, 0, 0))
+            self.table.handle(ev.WorkerSeen(0.0, worker, 0, 0))
 
     def batch(self, num: int, speeds: list[float]) -> Counter[int]:
         """Have so many trajectories grown by 60 tokens, and return who was given how many."""
         grants = []
         for _ in range(num):
             self.tasks += 1
-            grants += self.table.handle(ev.TaskWanted(self.now_s, self.tasks, 0, True, 0, 100))
-        granted = [grant for grant in grants if isinstance(grant, ev.Grant)]
+            grants += self.table.handle(ev.TaskSubmitted(self.now_s, self.tasks, 0, True, 0, 100))
+        granted = [grant for grant in grants if isinstance(grant, ev.GrantLease)]
         begin_s = self.now_s
         for grant in sorted(granted, key=lambda grant: 60 / speeds[grant.worker]):
             self.now_s = begin_s + 60 / speeds[grant.worker]
-            self.table.handle(ev.LeaseGrew(self.now_s, grant.lease, 60, 0))
+            self.table.handle(ev.LeaseProgressed(self.now_s, grant.lease, 60, 0))
             self.table.handle(ev.LeaseFinished(self.now_s, grant.lease))
         return Counter(grant.worker for grant in granted)
 
@@ -52,7 +52,7 @@ def test_a_worker_slower_than_planned_gets_less_in_proportion() -> None:
 
 def test_another_plan_weighs_workers_anew() -> None:
     yard = Yard([1.0, 1.0])
-    yard.table.handle(ev.WorkerWeighed(0.0, 0, 3.0))
-    yard.table.handle(ev.WorkerWeighed(0.0, 7, 3.0))  # of nobody
+    yard.table.handle(ev.WorkerWeightChanged(0.0, 0, 3.0))
+    yard.table.handle(ev.WorkerWeightChanged(0.0, 7, 3.0))  # of nobody
     assert yard.batch(40, [30.0, 10.0]) == {0: 30, 1: 10}
     assert yard.batch(40, [30.0, 10.0]) == {0: 30, 1: 10}

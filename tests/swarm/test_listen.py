@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import UserError
-from baton.swarm.listen import Listen, check_url, client_ssl, is_loopback
+from baton.swarm.listen import ListenAddress, check_url, client_ssl, is_loopback
 
 pytestmark = pytest.mark.timing
 
 
 def refused(text: str, **options: object) -> str:
     with pytest.raises(UserError) as caught:
-        Listen.parse(text, **options)  # type: ignore[arg-type]
+        ListenAddress.parse(text, **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -36,10 +36,10 @@ def refused(text: str, **options: object) -> str:
     ],
 )
 def test_this_machine_alone_needs_nothing_more(text: str, host: str, port: int, url: str) -> None:
-    listen = Listen.parse(text)
+    listen = ListenAddress.parse(text)
     assert (listen.host, listen.port, listen.url()) == (host, port, url)
     assert listen.ssl_context() is None
-    assert Listen.parse("127.0.0.1:0").url(port=4711) == "http://127.0.0.1:4711"
+    assert ListenAddress.parse("127.0.0.1:0").url(port=4711) == "http://127.0.0.1:4711"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_this_machine_alone_needs_nothing_more(text: str, host: str, port: int, 
 )
 def test_other_machines_are_let_near_only_with_tls_or_when_it_is_said(text: str) -> None:
     assert "say --insecure" in refused(text)
-    listen = Listen.parse(text, is_insecure=True)
+    listen = ListenAddress.parse(text, is_insecure=True)
     assert listen.url() == f"http://{text}"
 
 
@@ -70,7 +70,7 @@ def test_a_port_that_cannot_be_is_refused() -> None:
 @given(st.ip_addresses(), st.integers(0, 65_535))
 def test_every_ip_address_is_read_as_itself(address: ipaddress.IPv4Address, port: int) -> None:
     text = f"{address}:{port}" if address.version == 4 else f"[{address}]:{port}"
-    listen = Listen.parse(text, is_insecure=True)
+    listen = ListenAddress.parse(text, is_insecure=True)
     assert (ipaddress.ip_address(listen.host), listen.port) == (address, port)
     assert listen.url() == f"http://{text}"
     assert is_loopback(listen.host) == address.is_loopback
@@ -80,7 +80,7 @@ def test_every_ip_address_is_read_as_itself(address: ipaddress.IPv4Address, port
 
 @given(st.text())
 def test_any_text_is_an_address_or_one_sentence(text: str) -> None:
-    for parse in (lambda: Listen.parse(text), lambda: check_url(text), lambda: check_url(f"http://{text}")):
+    for parse in (lambda: ListenAddress.parse(text), lambda: check_url(text), lambda: check_url(f"http://{text}")):
         sentence = "it is one"
         try:
             parse()
@@ -127,14 +127,14 @@ def test_what_is_no_hubs_url_is_said_with_what_would_be(scheme: str, rest: str) 
     [("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("192.168.1.4", "192.168.1.4"), ("hub.example", "hub.example")],
 )
 def test_a_hub_that_listens_everywhere_is_called_over_loopback_by_its_own(host: str, own: str) -> None:
-    assert Listen.parse(f"{host}:80", is_insecure=True).own_url(8000) == f"http://{own}:8000"
+    assert ListenAddress.parse(f"{host}:80", is_insecure=True).own_url(8000) == f"http://{own}:8000"
 
 
 def test_the_command_to_join_never_names_an_address_that_is_only_for_listening() -> None:
     for host in ("0.0.0.0", "[::]"):
-        said = Listen.parse(f"{host}:80", is_insecure=True).join_command(8000)
+        said = ListenAddress.parse(f"{host}:80", is_insecure=True).join_command(8000)
         assert said.startswith("baton worker http://HOST:8000 --token-file FILE, where HOST is")
-    said = Listen.parse("hub.example:80", is_insecure=True).join_command(8000)
+    said = ListenAddress.parse("hub.example:80", is_insecure=True).join_command(8000)
     assert said == "baton worker http://hub.example:8000 --token-file FILE"
 
 
@@ -177,7 +177,7 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> st
 
 
 def test_with_a_certificate_others_are_served_under_tls_and_check_whom_they_reach(pems: dict[str, Pem]) -> None:
-    listen = Listen.parse("0.0.0.0:0", pems["ours"].certificate, pems["ours"].key)
+    listen = ListenAddress.parse("0.0.0.0:0", pems["ours"].certificate, pems["ours"].key)
     assert listen.url(8443) == "https://0.0.0.0:8443"
     server, client = listen.ssl_context(), client_ssl("https://localhost:8443", pems["ours"].certificate)
     assert server is not None
@@ -201,13 +201,17 @@ def test_certificates_that_cannot_be_used_are_named(pems: dict[str, Pem], tmp_pa
     ours, other = pems["ours"], pems["other"]
     both = tmp_path / "both.pem"
     both.write_bytes(ours.certificate.read_bytes() + ours.key.read_bytes())
-    assert Listen.parse("0.0.0.0:0", both).scheme == "https"
+    assert ListenAddress.parse("0.0.0.0:0", both).scheme == "https"
     swapped = tmp_path / "swapped.pem"
     swapped.write_bytes(ours.key.read_bytes() + ours.certificate.read_bytes() + other.certificate.read_bytes())
-    assert Listen.parse("0.0.0.0:0", swapped).fingerprint() == Listen.parse("0.0.0.0:0", both).fingerprint()
+    assert (
+        ListenAddress.parse("0.0.0.0:0", swapped).fingerprint() == ListenAddress.parse("0.0.0.0:0", both).fingerprint()
+    )
     command = ["openssl", "x509", "-in", str(ours.certificate), "-noout", "-fingerprint", "-sha256"]
     shown = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
-    assert Listen.parse("0.0.0.0:0", both).fingerprint() == shown.partition("=")[2].strip().replace(":", "").lower()
+    assert (
+        ListenAddress.parse("0.0.0.0:0", both).fingerprint() == shown.partition("=")[2].strip().replace(":", "").lower()
+    )
     locked = tmp_path / "locked.key"
     command = ["openssl", "pkey", "-in", str(ours.key), "-aes256", "-passout", "pass:word", "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)

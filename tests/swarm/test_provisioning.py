@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.swarm.provisioning import Provisioning
-from baton.swarm.throughput import Pace
+from baton.swarm.throughput import ThroughputTracker
 
 pytestmark = pytest.mark.timing
 
@@ -54,7 +54,7 @@ def test_nothing_is_claimed_before_anything_is_known():
 
 
 def test_the_pace_counts_only_the_time_in_which_there_was_something_to_do():
-    pace = Pace()
+    pace = ThroughputTracker()
     for now_s in (10.0, 10.5, 11.0):
         pace.finish(now_s, busy_since_s=9.5)
     assert pace.per_s() == pytest.approx(3 / 1.5)
@@ -63,7 +63,7 @@ def test_the_pace_counts_only_the_time_in_which_there_was_something_to_do():
 
 
 def test_a_version_has_arrived_when_the_last_connected_worker_serves_it():
-    pace = Pace()
+    pace = ThroughputTracker()
     pace.announced.update({3: 100.0, 4: 110.0})
     pace.serve(105.0, [3, None])
     assert pace.broadcast_s == 0.0

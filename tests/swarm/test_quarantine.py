@@ -24,7 +24,7 @@ from baton.records.run_directory import RunDirectory
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.embedded.from_config import skeleton_engine
 from baton.run.assemble import build_loop
-from baton.swarm.auth import Grant, Role, TokenFile
+from baton.swarm.auth import AccessGrant, Role, TokenFile
 from baton.swarm.messages import Welcome
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
@@ -181,7 +181,7 @@ def maker(kind: type[EmbeddedEngine]) -> Callable[[Welcome, Path, Any], Embedded
 def honest(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     wanted = recipe(model, tmp_path_factory.mktemp("honest"))
     weights = train(wanted, {"one": Honest, "two": Honest})
-    assert not Quarantine(wanted.run.path / "quarantine.jsonl").convictions, "nobody is accused without a reason"
+    assert not Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records, "nobody is accused without a reason"
     return weights
 
 
@@ -191,10 +191,10 @@ def test_a_dishonest_worker_is_found_out_and_leaves_no_trace(
 ) -> None:
     wanted = recipe(model, tmp_path)
     weights = train(wanted, {"good": Honest, "bad": kind})
-    convictions = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
-    assert [conviction.label.partition("#")[0] for conviction in convictions] == ["bad"]
-    assert convictions[0].verdict.reason
-    assert not convictions[0].trained, "what it wrote was held back until it was judged"
+    quarantine_records = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
+    assert [quarantine_record.label.partition("#")[0] for quarantine_record in quarantine_records] == ["bad"]
+    assert quarantine_records[0].verdict.reason
+    assert not quarantine_records[0].trained, "what it wrote was held back until it was judged"
     assert all(torch.equal(weights[name], honest[name]) for name in honest), "as if it had never been there"
 
 
@@ -206,14 +206,15 @@ def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path)
         loop = build_loop(again, observer, resume=True, overwrite=False)
         hub = loop.port.hub  # type: ignore[attr-defined]
         grants = {
-            t.name: Grant(t.name, t.role, False, t.digest) for t in TokenFile(Path(wanted.swarm.token_file)).tokens()
+            t.name: AccessGrant(t.name, t.role, False, t.digest)
+            for t in TokenFile(Path(wanted.swarm.token_file)).tokens()
         }
-        (conviction,) = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
-        reason = hub.parts.is_banned(grants["bad"], conviction.worker)
+        (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
+        reason = hub.parts.is_banned(grants["bad"], quarantine_record.worker)
         loop.close()
     assert reason is not None
     assert reason.startswith("in quarantine")
-    assert conviction.token == grants["bad"].digest
+    assert quarantine_record.token == grants["bad"].digest
     assert hub.parts.is_banned(grants["bad"], "another worker") is None
     assert hub.parts.is_banned(grants["good"], "") is None
 
@@ -241,6 +242,6 @@ def test_a_stranger_whose_token_is_named_like_the_runs_own_takes_nobody_with_it(
     wanted = recipe(model, tmp_path)
     wanted = wanted.model_copy(update={"swarm": wanted.swarm.model_copy(update={"workers": 1})})
     train(wanted, {"local": CutShort})
-    (conviction,) = Quarantine(wanted.run.path / "quarantine.jsonl").convictions
+    (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
     (stranger,) = TokenFile(Path(wanted.swarm.token_file)).tokens()
-    assert conviction.token == stranger.digest
+    assert quarantine_record.token == stranger.digest

@@ -20,7 +20,7 @@ from yarl import URL
 from baton.errors import UserError, WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.swarm.hub.relay import FORGET_AFTER_S, Relay, RelayList, RelayOptions, RelayTicket
-from baton.swarm.listen import Listen
+from baton.swarm.listen import ListenAddress
 from baton.swarm.transfer import HttpSource
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
@@ -66,12 +66,12 @@ async def running(origin: Origin, cache: Path, token: str = TOKEN) -> AsyncItera
     """A relay behind an origin; yields the relay and the origin's URL."""
     app = web.Application()
     app.router.add_get("/{path:.*}", origin.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    controller = web.AppRunner(app)
+    await controller.setup()
+    await web.TCPSite(controller, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{controller.addresses[0][1]}"
     headers = {"Authorization": f"Bearer {token}"}
-    listen = Listen.parse("127.0.0.1:0")
+    listen = ListenAddress.parse("127.0.0.1:0")
     relay, until = Relay(RelayOptions(url, headers, listen, None, cache, 2**24, say=lambda text: None)), asyncio.Event()
     serving = asyncio.create_task(relay.run(until))
     try:
@@ -84,7 +84,7 @@ async def running(origin: Origin, cache: Path, token: str = TOKEN) -> AsyncItera
     finally:
         until.set()
         await asyncio.gather(serving, return_exceptions=True)
-        await runner.cleanup()
+        await controller.cleanup()
 
 
 @pytest.fixture

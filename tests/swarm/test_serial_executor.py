@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.swarm.serial_executor import Errands
+from baton.swarm.serial_executor import SerialExecutor
 
 pytestmark = pytest.mark.timing
 
@@ -17,8 +17,8 @@ def alive(name: str) -> bool:
 
 
 def test_things_are_done_in_order_and_the_thread_ends() -> None:
-    errands, done = Errands("errands of a test"), []
-    futures = [errands.submit(done.append, number) for number in range(50)]
+    executor, done = SerialExecutor("errands of a test"), []
+    futures = [executor.submit(done.append, number) for number in range(50)]
     for future in futures:
         future.result(60)
     assert done == list(range(50))
@@ -26,17 +26,17 @@ def test_things_are_done_in_order_and_the_thread_ends() -> None:
     while alive("errands of a test"):
         assert time.monotonic() < until_s, "the thread stays"
         time.sleep(0.001)
-    errands.submit(done.append, 50).result(60)
+    executor.submit(done.append, 50).result(60)
     assert done[-1] == 50, "it begins again"
 
 
 def test_a_fault_is_its_callers_and_the_next_thing_is_done() -> None:
-    errands, done = Errands("faults of a test"), []
+    executor, done = SerialExecutor("faults of a test"), []
 
     def fail() -> None:
         raise KeyError("lost")
 
-    fault, after = errands.submit(fail), errands.submit(done.append, 1)
+    fault, after = executor.submit(fail), executor.submit(done.append, 1)
     with pytest.raises(KeyError, match="lost"):
         fault.result(60)
     after.result(60)
@@ -44,7 +44,7 @@ def test_a_fault_is_its_callers_and_the_next_thing_is_done() -> None:
 
 
 def test_closing_waits_for_what_has_begun_and_leaves_the_rest() -> None:
-    errands, may_end, done = Errands("end of a test"), threading.Event(), []
+    executor, may_end, done = SerialExecutor("end of a test"), threading.Event(), []
     begun = threading.Event()
 
     def first() -> None:
@@ -52,11 +52,11 @@ def test_closing_waits_for_what_has_begun_and_leaves_the_rest() -> None:
         assert may_end.wait(60)
         done.append("first")
 
-    running, waiting = errands.submit(first), errands.submit(done.append, "second")
+    running, waiting = executor.submit(first), executor.submit(done.append, "second")
     waiting.add_done_callback(lambda _: may_end.set())  # by close, which then has to wait
     assert begun.wait(60)
-    errands.close(60)
+    executor.close(60)
     assert running.done()
     assert waiting.cancelled()
-    assert errands.submit(done.append, "third").cancelled()
+    assert executor.submit(done.append, "third").cancelled()
     assert done == ["first"]

@@ -21,7 +21,7 @@ from baton.rollout import stall
 from baton.rollout.stall import LONGEST_LOOK_S, StallWatch
 from baton.swarm.auth import Role
 from baton.swarm.messages import encode
-from baton.swarm.verification.policy import Conviction
+from baton.swarm.verification.policy import QuarantineRecord
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.verify import violation
 
@@ -47,7 +47,7 @@ async def connect(bench: SwarmBench, session: aiohttp.ClientSession, token: str)
 
 def test_a_worker_that_says_nothing_is_cut_off_and_not_accused(bench):
     """12 heartbeats of 0.1 s; the lease table, which is quicker as a rule, is told to wait."""
-    bench.desk.table.rules = type(bench.desk.table.rules)(silence_s=1e6)
+    bench.broker.table.rules = type(bench.broker.table.rules)(silence_s=1e6)
     token = bench.tokens.create(Role.WORKER, 3600, name="mute")
 
     async def work() -> None:
@@ -112,24 +112,24 @@ def test_a_pause_of_the_run_itself_is_no_stall(monkeypatch):
 # ---- lifting a quarantine --------------------------------------------------------------------------------------------
 
 
-def conviction(worker: str) -> Conviction:
-    return Conviction(worker, "0/0@1", violation("a mistake"), (), (), 0, 1, 1)
+def quarantine_record(worker: str) -> QuarantineRecord:
+    return QuarantineRecord(worker, "0/0@1", violation("a mistake"), (), (), 0, 1, 1)
 
 
 def test_a_quarantine_is_lifted_by_a_command_for_a_hub_that_runs_and_for_one_that_does_not(tmp_path):
     live = Quarantine(tmp_path / "quarantine.jsonl")
     for name in ("a", "b"):
-        live.add(conviction(name))
+        live.add(quarantine_record(name))
     result = CliRunner().invoke(token_app, ["unquarantine", str(tmp_path), "a"])
     assert result.exit_code == 0, result.output
     assert live.follow() == ("a",)
     assert live.follow() == ()
-    assert [one.worker for one in live.convictions] == ["b"]
-    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").convictions] == ["b"]
+    assert [one.worker for one in live.quarantine_records] == ["b"]
+    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").quarantine_records] == ["b"]
     (line,) = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert (line["event"], line["token"]) == ("unquarantined", "a")
-    live.add(conviction("a"))
-    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").convictions] == ["b", "a"], (
+    live.add(quarantine_record("a"))
+    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").quarantine_records] == ["b", "a"], (
         "it may do it again"
     )
     with pytest.raises(UserError, match=r"'c' is not in quarantine in .*; in quarantine: b, a"):
@@ -138,22 +138,22 @@ def test_a_quarantine_is_lifted_by_a_command_for_a_hub_that_runs_and_for_one_tha
 
 def test_a_lift_between_two_convictions_is_not_overlooked(tmp_path):
     live, other = Quarantine(tmp_path / "q"), Quarantine(tmp_path / "q")
-    live.add(conviction("a"))
+    live.add(quarantine_record("a"))
     other.lift("a", 0.0)
-    live.add(conviction("b"))
+    live.add(quarantine_record("b"))
     assert live.follow() == ("a",)
-    assert [one.worker for one in live.convictions] == ["b"]
+    assert [one.worker for one in live.quarantine_records] == ["b"]
 
 
 def test_a_line_that_was_torn_is_passed_over_and_a_damaged_one_is_named(tmp_path):
     path = tmp_path / "quarantine.jsonl"
     kept = Quarantine(path)
-    kept.add(conviction("a"))
+    kept.add(quarantine_record("a"))
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:40])
     again = Quarantine(path)
-    again.add(conviction("b"))
-    assert [one.worker for one in Quarantine(path).convictions] == ["a", "b"]
+    again.add(quarantine_record("b"))
+    assert [one.worker for one in Quarantine(path).quarantine_records] == ["a", "b"]
     path.write_bytes(whole.replace(b'"worker"', b'"wrkr"'))
     with pytest.raises(UserError, match="line 1, is no record of a quarantine"):
         Quarantine(path)

@@ -51,7 +51,7 @@ def assert_bounds(bench: SwarmBench) -> None:
     if bench.rules.mode == "sync":
         assert set(stale) == {0}
         assert all(len(m.trajectory.segments) == 1 for b in bench.batches for g in b for m in g.members)
-    ledger, bound = bench.runner.scheduler.ledger, bench.rules.max_staleness
+    ledger, bound = bench.controller.scheduler.ledger, bench.rules.max_staleness
     assert sum(age > bound for age in stale) == ledger.masked, "beyond the bound no token is trained"
 
 
@@ -62,7 +62,7 @@ def test_three_workers_train_what_the_script_says(mode, values, make):
     bench.begin()
     for _ in range(6):
         bench.step()
-    with bench.runner.paused():
+    with bench.controller.paused():
         bench.assert_sound()
     assert_bounds(bench)
     assert max(bench.judges.asked.values()) == 1
@@ -88,7 +88,7 @@ def test_deaths_joins_cuts_and_delays_change_nothing_that_is_trained(mode, value
                 victim.cut()
             case "late":
                 victim.wire.delay_s = 0.05
-    with bench.runner.paused():
+    with bench.controller.paused():
         bench.assert_sound()
     assert_bounds(bench)
     assert all(worker.error is None or not str(worker.error) for worker in bench.workers), "killed, or alive"
@@ -107,11 +107,11 @@ def test_cuts_in_the_middle_of_growth_lose_no_token(make):
         worker.cut()
 
     for _ in range(3):
-        bench.runner.next_batch(on_judged=cut)
+        bench.controller.next_batch(on_judged=cut)
         bench.version += 1
         bench.publish()
     assert cuts > 9
-    ledger = bench.runner.scheduler.ledger
+    ledger = bench.controller.scheduler.ledger
     assert not ledger.lost, "a cut is no death"
     assert worker.engine.stats.decoded_tokens == ledger.generated
 
@@ -172,7 +172,7 @@ def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatc
             times = itertools.count(0.0, 4.0)
 
     with pytest.raises(DeadlineExceeded, match=r"the swarm of 1 workers \(workers#0 is cut off"):
-        bench.runner.next_batch(on_judged=kill)
+        bench.controller.next_batch(on_judged=kill)
 
 
 def test_a_worker_that_leaves_hands_in_what_it_has(make):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.rollout.rescored import Claim
-from baton.swarm.auth import Grant, Role
+from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.verification import policy
 from baton.swarm.verification.policy import (
     Author,
@@ -15,7 +15,6 @@ from baton.swarm.verification.policy import (
     CheckFailed,
     CheckTrajectory,
     InspectionSettings,
-    Inspector,
     QuarantineLifted,
     QuarantineWorker,
     ReleaseTrajectory,
@@ -23,27 +22,28 @@ from baton.swarm.verification.policy import (
     ReportViolated,
     TrajectoryFinished,
     TrajectoryJudged,
+    VerificationPolicy,
     VerificationTick,
     WarnUser,
 )
-from baton.swarm.verification.verify import Outcome, Tolerance, Verdict, WorkerClass
+from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass
 from baton.types import SamplingParams, Segment, Trajectory
 
 TOLERANCE = Tolerance(logprob=0.1, draw_gap=0.2)
-HONEST = Verdict(Outcome.HONEST, "", num_tokens=100, beyond_typical=20)
-SUSPECT = Verdict(Outcome.SUSPECT, "a few tokens", "draw", num_tokens=100, beyond_draw=3)
-BAD = Verdict(Outcome.BAD, "token 3 is forged", "logprob", num_tokens=1)
+HONEST = VerificationResult(CheckOutcome.HONEST, "", num_tokens=100, beyond_typical=20)
+SUSPECT = VerificationResult(CheckOutcome.SUSPECT, "a few tokens", "draw", num_tokens=100, beyond_draw=3)
+BAD = VerificationResult(CheckOutcome.BAD, "token 3 is forged", "logprob", num_tokens=1)
 KIND = WorkerClass("cpu", "float32", "embedded")
 LENGTH = 10
 CLAIM = Claim(Trajectory(0, 0, (5,), (Segment((3,) * LENGTH, (-1.0,) * LENGTH, 0),)), SamplingParams(LENGTH), 9)
 
 
-def inspector(secret=b"secret", **settings):
-    return Inspector(InspectionSettings(**settings), secret)
+def verification_policy(secret=b"secret", **settings):
+    return VerificationPolicy(InspectionSettings(**settings), secret)
 
 
 def author(worker, *, is_trusted=False):
-    return Author(worker, Grant("token", Role.WORKER, is_trusted, digest="digest"), f"label of {worker}", KIND)
+    return Author(worker, AccessGrant("token", Role.WORKER, is_trusted, digest="digest"), f"label of {worker}", KIND)
 
 
 def finished(found, worker, number, at_s=0.0, *, is_trusted=False, group=0):
@@ -64,41 +64,41 @@ def judged(found, worker, number, verdict, group=0):
     """The record of the worker's quarantine where this verdict decides."""
     case = policy.Case((9, group, number), CLAIM, (), False)
     event = TrajectoryJudged(case, ((author(worker), verdict, TOLERANCE),))
-    records = [one.conviction for one in found.handle(event) if isinstance(one, QuarantineWorker)]
+    records = [one.quarantine_record for one in found.handle(event) if isinstance(one, QuarantineWorker)]
     return records[0] if records else None
 
 
 def violated(found, worker, sentence):
-    return [one.conviction for one in found.handle(ReportViolated(author(worker), "a report", sentence))]
+    return [one.quarantine_record for one in found.handle(ReportViolated(author(worker), "a report", sentence))]
 
 
 def test_a_new_workers_first_trajectories_are_all_checked_and_then_the_share():
     """Of 4000 draws at 5 % 200 ± 14 (one σ) are checked."""
-    drawn = checked(inspector(first=8, share=0.05), "w", 4008)
+    drawn = checked(verification_policy(first=8, share=0.05), "w", 4008)
     assert all(drawn[:8])
     assert 140 < sum(drawn[8:]) < 260
 
 
 def test_a_trusted_worker_is_checked_less_but_checked():
     """Of 4000 at 1 %: 40 ± 6."""
-    assert 10 < sum(checked(inspector(first=0), "w", 4000, is_trusted=True)) < 80
+    assert 10 < sum(checked(verification_policy(first=0), "w", 4000, is_trusted=True)) < 80
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 100)])
 def test_none_and_all(share, expected):
-    assert sum(checked(inspector(first=0, share=share), "w", 100)) == expected
+    assert sum(checked(verification_policy(first=0, share=share), "w", 100)) == expected
 
 
 def test_which_ones_follows_from_the_secret_the_worker_and_the_name_alone():
-    drawn = checked(inspector(first=0, share=0.5), "w", 200)
-    again = inspector(first=0, share=0.5)
+    drawn = checked(verification_policy(first=0, share=0.5), "w", 200)
+    again = verification_policy(first=0, share=0.5)
     assert [bool(finished(again, "w", i)) for i in reversed(range(200))][::-1] == drawn
-    assert checked(inspector(b"other", first=0, share=0.5), "w", 200) != drawn
-    assert checked(inspector(first=0, share=0.5), "v", 200) != drawn
+    assert checked(verification_policy(b"other", first=0, share=0.5), "w", 200) != drawn
+    assert checked(verification_policy(first=0, share=0.5), "v", 200) != drawn
 
 
 def test_a_suspect_verdict_has_the_next_ones_all_checked():
-    found = inspector(first=0, share=0.0, after_suspect=5)
+    found = verification_policy(first=0, share=0.0, after_suspect=5)
     assert not any(checked(found, "w", 3))
     assert judged(found, "w", 0, SUSPECT) is None
     assert checked(found, "w", 7, group=1) == [True] * 5 + [False] * 2
@@ -106,22 +106,22 @@ def test_a_suspect_verdict_has_the_next_ones_all_checked():
 
 
 def test_a_conviction_requeues_what_is_not_trained_and_lists_what_is():
-    found = inspector(first=0, share=0.0)
+    found = verification_policy(first=0, share=0.0)
     checked(found, "w", 5)
     checked(found, "v", 2, group=1)
     assert found.handle(BatchConsumed((name(0), name(1), name(0, group=1)), step=7)) == []
     finished(found, "v", 2)  # made again by another
-    conviction = judged(found, "w", 4, BAD)
-    assert conviction is not None
-    assert conviction.requeue == (name(3), name(4))
-    assert conviction.trained == ((name(0), 7), (name(1), 7))
-    assert (conviction.num_trained, conviction.num_finished, conviction.num_checked) == (2, 5, 1)
-    assert conviction.verdict.reason == "token 3 is forged"
-    assert (conviction.token, conviction.label) == ("digest", "label of w")
+    quarantine_record = judged(found, "w", 4, BAD)
+    assert quarantine_record is not None
+    assert quarantine_record.requeue == (name(3), name(4))
+    assert quarantine_record.trained == ((name(0), 7), (name(1), 7))
+    assert (quarantine_record.num_trained, quarantine_record.num_finished, quarantine_record.num_checked) == (2, 5, 1)
+    assert quarantine_record.verdict.reason == "token 3 is forged"
+    assert (quarantine_record.token, quarantine_record.label) == ("digest", "label of w")
 
 
 def test_a_worker_is_convicted_once_and_then_finishes_nothing():
-    found = inspector()
+    found = verification_policy()
     checked(found, "w", 2)
     assert judged(found, "w", 0, BAD) is not None
     assert judged(found, "w", 1, BAD) is None
@@ -134,33 +134,33 @@ def test_a_worker_is_convicted_once_and_then_finishes_nothing():
 
 def test_who_is_banned_by_its_token_is_not_checked():
     event = TrajectoryFinished(0.0, (9, 0, 0), CLAIM, ((author("w"), 0, LENGTH),), banned=frozenset({"w"}))
-    assert inspector().handle(event) == []
+    assert verification_policy().handle(event) == []
 
 
 def test_a_report_no_honest_worker_sends_convicts_at_once():
-    (conviction,) = violated(inspector(), "w", "token 0 has the id -1")
-    assert (conviction.verdict.test, conviction.verdict.reason) == ("report", "token 0 has the id -1")
+    (quarantine_record,) = violated(verification_policy(), "w", "token 0 has the id -1")
+    assert (quarantine_record.verdict.test, quarantine_record.verdict.reason) == ("report", "token 0 has the id -1")
 
 
 def test_suspects_add_up_to_a_conviction_and_honest_verdicts_do_not():
     """3 of 100 tokens beyond where 0.2 % may be; after a few such trajectories rounding explains it no more."""
-    found = inspector()
+    found = verification_policy()
     assert all(judged(found, "honest", i, HONEST) is None for i in range(500))
     given = [judged(found, "w", i, SUSPECT) for i in range(10)]
-    number = next(i for i, conviction in enumerate(given) if conviction)
+    number = next(i for i, quarantine_record in enumerate(given) if quarantine_record)
     assert 1 <= number <= 4
     assert "trajectories together" in given[number].verdict.reason
 
 
 def test_a_conviction_from_before_a_restart_stays():
-    after = inspector()
+    after = verification_policy()
     after.restore(["w"])
     assert finished(after, "w", 0) == []
     assert violated(after, "w", "nonsense") == []
 
 
 def test_a_trajectory_grown_again_elsewhere_belongs_to_whom_finished_it_last():
-    found = inspector()
+    found = verification_policy()
     finished(found, "w", 0)
     finished(found, "v", 0)
     assert judged(found, "w", 0, BAD).requeue == ()
@@ -168,7 +168,7 @@ def test_a_trajectory_grown_again_elsewhere_belongs_to_whom_finished_it_last():
 
 
 def test_a_held_trajectory_is_released_by_its_own_verdict_alone():
-    found = inspector()
+    found = verification_policy()
     (old,), (new,) = finished(found, "w", 0), finished(found, "v", 0)
     assert found.handle(TrajectoryJudged(old.case, ())) == []
     assert found.handle(TrajectoryJudged(new.case, (), is_whole=False)) == [ReleaseTrajectory((9, 0, 0))]
@@ -178,7 +178,7 @@ def test_a_held_trajectory_is_released_by_its_own_verdict_alone():
 
 def test_a_trajectory_that_cannot_be_checked_is_made_again_twice_and_then_released():
     """Its deadline is 120 s and 0.02 s for each of its 10 tokens; by what the hub is late, it moves."""
-    found, key = inspector(first=0, share=1.0), (9, 0, 0)
+    found, key = verification_policy(first=0, share=1.0), (9, 0, 0)
     for worker, end in (("a", RemakeTrajectory(key)), ("b", RemakeTrajectory(key)), ("c", ReleaseTrajectory(key))):
         assert [type(one) for one in finished(found, worker, 0, at_s=1000.0)] == [CheckTrajectory]
         assert found.handle(VerificationTick(1120.0)) == []
@@ -189,7 +189,7 @@ def test_a_trajectory_that_cannot_be_checked_is_made_again_twice_and_then_releas
 
 
 def test_what_trusted_workers_wrote_is_released_where_it_cannot_be_checked():
-    found = inspector(trusted_share=1.0)
+    found = verification_policy(trusted_share=1.0)
     (check,) = finished(found, "w", 0, is_trusted=True)
     released, warned = found.handle(CheckFailed((check.case,), "no memory"))
     assert released == ReleaseTrajectory((9, 0, 0))
@@ -202,7 +202,7 @@ def test_what_trusted_workers_wrote_is_released_where_it_cannot_be_checked():
 @settings(max_examples=200, deadline=None)
 def test_every_finished_trajectory_is_open_or_trained(happenings):
     """Each name is requeued or listed as trained at most once, and by the worker that finished it last."""
-    found = inspector()
+    found = verification_policy()
     open_, trained, convicted = {}, {}, set()
     for step, (what, number) in enumerate(happenings):
         worker = f"w{(number + step) % 3}"
@@ -213,8 +213,8 @@ def test_every_finished_trajectory_is_open_or_trained(happenings):
             found.handle(BatchConsumed((name(number),), step))
             if by := open_.pop(name(number), None):
                 trained[name(number)] = (by, step)
-        elif what == "convict" and (conviction := judged(found, worker, number, BAD)):
+        elif what == "convict" and (quarantine_record := judged(found, worker, number, BAD)):
             convicted.add(worker)
-            assert set(conviction.requeue) == {n for n, w in open_.items() if w == worker}
-            assert dict(conviction.trained) == {n: s for n, (w, s) in trained.items() if w == worker}
+            assert set(quarantine_record.requeue) == {n for n, w in open_.items() if w == worker}
+            assert dict(quarantine_record.trained) == {n: s for n, (w, s) in trained.items() if w == worker}
             open_ = {n: w for n, w in open_.items() if w != worker}

@@ -13,11 +13,11 @@ import pytest
 
 import baton.swarm.verification.policy
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.auth import Grant, Role
+from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.verification.policy import Author, InspectionSettings, Inspector
+from baton.swarm.verification.policy import Author, InspectionSettings, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
-from baton.swarm.verification.service import Examiner
+from baton.swarm.verification.service import VerificationService
 from baton.swarm.verification.verify import Calibration, WorkerClass
 from baton.types import FinishReason, Lease, PolicyVersion, SamplingParams, Segment, Trajectory
 
@@ -67,12 +67,12 @@ class Office:
         self.released: list[Any] = []
         self.remade: list[Any] = []
         self.said: list[str] = []
-        self.convictions: list[Any] = []
+        self.quarantine_records: list[Any] = []
         values = {"share": 1.0, "trusted_share": 1.0, "first": 0, **settings}
         self.calibration = Calibration(min_tokens=40)
-        self.examiner = Examiner(
+        self.verifier = VerificationService(
             lambda: self.script,
-            Inspector(InspectionSettings(**values), b"secret"),
+            VerificationPolicy(InspectionSettings(**values), b"secret"),
             self.calibration,
             Quarantine(path / "quarantine.jsonl"),
             keep_versions=2,
@@ -80,17 +80,17 @@ class Office:
             on_release=self.released.append,
             on_remake=self.remade.append,
             say=self.said.append,
-            on_conviction=self.convictions.append,
+            on_conviction=self.quarantine_records.append,
         )
         for number in (0, 1):
-            self.examiner.published(PolicyVersion("a", number), {"version": number})
+            self.verifier.published(PolicyVersion("a", number), {"version": number})
 
     def finish(self, group: int, *parts: tuple[Author, int, int], versions: tuple[int, ...] = (1,)) -> bool:
         size = LENGTH // len(versions)
         segments = tuple(Segment((3,) * size, (-1.0,) * size, version) for version in versions)
         whole = Trajectory(group, 0, (5,), segments, FinishReason.LENGTH)
         lease = Lease(group, Trajectory(group, 0, (5,)), SamplingParams(LENGTH), 9, 0)
-        return self.examiner.finished(lease, whole, parts)
+        return self.verifier.finished(lease, whole, parts)
 
     def rule(self, count: int = 1) -> None:
         """Let so many verdicts come in."""
@@ -100,11 +100,11 @@ class Office:
 
 def author(name: str, *, trusted: bool = False, own: bool = False, token: str = "") -> Author:
     token = token or f"token of {name}"
-    return Author(name, Grant(token, Role.WORKER, trusted, digest=token, is_own=own), f"{token}#{name}", KIND)
+    return Author(name, AccessGrant(token, Role.WORKER, trusted, digest=token, is_own=own), f"{token}#{name}", KIND)
 
 
 def reason(office: Office, name: str, token: str = "") -> str | None:
-    return office.examiner.quarantine.reason(author(name, token=token).grant, name)
+    return office.verifier.quarantine.reason(author(name, token=token).grant, name)
 
 
 @pytest.fixture
@@ -112,27 +112,27 @@ def office(tmp_path: Path):
     made = Office(tmp_path)
     yield made
     made.script.may_score.set()
-    made.examiner.close()
-    made.examiner.close()
+    made.verifier.close()
+    made.verifier.close()
 
 
 def test_what_is_checked_waits_for_its_verdict(office):
     office.script.may_score.clear()
     assert office.finish(1, (author("a"), 0, LENGTH))
-    office.examiner.tick()
+    office.verifier.tick()
     assert office.released == []
     office.script.may_score.set()
     office.rule()
     assert office.released == [(9, 1, 0)]
-    assert office.examiner.counters.checked == 1
-    assert office.examiner.counters.tokens == LENGTH
-    assert office.examiner.counters.by_worker == {"a": 1}
+    assert office.verifier.counters.checked == 1
+    assert office.verifier.counters.tokens == LENGTH
+    assert office.verifier.counters.by_worker == {"a": 1}
 
 
 def test_what_nobody_wants_checked_is_not_held(tmp_path):
     office = Office(tmp_path, share=0.0, trusted_share=0.0)
     assert not office.finish(1, (author("a"), 0, LENGTH))
-    office.examiner.close()
+    office.verifier.close()
 
 
 def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is_said(office, monkeypatch):
@@ -141,11 +141,11 @@ def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is
     for times in range(3):
         assert office.released == []
         assert office.finish(1, (author("a" if not times else "b"), 0, LENGTH)), "whoever makes it again is checked"
-        office.examiner.tick()
-        office.examiner.tick()
+        office.verifier.tick()
+        office.verifier.tick()
     assert office.remade == [(9, 1, 0)] * 2
     assert office.released == [(9, 1, 0)]
-    assert office.examiner.inspector.num_unchecked == 3
+    assert office.verifier.verification_policy.num_unchecked == 3
     assert [re.sub(r"^.*: its", "its", text) for text in office.said] == [
         "its verdict has not come in time; 1 of them are made again, 0 are used as they are; 1 so far ([inspection])",
         "its verdict has not come in time; 1 of them are made again, 0 are used as they are; 2 so far ([inspection])",
@@ -155,7 +155,7 @@ def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is
     office.script.may_score.set()
     office.rule()
     assert office.released == [(9, 1, 0)]
-    assert [c.worker for c in office.convictions] == ["a"], "a late verdict convicts all the same"
+    assert [c.worker for c in office.quarantine_records] == ["a"], "a late verdict convicts all the same"
 
 
 def test_the_runs_own_workers_are_checked_only_where_it_asks_for_that(tmp_path, office):
@@ -164,7 +164,7 @@ def test_the_runs_own_workers_are_checked_only_where_it_asks_for_that(tmp_path, 
     assert office.finish(2, (mine, 0, 5), (author("a"), 5, LENGTH)), "the part of a stranger is"
     asking = Office(tmp_path, own=True)
     assert asking.finish(1, (mine, 0, LENGTH))
-    asking.examiner.close()
+    asking.verifier.close()
 
 
 def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
@@ -172,19 +172,19 @@ def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
         office.finish(group, (author("bad"), 0, LENGTH))
         office.finish(group + 10, (author("good"), 0, LENGTH))
         office.rule(2)
-    office.examiner.consumed(7, [(1, 0), (11, 0)], 9)
+    office.verifier.consumed(7, [(1, 0), (11, 0)], 9)
     office.rule()
     office.script.forged["4/0"] = 0.5
     office.finish(4, (author("bad"), 0, LENGTH))
     office.rule()
-    (conviction,) = office.convictions
-    assert conviction.worker == "bad"
-    assert conviction.name == "4/0@9"
-    assert conviction.requeue == ("2/0@9", "3/0@9", "4/0@9")
-    assert conviction.trained == (("1/0@9", 7),)
-    assert (conviction.num_trained, conviction.num_finished) == (1, 4)
-    assert "logprob" in conviction.verdict.reason
-    assert reason(office, "bad") == f"in quarantine: {conviction.verdict.reason}"
+    (quarantine_record,) = office.quarantine_records
+    assert quarantine_record.worker == "bad"
+    assert quarantine_record.name == "4/0@9"
+    assert quarantine_record.requeue == ("2/0@9", "3/0@9", "4/0@9")
+    assert quarantine_record.trained == (("1/0@9", 7),)
+    assert (quarantine_record.num_trained, quarantine_record.num_finished) == (1, 4)
+    assert "logprob" in quarantine_record.verdict.reason
+    assert reason(office, "bad") == f"in quarantine: {quarantine_record.verdict.reason}"
     assert reason(office, "good") is None
     assert not office.finish(5, (author("bad"), 0, LENGTH)), "nothing of it is taken any more"
 
@@ -201,17 +201,17 @@ def test_each_author_answers_for_its_own_tokens_under_their_own_versions(office)
     office.finish(1, (author("a"), 0, 5), (author("b"), 5, 10), versions=(0, 1))
     office.rule()
     assert office.script.loaded == [0, 1]
-    assert [c.worker for c in office.convictions] == ["b"]
+    assert [c.worker for c in office.quarantine_records] == ["b"]
 
 
 def test_versions_that_are_kept_no_more_cannot_be_checked_and_nobody_is_accused(office):
     for number in (2, 3):
-        office.examiner.published(PolicyVersion("a", number), {"version": number})
+        office.verifier.published(PolicyVersion("a", number), {"version": number})
     office.script.forged["1/0"] = 0.5
     office.finish(1, (author("a"), 0, LENGTH), versions=(1,))
     office.rule()
     assert office.script.loaded == []
-    assert office.convictions == []
+    assert office.quarantine_records == []
     assert office.remade == [(9, 1, 0)]
     assert "none of their versions is kept any more" in office.said[0]
 
@@ -222,19 +222,19 @@ def test_the_quarantine_survives_a_restart(office, tmp_path):
     office.rule()
     again = Office(tmp_path)
     assert reason(again, "bad") == reason(office, "bad")
-    assert again.examiner.quarantine.convictions == office.convictions
+    assert again.verifier.quarantine.quarantine_records == office.quarantine_records
     assert not again.finish(2, (author("bad"), 0, LENGTH))
     assert again.finish(3, (author("good"), 0, LENGTH))
     again.rule()
-    again.examiner.close()
+    again.verifier.close()
 
 
 def test_a_violation_convicts_without_a_check_and_only_once(office):
-    conviction = office.examiner.violated(author("bad"), "an id beyond the vocabulary", "a report")
-    assert conviction is not None
-    assert office.convictions == [conviction]
-    assert office.examiner.violated(author("bad"), "again", "a report") is None
-    assert len(office.convictions) == 1
+    quarantine_record = office.verifier.violated(author("bad"), "an id beyond the vocabulary", "a report")
+    assert quarantine_record is not None
+    assert office.quarantine_records == [quarantine_record]
+    assert office.verifier.violated(author("bad"), "again", "a report") is None
+    assert len(office.quarantine_records) == 1
 
 
 def test_trusted_workers_calibrate_their_class_and_others_do_not(office):
@@ -275,7 +275,7 @@ def test_a_scorer_that_fails_is_named_and_does_not_end_the_run(office):
     office.finish(1, (author("b"), 0, LENGTH))
     office.rule()
     assert office.released == [(9, 1, 0)]
-    assert office.examiner.counters.checked == 1
+    assert office.verifier.counters.checked == 1
 
 
 # ---- who is in quarantine --------------------------------------------------------------------------------------------
@@ -283,10 +283,10 @@ def test_a_scorer_that_fails_is_named_and_does_not_end_the_run(office):
 
 def test_a_stranger_whose_token_has_the_name_of_another_does_it_no_harm(office):
     """Two token files may each hold a token `local`; the run's own workers bear the one in its own file."""
-    bad = Author("1f", Grant("local", Role.WORKER, False, digest="stranger"), "local#0", KIND)
-    mine = Grant("local", Role.WORKER, True, digest="mine", is_own=True)
-    office.examiner.violated(bad, "nonsense", "a report")
-    quarantine = office.examiner.quarantine
+    bad = Author("1f", AccessGrant("local", Role.WORKER, False, digest="stranger"), "local#0", KIND)
+    mine = AccessGrant("local", Role.WORKER, True, digest="mine", is_own=True)
+    office.verifier.violated(bad, "nonsense", "a report")
+    quarantine = office.verifier.quarantine
     assert quarantine.reason(bad.grant, "1f") == "in quarantine: nonsense"
     assert quarantine.reason(mine, "2e") is None
     assert quarantine.reason(bad.grant, "3d") is None, "another worker of that token"
@@ -295,9 +295,9 @@ def test_a_stranger_whose_token_has_the_name_of_another_does_it_no_harm(office):
 
 def test_a_worker_that_drops_its_key_takes_its_token_with_it_after_three(office):
     for worker in ("a", "b"):
-        office.examiner.violated(author(worker, token="one"), "nonsense", "a report")
+        office.verifier.violated(author(worker, token="one"), "nonsense", "a report")
         assert reason(office, "next", token="one") is None
-    office.examiner.violated(author("c", token="one"), "more nonsense", "a report")
+    office.verifier.violated(author("c", token="one"), "more nonsense", "a report")
     said = "in quarantine: 3 workers of this token are; the last: more nonsense"
     assert reason(office, "next", token="one") == said
     assert reason(office, "next", token="two") is None
@@ -313,9 +313,9 @@ def test_a_file_of_old_that_names_tokens_still_bans_them_and_never_the_runs_own(
     }  # fmt: skip
     path.write_text(json.dumps(line) + "\n")
     kept = Quarantine(path)
-    stranger = Grant("local", Role.WORKER, False, digest="stranger")
+    stranger = AccessGrant("local", Role.WORKER, False, digest="stranger")
     assert kept.reason(stranger, "1f") == kept.reason(stranger) == "in quarantine: forged"
-    assert kept.reason(Grant("local", Role.WORKER, True, digest="mine", is_own=True), "2e") is None
+    assert kept.reason(AccessGrant("local", Role.WORKER, True, digest="mine", is_own=True), "2e") is None
     assert kept.lift("local", 0.0) == ("local",)
     assert kept.reason(stranger) is None
 
@@ -334,10 +334,10 @@ def test_a_key_is_known_again_after_a_restart_and_only_with_its_token():
 
 
 def test_whose_quarantine_was_lifted_while_the_hub_runs_is_a_new_worker(office, tmp_path):
-    office.examiner.violated(author("a"), "nonsense", "a report")
+    office.verifier.violated(author("a"), "nonsense", "a report")
     assert not office.finish(1, (author("a"), 0, LENGTH))
     Quarantine(tmp_path / "quarantine.jsonl").lift("a", 0.0)
-    office.examiner.tick()
+    office.verifier.tick()
     assert reason(office, "a") is None
     assert office.finish(2, (author("a"), 0, LENGTH))
     office.rule()

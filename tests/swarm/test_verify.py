@@ -30,7 +30,7 @@ from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.verification.verify import (
     DEFAULTS,
     Calibration,
-    Outcome,
+    CheckOutcome,
     Tolerance,
     WorkerClass,
     chance_of_beyond,
@@ -61,7 +61,7 @@ def test_honest_answers_pass_however_they_are_sampled(way, dtype):
     weights = policy() if dtype == "float32" else _rounded(policy())
     for given, answer in zip(leases, grow(engine(policy(), dtype), leases), strict=True):
         found = judge([rescored(given, answer, model=weights)], DEFAULTS[dtype])
-        assert found.outcome is Outcome.HONEST, found.reason
+        assert found.outcome is CheckOutcome.HONEST, found.reason
         assert found.num_tokens == answer.num_tokens
 
 
@@ -70,7 +70,7 @@ def test_honest_answers_that_end_with_a_stop_string_pass():
     leases = [lease(i, stop=stop) for i in range(12)]
     answers = grow(engine(policy()), leases)
     assert FinishReason.STOP in {answer.finish_reason for answer in answers}
-    assert outcomes(leases, answers) == {Outcome.HONEST}
+    assert outcomes(leases, answers) == {CheckOutcome.HONEST}
 
 
 def test_an_honest_answer_carried_on_under_the_next_version_passes_under_both():
@@ -81,8 +81,8 @@ def test_an_honest_answer_carried_on_under_the_next_version_passes_under_both():
     answer = grow(engine(after, version=1), [given])[0]
     scores = [rescored(given, answer, 0), rescored(given, answer, 1, after)]
     found = judge(scores, DEFAULTS["float32"])
-    assert (found.outcome, found.num_tokens) == (Outcome.HONEST, 40)
-    assert judge([rescored(given, answer, 1, policy())], DEFAULTS["float32"]).outcome is Outcome.BAD
+    assert (found.outcome, found.num_tokens) == (CheckOutcome.HONEST, 40)
+    assert judge([rescored(given, answer, 1, policy())], DEFAULTS["float32"]).outcome is CheckOutcome.BAD
 
 
 # ---- dishonest workers -----------------------------------------------------------------------------------------------
@@ -90,23 +90,23 @@ def test_an_honest_answer_carried_on_under_the_next_version_passes_under_both():
 
 def test_other_weights_are_found():
     leases, _ = honest()
-    assert outcomes(leases, grow(engine(policy(seed=1)), leases)) == {Outcome.BAD}
+    assert outcomes(leases, grow(engine(policy(seed=1)), leases)) == {CheckOutcome.BAD}
 
 
 def test_the_next_versions_tokens_tagged_as_this_one_are_found():
     """Weights that differ by 0.1 %, each from each."""
     leases, _ = honest()
-    assert outcomes(leases, grow(engine(near(policy(), 1e-3)), leases)) == {Outcome.BAD}
+    assert outcomes(leases, grow(engine(near(policy(), 1e-3)), leases)) == {CheckOutcome.BAD}
 
 
 def test_quantised_weights_are_found():
     leases, _ = honest()
-    assert outcomes(leases, grow(engine(quantised(policy())), leases)) == {Outcome.BAD}
+    assert outcomes(leases, grow(engine(quantised(policy())), leases)) == {CheckOutcome.BAD}
 
 
 def test_a_lower_precision_than_announced_is_found():
     leases, _ = honest()
-    assert outcomes(leases, grow(engine(policy(), "bfloat16"), leases)) == {Outcome.BAD}
+    assert outcomes(leases, grow(engine(policy(), "bfloat16"), leases)) == {CheckOutcome.BAD}
 
 
 def test_constant_logprobs_are_found():
@@ -123,7 +123,7 @@ def test_one_logprob_taken_from_a_likelier_token_is_found():
         place = logprobs.index(min(logprobs))
         forged = with_tokens(answer, answer.token_ids, [*logprobs[:place], -0.1, *logprobs[place + 1 :]])
         found = verdict(given, forged)
-        assert (found.outcome, found.test, found.worst_place) == (Outcome.BAD, "logprob", place)
+        assert (found.outcome, found.test, found.worst_place) == (CheckOutcome.BAD, "logprob", place)
 
 
 def test_a_siblings_answer_handed_in_again_is_found_by_its_draws_alone():
@@ -131,7 +131,7 @@ def test_a_siblings_answer_handed_in_again_is_found_by_its_draws_alone():
     given = [lease(i, sample_index=1) for i in range(12)]
     copies = [submitted(g, a) for g, a in zip(given, honest()[1], strict=True)]
     assert {(v.outcome, v.test) for g, c in zip(given, copies, strict=True) for v in [verdict(g, c)]} == {
-        (Outcome.BAD, "draw")
+        (CheckOutcome.BAD, "draw")
     }
 
 
@@ -142,7 +142,7 @@ def test_the_best_of_many_is_found_by_its_draws_alone():
         tries = [msgspec.structs.replace(given, lease_id=k, noise_seed=NOISE_SEED + k) for k in range(1, 5)]
         best = max(grow(worker, tries), key=lambda t: sum(t.behavior_logprobs))
         found = verdict(given, submitted(given, best))
-        assert (found.outcome, found.test) == (Outcome.BAD, "draw")
+        assert (found.outcome, found.test) == (CheckOutcome.BAD, "draw")
 
 
 def test_an_answer_to_another_prompt_is_found():
@@ -150,7 +150,7 @@ def test_an_answer_to_another_prompt_is_found():
     leases, _ = honest()
     others = [lease(i, prompt=PROMPTS[(i + 1) % len(PROMPTS)]) for i in range(12)]
     answers = [submitted(g, a) for g, a in zip(leases, grow(engine(policy()), others), strict=True)]
-    assert outcomes(leases, answers) == {Outcome.BAD}
+    assert outcomes(leases, answers) == {CheckOutcome.BAD}
 
 
 def test_an_earlier_submission_replayed_for_the_same_prompt_is_found():
@@ -173,7 +173,7 @@ def test_an_answer_cut_short_by_an_end_id_is_found_even_at_the_best_place_for_it
             lies.append(rescored(given, with_tokens(answer, ids, [*logprobs[:-1], true])))
         smallest = min(lies, key=lambda r: r.draw_gaps[-1])
         found = judge([smallest], DEFAULTS["float32"])
-        assert (found.outcome, found.worst_place) == (Outcome.BAD, len(smallest.places) - 1)
+        assert (found.outcome, found.worst_place) == (CheckOutcome.BAD, len(smallest.places) - 1)
 
 
 def test_a_single_token_of_the_workers_own_choice_is_found():
@@ -189,7 +189,7 @@ def test_a_single_token_of_the_workers_own_choice_is_found():
         begun = with_tokens(answer, [*ids, other], [*logprobs, float(logprobs_V[other])])
         rest = lease(given.trajectory.group_id, segments=begun.segments)
         found = verdict(given, grow(engine(policy()), [rest])[0])
-        assert (found.outcome, found.worst_place) == (Outcome.BAD, place), found.reason
+        assert (found.outcome, found.worst_place) == (CheckOutcome.BAD, place), found.reason
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
@@ -217,44 +217,49 @@ def made(differences, gaps=None, tails=None, temperature=1.0, first=0):
 
 def test_one_token_just_beyond_the_tolerance_convicts_nobody_and_one_far_beyond_does():
     """5 × 0.1 is the limit for a single one."""
-    assert judge([made([0.0] * 39 + [0.12])], LOOSE).outcome is Outcome.HONEST
-    assert judge([made([0.0] * 39 + [0.49])], LOOSE).outcome is Outcome.HONEST
+    assert judge([made([0.0] * 39 + [0.12])], LOOSE).outcome is CheckOutcome.HONEST
+    assert judge([made([0.0] * 39 + [0.49])], LOOSE).outcome is CheckOutcome.HONEST
     found = judge([made([0.0] * 39 + [0.51])], LOOSE)
-    assert (found.outcome, found.test, found.worst_place) == (Outcome.BAD, "logprob", 39)
+    assert (found.outcome, found.test, found.worst_place) == (CheckOutcome.BAD, "logprob", 39)
     assert found.reason.startswith("trajectory 4/2: token 39 (id 5) under version 3 is reported with the logprob -0.49")
     found = judge([made([0.0] * 3, [0.0, 1.1, 0.0])], LOOSE)
-    assert (found.outcome, found.test, found.worst_place) == (Outcome.BAD, "draw", 1)
+    assert (found.outcome, found.test, found.worst_place) == (CheckOutcome.BAD, "draw", 1)
 
 
 def test_many_tokens_beyond_the_tolerance_are_suspect_and_more_are_bad():
     """40 tokens of which 0.2 % may be: 2 happen once in a hundred times, 3 in 3000, 6 less than once in 10^8."""
     by_count = [judge([made([0.12] * k + [0.0] * (40 - k))], LOOSE).outcome for k in range(7)]
-    assert by_count == [Outcome.HONEST] * 3 + [Outcome.SUSPECT] * 3 + [Outcome.BAD]
+    assert by_count == [CheckOutcome.HONEST] * 3 + [CheckOutcome.SUSPECT] * 3 + [CheckOutcome.BAD]
 
 
 def test_what_is_no_number_is_bad():
-    assert judge([made([float("nan")])], LOOSE).outcome is Outcome.BAD
-    assert judge([made([0.0], [float("nan")])], LOOSE).outcome is Outcome.BAD
+    assert judge([made([float("nan")])], LOOSE).outcome is CheckOutcome.BAD
+    assert judge([made([0.0], [float("nan")])], LOOSE).outcome is CheckOutcome.BAD
 
 
 def test_an_all_but_impossible_token_is_bad_unless_its_draw_selects_it():
     assert judge([made([0.0] * 3, [0.0, 0.01, 0.0], [1.0, 1e-12, 1.0])], LOOSE).test == "unlikely"
-    assert judge([made([0.0] * 3, [0.0, 0.0, 0.0], [1.0, 1e-12, 1.0])], LOOSE).outcome is Outcome.HONEST
+    assert judge([made([0.0] * 3, [0.0, 0.0, 0.0], [1.0, 1e-12, 1.0])], LOOSE).outcome is CheckOutcome.HONEST
 
 
 def test_below_temperature_1_rounding_is_scaled_up_and_so_is_the_tolerance():
     """0.8 at temperature 0.5 is a difference of 0.4 in logits; at temperature 2 it is taken as it is."""
-    for temperature, outcome in ((0.5, Outcome.HONEST), (1.0, Outcome.BAD), (2.0, Outcome.BAD), (0.0, Outcome.BAD)):
+    for temperature, outcome in (
+        (0.5, CheckOutcome.HONEST),
+        (1.0, CheckOutcome.BAD),
+        (2.0, CheckOutcome.BAD),
+        (0.0, CheckOutcome.BAD),
+    ):
         assert judge([made([0.8] + [0.0] * 9, temperature=temperature)], LOOSE).outcome is outcome
 
 
 def test_only_a_workers_own_tokens_are_held_against_it():
     """Another worker forged token 2; this one has grown those from 3 on."""
     scores = [made([0.0, 0.0, 9.0, 0.0, 0.0, 0.0])]
-    assert judge(scores, LOOSE).outcome is Outcome.BAD
-    assert judge(scores, LOOSE, first=3).outcome is Outcome.HONEST
+    assert judge(scores, LOOSE).outcome is CheckOutcome.BAD
+    assert judge(scores, LOOSE, first=3).outcome is CheckOutcome.HONEST
     assert judge(scores, LOOSE, first=0, end=2).num_tokens == 2
-    assert judge(scores, LOOSE, first=2, end=3).outcome is Outcome.BAD
+    assert judge(scores, LOOSE, first=2, end=3).outcome is CheckOutcome.BAD
 
 
 def test_small_differences_add_up_over_trajectories():
@@ -263,10 +268,10 @@ def test_small_differences_add_up_over_trajectories():
     Of 10 tokens 7 prove little; of 100 they prove it: 100 · KL(0.7 ‖ 0.4) = 18.4, and e^−18.4 is below 10^−7.
     """
     each = [judge([made([0.03] * 7 + [0.0] * 3)], LOOSE) for _ in range(10)]
-    assert {v.outcome for v in each} == {Outcome.HONEST}
-    assert pooled(each[:2], LOOSE).outcome is Outcome.HONEST
+    assert {v.outcome for v in each} == {CheckOutcome.HONEST}
+    assert pooled(each[:2], LOOSE).outcome is CheckOutcome.HONEST
     found = pooled(each, LOOSE)
-    assert (found.outcome, found.test, found.num_tokens) == (Outcome.BAD, "typical", 100)
+    assert (found.outcome, found.test, found.num_tokens) == (CheckOutcome.BAD, "typical", 100)
 
 
 def test_quantised_weights_are_found_within_bfloat16_rounding_by_a_hub_that_rounds_alike():
@@ -282,16 +287,16 @@ def test_quantised_weights_are_found_within_bfloat16_rounding_by_a_hub_that_roun
     calibration, right = Calibration(min_tokens=500), scores(policy())
     calibration.observe(BF16, right[::2])
     tolerance = calibration.tolerance(BF16)
-    assert pooled([judge([s], tolerance) for s in right[1::2]], tolerance).outcome is Outcome.HONEST
-    assert {judge([s], tolerance).outcome for s in right[1::2]} == {Outcome.HONEST}
+    assert pooled([judge([s], tolerance) for s in right[1::2]], tolerance).outcome is CheckOutcome.HONEST
+    assert {judge([s], tolerance).outcome for s in right[1::2]} == {CheckOutcome.HONEST}
     found = pooled([judge([s], tolerance) for s in scores(quantised(policy()))[1::2]], tolerance)
-    assert found.outcome is Outcome.BAD
+    assert found.outcome is CheckOutcome.BAD
     assert found.beyond_typical > tolerance.often * found.num_tokens
 
 
 def test_nothing_to_check_is_honest():
-    assert judge([], LOOSE).outcome is Outcome.HONEST
-    assert pooled([], LOOSE).outcome is Outcome.HONEST
+    assert judge([], LOOSE).outcome is CheckOutcome.HONEST
+    assert pooled([], LOOSE).outcome is CheckOutcome.HONEST
 
 
 def test_the_chance_of_tokens_beyond_bounds_what_counting_finds():
@@ -384,7 +389,7 @@ def test_of_an_engine_with_its_own_noise_logprobs_alone_are_judged():
     copies = [submitted(g, a) for g, a in zip(given, honest()[1], strict=True)]
     scores = [rescored(g, c) for g, c in zip(given, copies, strict=True)]
     tolerance = Calibration().tolerance(VLLM)
-    assert {judge([one], tolerance).outcome for one in scores} == {Outcome.HONEST}
+    assert {judge([one], tolerance).outcome for one in scores} == {CheckOutcome.HONEST}
     embedded = Calibration().tolerance(WorkerClass("a processor", "float32", "embedded"))
     assert {judge([one], embedded).test for one in scores} == {"draw"}
     others = grow(engine(near(policy(), 0.02)), given)
@@ -395,7 +400,7 @@ def test_greedy_tokens_must_be_the_likeliest_whatever_the_noise():
     tolerance = Calibration().tolerance(VLLM)
     forged = made([0.0] * 3, [0.0, 3.0, 0.0], temperature=0.0)
     assert judge([forged], tolerance).test == "draw"
-    assert judge([made([0.0] * 3, [0.0, 3.0, 0.0])], tolerance).outcome is Outcome.HONEST
+    assert judge([made([0.0] * 3, [0.0, 3.0, 0.0])], tolerance).outcome is CheckOutcome.HONEST
 
 
 def test_a_token_that_hardly_ever_comes_convicts_whoever_drew_it():

@@ -11,11 +11,11 @@ from baton.swarm.version_sync import (
     Fetch,
     Fetched,
     FetchFailed,
-    HaveWant,
-    HaveWantRules,
-    WakeAt,
-    Wanted,
-    Woken,
+    SetTimer,
+    TimerFired,
+    VersionSync,
+    VersionSyncRules,
+    VersionWanted,
 )
 from baton.types import PolicyVersion
 
@@ -30,7 +30,7 @@ class World:
     """Does what the machine says, as slowly and as badly as it is told to."""
 
     def __init__(self) -> None:
-        self.machine = HaveWant()
+        self.machine = VersionSync()
         self.now_s = 0.0
         self.fetching: list[PolicyVersion] = []
         self.activating: list[PolicyVersion] = []
@@ -48,7 +48,7 @@ class World:
                 case Activate(version=version):
                     assert version in self.verified, "nothing but what was fetched and verified"
                     self.activating.append(version)
-                case WakeAt(at_s=at_s):
+                case SetTimer(at_s=at_s):
                     assert 0 < at_s - self.now_s <= self.machine.rules.longest_wait_s
                     self.wakes.append(at_s)
         assert self.machine.have == (self.served[-1] if self.served else None)
@@ -73,7 +73,7 @@ class World:
         for _ in range(20):
             if self.wakes:
                 self.now_s = max(self.now_s, self.wakes.pop())
-                self.tell(Woken(self.now_s))
+                self.tell(TimerFired(self.now_s))
             self.fetched()
             self.activated()
 
@@ -97,7 +97,7 @@ def test_any_interleaving_ends_at_the_wanted_version_and_never_goes_back(before,
             match what:
                 case "want":
                     newest = max(newest, number)
-                    world.tell(Wanted(world.now_s, v(number, lineage)))
+                    world.tell(VersionWanted(world.now_s, v(number, lineage)))
                 case "stale":  # of attempts that nobody makes
                     world.tell(FetchFailed(world.now_s, v(number + 50, lineage), "late"))
                     world.tell(Activated(world.now_s, v(number + 50, lineage)))
@@ -109,7 +109,7 @@ def test_any_interleaving_ends_at_the_wanted_version_and_never_goes_back(before,
                 case "activated":
                     world.activated()
                 case "wake":
-                    world.tell(Woken(world.now_s))
+                    world.tell(TimerFired(world.now_s))
                 case "wait":
                     world.now_s += 0.7
         if newest >= 0:
@@ -125,15 +125,15 @@ def test_any_interleaving_ends_at_the_wanted_version_and_never_goes_back(before,
 
 def test_a_hundred_malformed_announcements_and_then_a_valid_one():
     world = World()
-    world.tell(Wanted(0.0, v(0)))
+    world.tell(VersionWanted(0.0, v(0)))
     world.settle()
     for number in range(1, 101):
-        world.tell(Wanted(world.now_s, v(number)))
+        world.tell(VersionWanted(world.now_s, v(number)))
         assert world.fetching == [v(number)]
         world.failed()
         assert world.machine.have == v(0), "the old one goes on serving"
         assert world.machine.last_cause == "malformed"
-    world.tell(Wanted(world.now_s, v(101)))
+    world.tell(VersionWanted(world.now_s, v(101)))
     assert world.fetching == [v(101)], "and no failure is for ever"
     world.fetched()
     world.activated()
@@ -142,43 +142,43 @@ def test_a_hundred_malformed_announcements_and_then_a_valid_one():
 
 
 def test_waits_double_up_to_their_bound_and_begin_anew_with_another_version():
-    machine = HaveWant(HaveWantRules(first_wait_s=0.5, longest_wait_s=3.0))
+    machine = VersionSync(VersionSyncRules(first_wait_s=0.5, longest_wait_s=3.0))
     now_s, waits = 0.0, []
-    assert machine.handle(Wanted(now_s, v(1))) == [Fetch(v(1))]
+    assert machine.handle(VersionWanted(now_s, v(1))) == [Fetch(v(1))]
     for _ in range(6):
         (wake,) = machine.handle(FetchFailed(now_s, v(1), "gone"))
-        assert isinstance(wake, WakeAt)
+        assert isinstance(wake, SetTimer)
         waits.append(wake.at_s - now_s)
-        assert machine.handle(Woken((now_s + wake.at_s) / 2)) == [], "too early"
-        assert machine.handle(Wanted(now_s, v(1))) == [], "said again, it is no reason to hurry"
+        assert machine.handle(TimerFired((now_s + wake.at_s) / 2)) == [], "too early"
+        assert machine.handle(VersionWanted(now_s, v(1))) == [], "said again, it is no reason to hurry"
         now_s = wake.at_s
-        assert machine.handle(Woken(now_s)) == [Fetch(v(1))]
+        assert machine.handle(TimerFired(now_s)) == [Fetch(v(1))]
     assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
-    assert machine.handle(Wanted(now_s, v(2))) == [], "one is on its way"
+    assert machine.handle(VersionWanted(now_s, v(2))) == [], "one is on its way"
     assert machine.handle(FetchFailed(now_s, v(1), "gone")) == [Fetch(v(2))], "at once: it is another one"
 
 
 def test_a_version_that_fails_for_days_is_fetched_again_at_the_longest_wait():
     """2 ** 1024 is no float: a wait computed from it ended the worker after 8 hours and a half."""
-    machine = HaveWant(HaveWantRules(first_wait_s=0.5, longest_wait_s=30.0))
+    machine = VersionSync(VersionSyncRules(first_wait_s=0.5, longest_wait_s=30.0))
     now_s = 0.0
-    assert machine.handle(Wanted(now_s, v(1))) == [Fetch(v(1))]
+    assert machine.handle(VersionWanted(now_s, v(1))) == [Fetch(v(1))]
     for _ in range(1100):
         (wake,) = machine.handle(FetchFailed(now_s, v(1), "gone"))
-        assert isinstance(wake, WakeAt)
+        assert isinstance(wake, SetTimer)
         assert wake.at_s - now_s <= 30.0
         now_s = wake.at_s
-        assert machine.handle(Woken(now_s)) == [Fetch(v(1))]
+        assert machine.handle(TimerFired(now_s)) == [Fetch(v(1))]
 
 
 def test_what_is_on_its_way_is_let_finish_and_serves_until_the_newest_is_there():
     """Else a version a second would keep a worker from ever having one."""
-    machine = HaveWant()
-    machine.handle(Wanted(0.0, v(1)))
-    machine.handle(Wanted(1.0, v(2)))
-    machine.handle(Wanted(2.0, v(3)))
+    machine = VersionSync()
+    machine.handle(VersionWanted(0.0, v(1)))
+    machine.handle(VersionWanted(1.0, v(2)))
+    machine.handle(VersionWanted(2.0, v(3)))
     assert machine.handle(Fetched(3.0, v(1))) == [Activate(v(1))]
     assert machine.handle(Activated(4.0, v(1))) == [Fetch(v(3))]
     assert machine.have == v(1)
-    machine.handle(Wanted(5.0, v(0, B)))
+    machine.handle(VersionWanted(5.0, v(0, B)))
     assert machine.handle(Fetched(6.0, v(3))) == [Fetch(v(0, B))], "of a lineage that is dead it is of no use"

@@ -37,7 +37,7 @@ def test_a_worker_that_finds_no_hub_gives_up_when_its_patience_ends_and_says_whi
         loop = HandClock()
         with (
             pytest.raises(DeadlineExceeded, match=f"no hub at {url} for 120 s"),
-            asyncio.Runner(loop_factory=lambda: loop) as runner,
+            asyncio.Runner(loop_factory=lambda: loop) as controller,
         ):
-            runner.run(worker.run())
+            controller.run(worker.run())
     assert len(said) == 2, "after 0 and 60 s it tries again, and says so"

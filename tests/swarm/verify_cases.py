@@ -18,7 +18,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.embedded.rescore import Rescorer
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.verification.verify import DEFAULTS, Verdict, judge
+from baton.swarm.verification.verify import DEFAULTS, VerificationResult, judge
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
 NOISE_SEED = 7
@@ -129,6 +129,6 @@ def rescored(given: Lease, answer: Trajectory, version: int = 0, model: PreTrain
     return scorer().score([Claim(answer, given.sampling, given.noise_seed)])[0]
 
 
-def verdict(given: Lease, answer: Trajectory, dtype: str = "float32") -> Verdict:
+def verdict(given: Lease, answer: Trajectory, dtype: str = "float32") -> VerificationResult:
     """The hub's verdict on an answer to a lease of version 0."""
     return judge([rescored(given, answer)], DEFAULTS[dtype])

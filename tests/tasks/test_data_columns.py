@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.errors import UserError
-from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.scorer import RewardScorer, RewardSettings
 from baton.tasks.dataset import FileTask
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.tasks.task import Problem
@@ -182,8 +182,8 @@ def test_without_references_only_functions_can_judge(tmp_path: Path) -> None:
     assert tasks["mine"].draw(0, 0).answer is None
     for kind in ("correct", "score", "exact", "math"):
         with pytest.raises(UserError, match=rf'kind = "{kind}" needs a reference answer, but task \'mine\''):
-            Judge(tasks, [RewardSettings(kind=kind)], "tags")  # type: ignore[arg-type]
-    Judge(tasks, [RewardSettings(kind="format")], "tags")
+            RewardScorer(tasks, [RewardSettings(kind=kind)], "tags")  # type: ignore[arg-type]
+    RewardScorer(tasks, [RewardSettings(kind="format")], "tags")
 
 
 def test_keys_of_a_file_are_refused_without_one() -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from task_cases import mixture
 
 from baton.errors import UserError
-from baton.rewards.scorer import Judge, RewardSettings
+from baton.rewards.scorer import RewardScorer, RewardSettings
 from baton.rewards.settings import JudgeSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.types import FailureCause, Prompt
@@ -19,7 +19,7 @@ COUNTDOWN = mixture("countdown")
 PROMPT = COUNTDOWN.held_out(1)[0]
 
 
-OPENED: list[Judge] = []
+OPENED: list[RewardScorer] = []
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,8 +29,8 @@ def _closed() -> Iterator[None]:
         OPENED.pop().close()
 
 
-def judge(*rewards: RewardSettings) -> Judge:
-    OPENED.append(Judge(COUNTDOWN.tasks, rewards, "tags", JudgeSettings(workers=1)))
+def judge(*rewards: RewardSettings) -> RewardScorer:
+    OPENED.append(RewardScorer(COUNTDOWN.tasks, rewards, "tags", JudgeSettings(workers=1)))
     return OPENED[-1]
 
 
@@ -90,7 +90,7 @@ def test_copying_the_prompts_own_tags_earns_nothing() -> None:
 
 def test_a_verifier_that_breaks_on_an_answer_leaves_it_unjudged_with_the_cause() -> None:
     tasks = TaskMixture([TaskSettings(name="prime_factorization")], AnswerSettings())
-    with Judge(tasks.tasks, [RewardSettings(kind="correct")], "tags") as found:
+    with RewardScorer(tasks.tasks, [RewardSettings(kind="correct")], "tags") as found:
         judgement = found.judge(tasks.held_out(1)[0], answered("two times three"))
     assert (judgement.is_judged, judgement.cause, judgement.parts) == (False, FailureCause.RAISED, {})
     assert judgement.failure is not None
@@ -141,5 +141,5 @@ def test_a_prompt_is_judged_the_same_after_a_trip_through_json() -> None:
     import msgspec
 
     again = msgspec.json.decode(msgspec.json.encode(PROMPT), type=Prompt)
-    fresh = Judge(mixture("countdown").tasks, [RewardSettings(kind="correct")], "tags")
+    fresh = RewardScorer(mixture("countdown").tasks, [RewardSettings(kind="correct")], "tags")
     assert fresh.judge(again, answered(PROMPT.answer)).is_correct

@@ -1,7 +1,7 @@
 """Four rank processes that serve many trainers one after the other, since starting one takes seconds.
 
 Run as a script it is their inside: torch is imported once, then a process is forked for each descriptor. Each answers
-like `baton rank`, but a new `Place` begins a new rank.
+like `baton rank`, but a new `RankInfo` begins a new rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.frames import FrameSocket, frame_socket_of, frame_sockets
 from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES, LocalRanks
-from baton.trainer.parallel.messages import Place, decode_to_rank, encode
+from baton.trainer.parallel.messages import RankInfo, decode_to_rank, encode
 
 SIZE = 4
 
@@ -53,7 +53,7 @@ class LentRanks(LocalRanks):
         self._sockets = pool.sockets[:size]
         self._processes = [pool.process] * size
         for rank in range(size):
-            place = Place(rank=rank, size=size, scratch=str(pool.scratch))
+            place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
             self._send(rank, encode(place))
 
     def close(self, grace_s: float = 2.0) -> None:
@@ -67,7 +67,7 @@ def serve(parent: FrameSocket) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             message = decode_to_rank(parent.receive_next())
-            if isinstance(message, Place):
+            if isinstance(message, RankInfo):
                 if server is not None:
                     server.close()
                 server = RankServer(message)

@@ -11,7 +11,7 @@ from trainer_cases import make_group, policy
 
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import IDLE_ROW, MiniBatch, cut
-from baton.trainer.parallel.balance import Share, balanced
+from baton.trainer.parallel.balance import BatchShare, balanced
 from baton.trainer.samples import training_samples, with_advantages
 
 COSTS = st.lists(st.floats(0.1, 1e4), max_size=60)
@@ -39,7 +39,7 @@ def test_the_dearest_go_first_each_to_the_lightest():
 
 
 def test_long_rows_weigh_more_than_their_tokens():
-    share = Share(0, 2, even_tokens=100.0)
+    share = BatchShare(0, 2, even_tokens=100.0)
     assert share.cost(100) == 200.0  # attention costs as much as the rest
     assert share.cost(1) == pytest.approx(1.01)
 
@@ -59,7 +59,7 @@ def minibatch(rank: int, size: int, *, lengths: list[int], flat: int = 0, **chan
         groups.append(make_group(index, rewards, [[policy(*[5] * n)] for n in lengths[index : index + 2]]))
     algorithm = AlgorithmSettings(name="grpo")
     (found,) = with_advantages([training_samples(groups, algorithm)], algorithm)
-    return cut(found, max_tokens_per_microbatch=16, device=torch.device("cpu"), share=Share(rank, size), **changes)
+    return cut(found, max_tokens_per_microbatch=16, device=torch.device("cpu"), share=BatchShare(rank, size), **changes)
 
 
 @given(

@@ -7,7 +7,7 @@ from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from baton.policy import head
-from baton.policy.head import Wanted, find_head, head_scores
+from baton.policy.head import RequestedScores, find_head, head_scores
 from baton.policy.load import _say_eager, load_model, load_skeleton
 from baton.policy.logprobs import compute_in, padded_scores
 from baton.policy.settings import LoraSettings
@@ -34,7 +34,7 @@ FAMILIES = {
     "cohere": ({"logit_scale": 0.0625}, 0.0625, None),
     "cohere2": ({"logit_scale": 0.25, "sliding_window": 4}, 0.25, None),
 }
-WANTED = Wanted(temperature=0.7, with_entropy=True, entropy_has_gradient=True)
+WANTED = RequestedScores(temperature=0.7, with_entropy=True, entropy_has_gradient=True)
 
 
 def family(name, **changes):

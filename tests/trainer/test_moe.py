@@ -17,12 +17,22 @@ from baton.policy.settings import LoraSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.embedded.network import Network
-from baton.rollout.eval_rollout import Request, Sweep
-from baton.rollout.transport import LocalPort
+from baton.rollout.eval_rollout import EvalGroup, EvalRollout
+from baton.rollout.transport import LocalTransport
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import cut
 from baton.trainer.samples import training_samples
-from baton.types import Batch, Group, Judged, Judgement, PolicyVersion, Prompt, SamplingParams, Segment, Trajectory
+from baton.types import (
+    Batch,
+    Group,
+    PolicyVersion,
+    Prompt,
+    RewardResult,
+    SamplingParams,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+)
 
 pytestmark = pytest.mark.numerics
 
@@ -178,13 +188,13 @@ def generated(model, *, report_routing=True, num=6):
     """Trajectories of an embedded engine at temperature 1, one group of two each, with unequal rewards."""
     settings = EngineSettings(slots=16, max_context_tokens=48, report_routing=report_routing, report_every_tokens=3)
     engine = EmbeddedEngine(model, tiny_tokenizer(), settings, PolicyVersion("first", 0), (1,))
-    sweep = Sweep(LocalPort(engine), max_context_tokens=48)
-    requests = [Request(group_id, (2, 3, 4 + group_id), 2) for group_id in range(num // 2)]
+    sweep = EvalRollout(LocalTransport(engine), max_context_tokens=48)
+    requests = [EvalGroup(group_id, (2, 3, 4 + group_id), 2) for group_id in range(num // 2)]
     found = sweep.rollout(requests, SamplingParams(10), noise_seed=0, version=0)
     groups = {}
     for trajectory in found:
         reward = float(trajectory.sample_index)
-        judged = Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0))
+        judged = ScoredTrajectory(trajectory, RewardResult(reward, {"correct": reward}, reward == 1.0))
         groups.setdefault(trajectory.group_id, []).append(judged)
     return Batch(
         1,

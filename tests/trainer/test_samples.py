@@ -10,7 +10,7 @@ from trainer_cases import environment, make_group, policy
 from baton.errors import EngineFault, UserError
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.samples import batch_metrics, minibatches, split_evenly, training_samples
-from baton.types import Batch, FinishReason, Group, Judged, Judgement
+from baton.types import Batch, FinishReason, Group, RewardResult, ScoredTrajectory
 
 GRPO = AlgorithmSettings()
 REINFORCE = AlgorithmSettings(advantage="return_to_go")
@@ -39,8 +39,8 @@ def test_a_batch_becomes_minibatches_with_advantages_unless_a_critic_gives_them(
 
 def without_judgement(group, *places):
     """The same group, with some of its members not judged."""
-    failed = Judgement(0.0, {}, False, failure="the judge gave no answer")
-    members = [Judged(m.trajectory, failed) if i in places else m for i, m in enumerate(group.members)]
+    failed = RewardResult(0.0, {}, False, failure="the judge gave no answer")
+    members = [ScoredTrajectory(m.trajectory, failed) if i in places else m for i, m in enumerate(group.members)]
     return Group(group.group_id, group.prompt, tuple(members))
 
 

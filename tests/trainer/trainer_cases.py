@@ -21,10 +21,10 @@ from baton.types import (
     Batch,
     FinishReason,
     Group,
-    Judged,
-    Judgement,
     PolicyVersion,
     Prompt,
+    RewardResult,
+    ScoredTrajectory,
     Segment,
     Trajectory,
 )
@@ -112,7 +112,7 @@ def make_group(
     members = []
     for index, (reward, segments) in enumerate(zip(rewards, responses, strict=True)):
         trajectory = Trajectory(group_id, index, prompt_ids, tuple(segments), finish_reason)
-        members.append(Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0)))
+        members.append(ScoredTrajectory(trajectory, RewardResult(reward, {"correct": reward}, reward == 1.0)))
     return Group(group_id, Prompt(f"prompt {group_id}", "case", ()), tuple(members))
 
 

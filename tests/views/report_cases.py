@@ -11,7 +11,7 @@ import pytest
 
 from baton.policy.tokenizer import load_tokenizer
 from baton.records.run_directory import RunDirectory
-from baton.types import FinishReason, Group, Judged, Judgement, Message, Prompt, Segment, Trajectory
+from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 
 
 @pytest.fixture(name="run")
@@ -30,5 +30,7 @@ def write_responses(run: RunDirectory, step: int, responses: Sequence[tuple[str,
         segment = Segment(ids, (-0.5,) * len(ids), step - 1)
         prompt_ids = tokenizer.prompt_ids([Message("user", "1+1")])
         trajectory = Trajectory(step, index, prompt_ids, (segment,), FinishReason.STOP)
-        members.append(Judged(trajectory, Judgement(reward, {"correct": reward}, reward == 1.0, answer=response)))
+        members.append(
+            ScoredTrajectory(trajectory, RewardResult(reward, {"correct": reward}, reward == 1.0, answer=response))
+        )
     run.write_groups(step, [Group(step, Prompt("p", task, (Message("user", "1+1"),), "2"), tuple(members))])

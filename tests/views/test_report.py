@@ -22,7 +22,7 @@ from baton.errors import UserError
 from baton.policy.tokenizer import load_tokenizer
 from baton.records.evaluation import Evaluation, Interval
 from baton.records.run_directory import RunDirectory
-from baton.types import Judgement
+from baton.types import RewardResult
 from baton.views.pages import charts, length_charts
 from baton.views.pages import report as page_module
 from baton.views.pages.examples import choose_examples
@@ -228,7 +228,7 @@ def test_examples_are_of_both_ends_of_the_run_and_none_is_there_twice(run: RunDi
 def test_an_example_without_a_judgement_says_why(run: RunDirectory) -> None:
     write_responses(run, 3, [("a", 1.0), ("b", 0.0)])
     group = run.groups(3)[0]
-    unjudged = Judgement(0.0, {}, False, failure="the judge <hung>")
+    unjudged = RewardResult(0.0, {}, False, failure="the judge <hung>")
     members = (msgspec.structs.replace(group.members[0], judgement=unjudged), group.members[1])
     run.write_groups(3, [msgspec.structs.replace(group, members=members)])
     assert "not judged (the judge <hung>)" in Elements(render(run)).text

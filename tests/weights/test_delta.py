@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import WeightsFault
-from baton.weights.bitstream import Reader, Writer
+from baton.weights.bitstream import BitReader, BitWriter
 from baton.weights.delta import decode, encode
-from baton.weights.magnitude_buckets import band_limits
+from baton.weights.magnitude_buckets import bucket_limits
 from baton.weights.rice import read_mask, write_mask
 
 
@@ -52,9 +52,9 @@ def test_any_words_are_coded_to_the_bit(word, n, density, largest, seed):
 def test_any_mask_is_read_back(places, n):
     mask = np.zeros(n, np.bool_)
     mask[sorted(places)] = True
-    writer = Writer()
+    writer = BitWriter()
     write_mask(writer, mask)
-    reader = Reader(writer.block())
+    reader = BitReader(writer.block())
     assert np.array_equal(read_mask(reader, n), np.flatnonzero(mask))
     reader.end()
 
@@ -88,7 +88,7 @@ def test_small_weights_that_change_more_often_are_looked_at_apart():
     base, new = ((w.view(np.uint32) >> 16).astype(np.uint16) for w in (weights, moved))
     changed = np.flatnonzero(base != new)
     coded = coded_and_back(new, base)
-    assert 1 <= len(band_limits(base, changed)) <= 2
+    assert 1 <= len(bucket_limits(base, changed)) <= 2
     assert len(coded.data) <= 0.85 * entropy_bytes(base.size, changed.size, (new - base)[changed])
 
 
@@ -130,12 +130,12 @@ def test_a_frame_that_swells_is_refused_before_there_is_room_for_it(writes_size)
         1, format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=writes_size
     )
     bomb = zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(400_000_000))
-    writer = Writer()
+    writer = BitWriter()
     writer.number(len(bomb))
     block = writer.block() + bomb
     tracemalloc.start()
     with pytest.raises(WeightsFault, match="of another size"):
-        Reader(block).stream(100_000)
+        BitReader(block).stream(100_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20_000_000

@@ -14,11 +14,11 @@ from weights_cases import Run, Twisted, are_bit_equal, changed, policy, replaced
 from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
-from baton.weights.manifest import Chunk, Manifest, Part, Way, decode_manifest, encode_manifest
+from baton.weights.manifest import BufferPart, Chunk, Encoding, Manifest, decode_manifest, encode_manifest
 from baton.weights.publish import Publisher
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
-from baton.weights.storage import LocalPlace
+from baton.weights.storage import LocalStorage
 from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
@@ -99,7 +99,7 @@ def test_the_manifest_of_another_version_is_refused(run):
     assert still_holds(run, fetcher)
 
 
-def lying(run: Run, number: int, way: Way) -> bytes:
+def lying(run: Run, number: int, way: Encoding) -> bytes:
     """A manifest of a version's own tensors, with another way to them."""
     manifest = run.store.find("first", number)
     return encode_manifest(msgspec.structs.replace(manifest, ways=(way,)))
@@ -108,7 +108,7 @@ def lying(run: Run, number: int, way: Way) -> bytes:
 def test_chunks_that_make_other_tensors_are_the_manifests_fault(run):
     """Each chunk has the digest its manifest says, the version's digest is right, and still the way leads elsewhere."""
     right, wrong = run.store.find("first", 2), run.store.find("first", 1)
-    data = lying(run, 2, Way(run.version(1), wrong.delta.parts, wrong.delta.chunks))
+    data = lying(run, 2, Encoding(run.version(1), wrong.delta.parts, wrong.delta.chunks))
     liar = Twisted(run.store, "relay 7", manifest=lambda good: data if right == decode_manifest(good) else good)
     fetcher = holding(run, [liar], 1)
     with pytest.raises(WeightsFault, match=r"relay 7: its manifests do not lead to version 2 .* another digest"):
@@ -124,7 +124,7 @@ def test_chunks_that_make_other_tensors_are_the_manifests_fault(run):
 def test_a_delta_from_another_base_is_refused_and_out_of_order_is_put_in_order(run):
     # a way that claims to lead from 0, though its delta is from 1: the same delta twice would end here as well
     delta = run.store.find("first", 2).delta
-    data = lying(run, 2, Way(run.version(0), delta.parts, delta.chunks))
+    data = lying(run, 2, Encoding(run.version(0), delta.parts, delta.chunks))
     fetcher = holding(run, [Twisted(run.store, "relay 7", manifest=lambda good: data)])
     with pytest.raises(WeightsFault, match="relay 7: its manifests do not lead to version 2"):
         fetcher.fetch(run.version(2), deadline_s=60)
@@ -168,10 +168,10 @@ def test_no_source_at_all_is_a_fault(run):
 
 
 def full_disk(after: int):
-    """LocalPlace.write that finds the disk full from the n-th call on."""
-    write, calls = LocalPlace.write, []
+    """LocalStorage.write that finds the disk full from the n-th call on."""
+    write, calls = LocalStorage.write, []
 
-    def limited(self: LocalPlace, name: str, data: bytes) -> None:
+    def limited(self: LocalStorage, name: str, data: bytes) -> None:
         calls.append(name)
         if len(calls) > after:
             raise StorageFault(f"{name} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
@@ -182,7 +182,7 @@ def full_disk(after: int):
 
 def test_a_full_disk_of_a_worker_leaves_the_old_version(run, tmp_path, monkeypatch):
     fetcher = holding(run, [StoreSource(run.store)], cache=ChunkCache(tmp_path / "cache", 10**9))
-    monkeypatch.setattr(LocalPlace, "write", full_disk(after=1))
+    monkeypatch.setattr(LocalStorage, "write", full_disk(after=1))
     with pytest.raises(StorageFault, match=r"cannot be written.*the version held before is still served"):
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher)
@@ -194,7 +194,7 @@ def test_the_operating_systems_no_space_left_is_named(tmp_path, monkeypatch):
     def no_space(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    place = LocalPlace(tmp_path)
+    place = LocalStorage(tmp_path)
     monkeypatch.setattr("pathlib.Path.write_bytes", no_space)
     with pytest.raises(StorageFault, match="No space left on device"):
         place.write("chunks/x", b"data")
@@ -226,10 +226,10 @@ class Death(BaseException):
 
 
 def dying(at: int):
-    """LocalPlace.write that dies at its n-th call, in the middle of the file."""
-    write, calls = LocalPlace.write, []
+    """LocalStorage.write that dies at its n-th call, in the middle of the file."""
+    write, calls = LocalStorage.write, []
 
-    def mortal(self: LocalPlace, name: str, data: bytes) -> None:
+    def mortal(self: LocalStorage, name: str, data: bytes) -> None:
         calls.append(name)
         if len(calls) == at:
             write(self, f"{name}.unfinished", data[: len(data) // 2])
@@ -246,7 +246,7 @@ def test_a_publisher_that_dies_at_any_write_leaves_the_old_version_and_a_new_one
         run = Run(tmp_path / str(at))
         run.publish(0, policy())
         mortal, calls = dying(at)
-        monkeypatch.setattr(LocalPlace, "write", mortal)
+        monkeypatch.setattr(LocalStorage, "write", mortal)
         try:
             run.publish(1, tensors)
             break  # it has fewer writes than that
@@ -271,7 +271,7 @@ def test_a_publisher_that_dies_at_any_write_leaves_the_old_version_and_a_new_one
 
 def test_a_publisher_that_failed_goes_on_from_what_it_last_published(run, monkeypatch):
     tensors = changed(run.tensors[2], 0.1, 5)
-    monkeypatch.setattr(LocalPlace, "write", full_disk(after=0))
+    monkeypatch.setattr(LocalStorage, "write", full_disk(after=0))
     with pytest.raises(StorageFault):
         run.publisher.publish(tensors, version_of(tensors, 3))
     monkeypatch.undo()
@@ -339,15 +339,17 @@ def test_ways_that_do_not_make_the_tensors_are_refused(run):
     part, chunk = way.parts[0], way.chunks[0]
     later = PolicyVersion("first", 2, "0" * 64)
     wrong = {
-        "not earlier": Way(later, way.parts, way.chunks),
-        "not all of the tensors": Way(way.base, way.parts[:-1], way.chunks),
-        "chunks of": Way(way.base, way.parts, way.chunks[:-1]),
-        "chunk digest": Way(way.base, way.parts, (Chunk("../" + chunk.digest[3:], chunk.size), *way.chunks[1:])),
-        "a chunk of": Way(way.base, way.parts, (Chunk(chunk.digest, 2**40), *way.chunks[1:])),
-        "a coded part of": Way(way.base, (Part(part.num_bytes, part.word, part.coding, 2**40), *way.parts[1:]), ()),
-        "a part of .* bytes": Way(way.base, (Part(2**40, part.word, part.coding, 1), *way.parts[1:]), ()),
-        "words of 3 bytes": Way(way.base, (Part(3, 3, part.coding, 1), *way.parts[1:]), ()),
-        "without a base": Way(None, way.parts, way.chunks),
+        "not earlier": Encoding(later, way.parts, way.chunks),
+        "not all of the tensors": Encoding(way.base, way.parts[:-1], way.chunks),
+        "chunks of": Encoding(way.base, way.parts, way.chunks[:-1]),
+        "chunk digest": Encoding(way.base, way.parts, (Chunk("../" + chunk.digest[3:], chunk.size), *way.chunks[1:])),
+        "a chunk of": Encoding(way.base, way.parts, (Chunk(chunk.digest, 2**40), *way.chunks[1:])),
+        "a coded part of": Encoding(
+            way.base, (BufferPart(part.num_bytes, part.word, part.coding, 2**40), *way.parts[1:]), ()
+        ),
+        "a part of .* bytes": Encoding(way.base, (BufferPart(2**40, part.word, part.coding, 1), *way.parts[1:]), ()),
+        "words of 3 bytes": Encoding(way.base, (BufferPart(3, 3, part.coding, 1), *way.parts[1:]), ()),
+        "without a base": Encoding(None, way.parts, way.chunks),
     }
     for said, other in wrong.items():
         with pytest.raises(WeightsFault, match=said):
@@ -366,7 +368,7 @@ def test_coded_parts_that_nobody_wrote_end_in_a_fault_or_in_a_wrong_digest(run):
         for _ in range(1 + round_ % 3):
             data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
         chunk = Chunk(blake3(bytes(data)).hexdigest(), len(data))
-        lie = lying(run, 2, Way(run.version(1), manifest.delta.parts, (chunk,)))
+        lie = lying(run, 2, Encoding(run.version(1), manifest.delta.parts, (chunk,)))
 
         class Liar:
             name = "relay 7"

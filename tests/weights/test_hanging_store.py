@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from baton.errors import WeightsFault
 from baton.types import PolicyVersion
 from baton.weights import storage as places
-from baton.weights.storage import RemotePlace
+from baton.weights.storage import RemoteStorage
 from baton.weights.store import Store
 
 PATIENCE_S = 120
@@ -56,15 +56,15 @@ def test_every_call_ends_and_names_the_store(url: str, name: str) -> None:
     with pytest.raises(
         WeightsFault, match=r"hanging://store did not answer in 0 s while (reading|writing|look|list|rem)"
     ):
-        CALLS[name](RemotePlace(url, call_s=0.05))
+        CALLS[name](RemoteStorage(url, call_s=0.05))
 
 
 def test_a_store_that_does_not_answer_is_no_evidence_that_a_version_is_not_published(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "SLOWEST_BYTES_PER_S", 1e12)  # of a manifest, whose size is not known before
-    monkeypatch.setattr(places, "open_place", lambda where: RemotePlace(str(where), call_s=0.05))
-    monkeypatch.setattr("baton.weights.store.open_place", places.open_place)
+    monkeypatch.setattr(places, "open_storage", lambda where: RemoteStorage(str(where), call_s=0.05))
+    monkeypatch.setattr("baton.weights.store.open_storage", places.open_storage)
     store = Store(url)
     for ask in (lambda: store.find("a", 1), lambda: store.latest("a"), lambda: store.collect([PolicyVersion("a", 1)])):
         with pytest.raises(WeightsFault, match="did not answer"):
@@ -73,7 +73,7 @@ def test_a_store_that_does_not_answer_is_no_evidence_that_a_version_is_not_publi
 
 def test_calls_that_hang_are_only_so_many(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "MAX_CALLS", 2)
-    place = RemotePlace(url, call_s=0.05)
+    place = RemoteStorage(url, call_s=0.05)
     for _ in range(2):
         with pytest.raises(WeightsFault, match="did not answer"):
             place.size("chunks/a")
@@ -96,7 +96,7 @@ def test_a_process_ends_while_a_call_hangs() -> None:
     code = (
         "from tests.weights import test_hanging_store as t\n"
         "t.fsspec.register_implementation('hanging', t.HangingFileSystem)\n"
-        "try: t.RemotePlace('hanging://store', call_s=0.05).size('a')\n"
+        "try: t.RemoteStorage('hanging://store', call_s=0.05).size('a')\n"
         "except t.WeightsFault as error: print(error, flush=True)\n"
     )
     done = subprocess.run(

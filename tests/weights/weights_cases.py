@@ -12,7 +12,7 @@ import torch
 from baton.errors import StorageFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
-from baton.weights.publish import Published, Publisher
+from baton.weights.publish import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store
@@ -79,7 +79,7 @@ class Run:
         self.lineage = lineage
         self.tensors: dict[int, Tensors] = {}
 
-    def publish(self, number: int, tensors: Tensors) -> Published:
+    def publish(self, number: int, tensors: Tensors) -> PublishedVersion:
         published = self.publisher.publish(tensors, self.version(number, tensors))
         self.tensors[number] = tensors
         return published

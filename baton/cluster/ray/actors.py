@@ -30,7 +30,7 @@ MAX_WORDS: Final = 2000
 """Characters of a worker's log that are handed on when it has ended."""
 
 
-class WorkerStart(msgspec.Struct, frozen=True):
+class WorkerArguments(msgspec.Struct, frozen=True):
     """What a worker is told on its command line."""
 
     name: str
@@ -56,10 +56,10 @@ def own_directory(what: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=where))
 
 
-class WorkerSeat:
+class WorkerActor:
     """An actor with one `baton worker` process."""
 
-    def __init__(self, start: WorkerStart) -> None:
+    def __init__(self, start: WorkerArguments) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix=f"baton-{start.name}-"))
         self._log = self._scratch / "worker.log"
         write_private(self._scratch / "token", start.token.encode())
@@ -106,12 +106,12 @@ def _environment(threads: int) -> dict[str, str]:
     return {**os.environ, **own, "OMP_WAIT_POLICY": "passive"}
 
 
-class RankSeat:
+class RankActor:
     """An actor that is one trainer rank. Messages and answers are msgpack: see `trainer/parallel/messages.py`."""
 
     def __init__(self, place: bytes, directory: str, address: str) -> None:
         """place: the rank's Place without its host; directory: the controller's working directory, shared by all."""
-        from baton.trainer.parallel.messages import Place, decode_to_rank
+        from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 
         if not Path(directory).is_dir():
@@ -121,7 +121,7 @@ class RankSeat:
             )
         os.chdir(directory)
         told = decode_to_rank(place)
-        assert isinstance(told, Place), f"a rank is told its place first, not {type(told).__name__}"
+        assert isinstance(told, RankInfo), f"a rank is told its place first, not {type(told).__name__}"
         self._scratch = own_directory("rank")
         where = {"host": address, "interface": interface_of(address), "scratch": str(self._scratch)}
         self._server = RankServer(msgspec.structs.replace(told, **where))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.cluster.inventory import Described, describe, machines
+from baton.cluster.inventory import DescribedCluster, describe, machines
 from baton.cluster.ray.connection import RayCluster
 from baton.recipe.load import load_recipe
 from baton.specs.cluster import ClusterSettings
 
 
-def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> Described:
+def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> DescribedCluster:
     """Return what the planner is to know of a cluster. Raises UserError; see `inventory.describe`."""
     known = None if base is None else load_recipe(ClusterSettings, base)
     cluster = RayCluster(address)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.cluster.inventory import Machine
-from baton.cluster.placement import Post
-from baton.cluster.ray.actors import RankSeat
+from baton.cluster.placement import ProcessSpec
+from baton.cluster.ray.actors import RankActor
 from baton.cluster.ray.connection import GET_S, RayCluster
 from baton.errors import Fault, RankLost, first_line
 from baton.files import memory_directory
@@ -20,7 +20,7 @@ from baton.trainer.parallel.messages import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
     FromRank,
-    Place,
+    RankInfo,
     ToRank,
     cause_of,
     decode_from_rank,
@@ -35,17 +35,17 @@ CLOSE_GRACE_S: Final = 5.0
 class RayRanks:
     """Actors as `Ranks`. A rank that dies, or whose machine does, is noticed at once."""
 
-    def __init__(self, cluster: RayCluster, posts: Sequence[Post], machines: Mapping[str, Machine]) -> None:
+    def __init__(self, cluster: RayCluster, posts: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
         """Start the actors. machines: by the names of the posts. Raises RankLost where one cannot start."""
         self._cluster, self._posts = cluster, list(posts)
         self._is_here = machines[posts[0].machine].id == cluster.here
         self._actors: list[Any] = []
         self._group = cluster.reserve([(machines[post.machine].id, post.resources) for post in posts], "baton-trainer")
-        seat = cluster.ray.remote(RankSeat)
+        seat = cluster.ray.remote(RankActor)
         try:
             self._await_group(machines)
             for rank, post in enumerate(posts):
-                place = Place(rank=rank, size=len(posts), threads=post.threads)
+                place = RankInfo(rank=rank, size=len(posts), threads=post.threads)
                 actor = seat.options(**cluster.options(self._group, rank, post.resources, post.threads))
                 address = machines[post.machine].address
                 self._actors.append(actor.remote(encode(place), str(Path.cwd()), address))

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cluster.inventory import CPU, Machine, machines
-from baton.cluster.placement import Placement, Post, machines_of, place, without
+from baton.cluster.placement import Placement, ProcessSpec, machines_of, place, without
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
-from baton.cluster.ray.supervisor import CrewParts, RayCrew
+from baton.cluster.ray.supervisor import RaySupervisorParts, RayWorkerSupervisor
 from baton.cluster.replanning import Replanner, read_base
 from baton.cluster.supervision import SupervisionRules
 from baton.errors import RankLost, UserError
@@ -32,7 +32,7 @@ NOTICE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RayRun:
     """What is to be run."""
 
     load: Callable[[Sequence[str]], Recipe]
@@ -44,7 +44,7 @@ class Order:
     rules: SupervisionRules | None = None
 
 
-def train_on_ray(order: Order, observer: Observer, stop: StopRequest) -> Loop:
+def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
     """Run an order to its end, or until `stop` is requested; return the loop, closed.
 
     A lost rank or trainer machine sends the run back to its last checkpoint, with a plan for the machines that are
@@ -54,15 +54,15 @@ def train_on_ray(order: Order, observer: Observer, stop: StopRequest) -> Loop:
     plan = read_plan(order.plan)
     cluster = RayCluster(order.address)
     try:
-        return _Fleet(order, plan, cluster, observer, stop).run()
+        return _RayAttempts(order, plan, cluster, observer, stop).run()
     finally:
         cluster.leave()
 
 
-class _Fleet:
+class _RayAttempts:
     """The attempts of one command."""
 
-    def __init__(self, order: Order, plan: Plan, cluster: RayCluster, observer: Observer, stop: StopRequest) -> None:
+    def __init__(self, order: RayRun, plan: Plan, cluster: RayCluster, observer: Observer, stop: StopRequest) -> None:
         self.order, self.cluster, self.observer, self.stop = order, cluster, observer, stop
         recipe = order.load([])
         self.planner = Replanner(recipe, plan, read_base(recipe.fleet.cluster))
@@ -121,7 +121,7 @@ class _Fleet:
             ranks.append(RayRanks(self.cluster, placement.ranks, by_name))
             return ranks[0]
 
-        crew = RayCrew(self._crew_parts(recipe, placement))
+        worker_supervisor = RayWorkerSupervisor(self._crew_parts(recipe, placement))
         try:
             with self.stop.interrupting():
                 loop = build_loop(
@@ -130,7 +130,7 @@ class _Fleet:
                     resume=self.order.resume or self.has_begun,
                     overwrite=self.order.overwrite and not self.has_begun,
                     stop=self.stop,
-                    crew=crew,
+                    worker_supervisor=worker_supervisor,
                     start_ranks=None if own is not None else start_ranks,
                 )
             self.has_begun = True
@@ -140,7 +140,7 @@ class _Fleet:
                 loop.close()
             return loop
         finally:
-            crew.close()
+            worker_supervisor.close()
             for one in ranks:
                 one.close()
             if own is not None:
@@ -181,9 +181,9 @@ class _Fleet:
         self.observer.said(f"{rank.name} is this process")
         return self.cluster.reserve([(self.cluster.here, rank.resources)], "baton-trainer")
 
-    def _crew_parts(self, recipe: Recipe, placement: Placement) -> CrewParts:
+    def _crew_parts(self, recipe: Recipe, placement: Placement) -> RaySupervisorParts:
         say = self.observer.said
-        return CrewParts(
+        return RaySupervisorParts(
             self.cluster,
             placement,
             self._machines,
@@ -195,7 +195,7 @@ class _Fleet:
         )
 
 
-def _engine_options(recipe: Recipe, post: Post) -> tuple[str, ...]:
+def _engine_options(recipe: Recipe, post: ProcessSpec) -> tuple[str, ...]:
     """The shape of a replica, for an engine that has one."""
     if recipe.engine.kind != "vllm" or post.tp * post.pp == 1 or post.gpu == CPU:
         return ()

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 from baton.clock import begin
 from baton.cluster import supervision as sv
 from baton.cluster.inventory import Machine
-from baton.cluster.placement import Placement, Post
-from baton.cluster.ray.actors import GRACE_S, WorkerSeat, WorkerStart
+from baton.cluster.placement import Placement, ProcessSpec
+from baton.cluster.ray.actors import GRACE_S, WorkerActor, WorkerArguments
 from baton.cluster.ray.connection import GET_S, RayCluster
-from baton.cluster.replanning import Answer
+from baton.cluster.replanning import ReplanResult
 from baton.errors import EngineFault, RankLost, first_line
 from baton.swarm.listen import is_loopback
 from baton.swarm.supervisor import HubAccess
@@ -37,15 +37,15 @@ START_DEADLINE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class CrewParts:
+class RaySupervisorParts:
     """What a crew works with."""
 
     cluster: RayCluster
     placement: Placement
     machines: Callable[[Mapping[str, str]], tuple[Machine, ...]]
     """Asks the cluster. Given: names by id that hold."""
-    replan: Callable[[tuple[Machine, ...], Mapping[str, str]], Answer]
-    options: Callable[[Post], tuple[str, ...]]
+    replan: Callable[[tuple[Machine, ...], Mapping[str, str]], ReplanResult]
+    options: Callable[[ProcessSpec], tuple[str, ...]]
     """What a worker is told of its engine beside the recipe."""
     device: str
     say: Callable[[str], None]
@@ -53,10 +53,10 @@ class CrewParts:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _RunningActor:
     """A worker's actor."""
 
-    post: Post
+    post: ProcessSpec
     group: Any
     actor: Any
     watch: Any
@@ -66,10 +66,10 @@ class _Seat:
     since_s: float
 
 
-class RayCrew:
+class RayWorkerSupervisor:
     """The run's ranks and workers as actors on a Ray cluster, and the thread that supervises them."""
 
-    def __init__(self, parts: CrewParts) -> None:
+    def __init__(self, parts: RaySupervisorParts) -> None:
         self._parts = parts
         self._supervision = sv.Supervision(parts.placement, parts.rules)
         self._names = dict(parts.placement.names)
@@ -77,12 +77,12 @@ class RayCrew:
         self._known = {m.id: m for m in parts.machines(self._names)}
         self._weights = {post.name: post.weight for post in parts.placement.workers}
         self._tokens: dict[str, str] = {}
-        self._seats: dict[str, _Seat] = {}
-        self._leaving: list[tuple[_Seat, Any, float]] = []
+        self._seats: dict[str, _RunningActor] = {}
+        self._leaving: list[tuple[_RunningActor, Any, float]] = []
         """(seat, future of its leave, until when)"""
         self.pids: dict[str, int] = {}
         """Of workers' processes, by name."""
-        self._plan: Future[Answer] | None = None
+        self._plan: Future[ReplanResult] | None = None
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None
         self._stopping = Event()
@@ -123,7 +123,7 @@ class RayCrew:
                 self._look_at_machines()
                 self._look_at_plan()
                 self._see_off()
-                self._handle(sv.Tick(time.monotonic()))
+                self._handle(sv.SupervisionTick(time.monotonic()))
         except Exception as error:  # noqa: BLE001  # whatever it is, the runner's thread must hear of it
             self._fault = self._fault or error
 
@@ -133,11 +133,11 @@ class RayCrew:
     def _obey(self, commands: list[sv.Command]) -> None:
         for command in commands:
             match command:
-                case sv.Begin(post=post):
+                case sv.StartProcess(post=post):
                     self._begin(post)
-                case sv.End(name=name, cause=cause, is_there=is_there):
+                case sv.StopProcess(name=name, cause=cause, is_there=is_there):
                     self._end(name, cause, is_there=is_there)
-                case sv.Weigh(post=post):
+                case sv.SetWorkerWeight(post=post):
                     self._weights[post.name] = post.weight
                     self._access.weigh(post.name, post.weight)
                     self._parts.say(f"{post.words}, from now on")
@@ -149,7 +149,7 @@ class RayCrew:
                     self._fault = self._fault or RankLost(f"machine {machine}, which trains, is gone; {HOW_TO_GO_ON}")
                 case sv.Fail(cause=cause):
                     self._fault = self._fault or EngineFault(cause)
-                case sv.Say(text=text):
+                case sv.LogMessage(text=text):
                     self._parts.say(text)
 
     @property
@@ -159,19 +159,21 @@ class RayCrew:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, post: Post) -> None:
+    def _begin(self, post: ProcessSpec) -> None:
         parts, cluster = self._parts, self._parts.cluster
         node = next(node for node, name in self._names.items() if name == post.machine)
         self._weights[post.name] = post.weight
         group = cluster.reserve([(node, post.resources)], f"baton-{post.name}")
-        seat = cluster.ray.remote(WorkerSeat).options(
+        seat = cluster.ray.remote(WorkerActor).options(
             **cluster.options(group, 0, post.resources, post.threads), max_concurrency=4
         )
         actor = seat.remote(self._start(post))
-        self._seats[post.name] = _Seat(post, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic())
+        self._seats[post.name] = _RunningActor(
+            post, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic()
+        )
         parts.say(post.words)
 
-    def _start(self, post: Post) -> WorkerStart:
+    def _start(self, post: ProcessSpec) -> WorkerArguments:
         access = self._access
         if post.name not in self._tokens:
             self._tokens[post.name] = access.token(post.name)
@@ -180,7 +182,7 @@ class RayCrew:
         if host in ("0.0.0.0", "::"):
             host = self._parts.cluster.own_address
         url = f"{where.scheme}://{f'[{host}]' if ':' in host else host}:{where.port}"
-        return WorkerStart(
+        return WorkerArguments(
             name=post.name,
             url=url,
             token=self._tokens[post.name],
@@ -213,12 +215,12 @@ class RayCrew:
                 asked = ", ".join(f"{amount:g} {what}" for what, amount in seat.post.resources.items())
                 self._ended(name, f"was not started by Ray in {START_DEADLINE_S:.0f} s: somebody else has its {asked}")
 
-    def _learn_pid(self, name: str, seat: _Seat) -> None:
+    def _learn_pid(self, name: str, seat: _RunningActor) -> None:
         ray = self._parts.cluster.ray
         future, seat.pid = seat.pid, None
         with suppress(ray.exceptions.RayError):  # its watch says why
             self.pids[name] = ray.get(future, timeout=GET_S)
-            self._handle(sv.Began(time.monotonic(), name))
+            self._handle(sv.ProcessStarted(time.monotonic(), name))
 
     def _last_words(self, future: Any) -> str:
         ray = self._parts.cluster.ray
@@ -234,7 +236,7 @@ class RayCrew:
         self.pids.pop(name, None)
         self._access.gone(name, cause[:300])
         self._discard(seat)
-        self._handle(sv.Ended(time.monotonic(), name, cause))
+        self._handle(sv.ProcessEnded(time.monotonic(), name, cause))
 
     def _end(self, name: str, cause: str, *, is_there: bool) -> None:
         seat = self._seats.pop(name, None)
@@ -248,7 +250,7 @@ class RayCrew:
             self._access.gone(name, cause)
             self._discard(seat)
 
-    def _dismiss(self, seat: _Seat) -> None:
+    def _dismiss(self, seat: _RunningActor) -> None:
         """Have a worker leave, and see it off later."""
         with suppress(Exception):  # of an actor that is gone
             self._leaving.append((seat, seat.actor.leave.remote(), time.monotonic() + GRACE_S + 5.0))
@@ -265,7 +267,7 @@ class RayCrew:
                 self._leaving.remove(one)
                 self._discard(seat)
 
-    def _discard(self, seat: _Seat) -> None:
+    def _discard(self, seat: _RunningActor) -> None:
         with suppress(Exception):  # of an actor, or a cluster, that is gone
             self._parts.cluster.ray.kill(seat.actor)
         with suppress(Exception):

@@ -13,7 +13,7 @@ live run and a simulation write the same names:
 """
 
 from baton.records.trace.chrome import chrome_trace as chrome_trace
-from baton.records.trace.clock import Clock as Clock
+from baton.records.trace.clock import StageTimer as StageTimer
 from baton.records.trace.file import TraceWriter as TraceWriter
 from baton.records.trace.file import read_trace as read_trace
 from baton.records.trace.leases import LeaseTrace as LeaseTrace

@@ -11,7 +11,7 @@ from baton.records.trace.file import TraceWriter
 
 
 @dataclass(slots=True)
-class Clock:
+class StageTimer:
     """Seconds by stage since the last `take`; and in the trace, for good."""
 
     trace: TraceWriter = field(default_factory=TraceWriter)

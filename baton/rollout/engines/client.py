@@ -3,7 +3,8 @@
 | task / thread      | consumes           | produces        | waits for          | unblocked by            |
 |--------------------|--------------------|-----------------|--------------------|-------------------------|
 | caller's thread    | the inbox          | requests, calls | tokens, an answer  | the loop, its deadline  |
-| loop: one per row  | the row's stream   | `Grown`, `Lost` | the program        | tokens, cancel, death   |
+| loop: one per row  | the row's stream   | `GeneratedTokens`, `RequestLost` | the program        | tokens, cancel,
+death   |
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HEARTBEAT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """One row to be grown."""
 
     key: str
@@ -44,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class GeneratedTokens:
     """New tokens of a request, in order."""
 
     key: str
@@ -62,7 +63,7 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class RequestLost:
     """A request that the program gave up."""
 
     key: str
@@ -76,7 +77,7 @@ class EngineClient(ABC):
         """name: of the program, for messages. close_s: for `_stop`, and for the thread to end."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
-        self._inbox: SimpleQueue[Grown | Lost] = SimpleQueue()
+        self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """In the loop's thread."""
         self._is_closed = False
@@ -84,7 +85,7 @@ class EngineClient(ABC):
         self._thread = Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
 
-    def begin(self, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[EngineRequest]) -> None:
         """Have rows grown; their tokens come by `take`."""
         self._loop.call_soon_threadsafe(self._begin, list(requests))
 
@@ -92,9 +93,9 @@ class EngineClient(ABC):
     def end(self, keys: Sequence[str]) -> None:
         """Have the program let go of requests. What it has sent of them may still come by `take`."""
 
-    def take(self, timeout_s: float) -> list[Grown | Lost]:
+    def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
         """Return what has come in, waiting at most `timeout_s` for the first. Raises what `check` does."""
-        found: list[Grown | Lost] = []
+        found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
             while True:
@@ -122,9 +123,9 @@ class EngineClient(ABC):
     async def _stop(self) -> None: ...
 
     @abstractmethod
-    async def _grow(self, request: Request) -> None: ...
+    async def _grow(self, request: EngineRequest) -> None: ...
 
-    def _begin(self, requests: list[Request]) -> None:
+    def _begin(self, requests: list[EngineRequest]) -> None:
         for request in requests:
             self._tasks[request.key] = self._loop.create_task(self._grow(request))
 

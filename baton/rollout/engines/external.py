@@ -2,7 +2,7 @@
 
     submit ─▶ book: waiting ─▶ slot ═ Request ═▶ program ═ Grown ═▶ book: token by token ─▶ Report
 
-`LeaseBook` decides what runs, when it ends and what is reported, as for every engine here; the program is asked for ids
+`SlotTable` decides what runs, when it ends and what is reported, as for every engine here; the program is asked for ids
 and logprobs alone. It has as many places as the book has slots, so nothing waits in two queues. Its tokens come as they
 are made: what it makes beyond a stop string is thrown away.
 """
@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 
 from baton.errors import EngineFault, UserError
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.client import EngineClient, Grown, Lost, Request
+from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
 from baton.rollout.engines.sampling import noise_key
-from baton.rollout.engines.slot_table import Row, SlotEngine, Text
+from baton.rollout.engines.slot_table import RunningLease, SlotEngine, Text
 from baton.rollout.engines.whole_weights import WholeWeights
 from baton.types import FromWorker, Lease, PolicyVersion
 
@@ -31,11 +31,11 @@ Client = TypeVar("Client", bound=EngineClient)
 
 
 @dataclass(slots=True)
-class Running:
+class RunningRequest:
     """A row that the program grows."""
 
     slot: int
-    row: Row
+    row: RunningLease
     ids: list[int]
     """All so far."""
     by_weights: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """line: to a program that serves `version`, with as many places as there are slots."""
         super().__init__(settings, version, end_ids, text)
         self._line, self._weights, self._settings = line, weights, settings
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningRequest] = {}
         """By request."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number:012x}" for number in count())
@@ -110,7 +110,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             running = self.running.get(said.key)
             if running is None:
                 continue  # of a lease that has ended here, by a stop string, its budget or an abort
-            if isinstance(said, Lost):
+            if isinstance(said, RequestLost):
                 self._line.check()
                 name = running.row.lease.trajectory.name
                 raise EngineFault(f"{self._line.name} gave up trajectory {name}: {said.error}")
@@ -120,7 +120,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._decode_steps += max(steps.values(), default=0)  # its steps are not seen: the longest row stands for them
         return reports
 
-    def _grow(self, said: Grown, running: Running) -> list[FromWorker]:
+    def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         reports: list[FromWorker] = []
         for token, logprob in zip(said.token_ids, said.logprobs, strict=True):
             self._decoded_tokens += 1
@@ -139,7 +139,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._ended_early(said, running)
         return reports
 
-    def _ended_early(self, said: Grown, running: Running) -> None:
+    def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
         """Called when the program ended a row that the book has not ended."""
         row = running.row
         raise EngineFault(
@@ -147,7 +147,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             f"({said.finish}), which nobody asked for: it has room for {row.room} more"
         )
 
-    def _is_held(self, running: Running) -> bool:
+    def _is_held(self, running: RunningRequest) -> bool:
         return self._book.rows[running.slot] is running.row
 
     def _put_down(self) -> list[FromWorker]:
@@ -162,9 +162,9 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def _fill(self) -> None:
         """Give free slots to waiting leases."""
-        self._begin([Running(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()])
+        self._begin([RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()])
 
-    def _begin(self, rows: Sequence[Running]) -> None:
+    def _begin(self, rows: Sequence[RunningRequest]) -> None:
         """Ask for rows from the ids that they have."""
         requests = []
         for running in rows:
@@ -173,7 +173,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             trajectory = row.lease.trajectory
             noise = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
             requests.append(
-                Request(
+                EngineRequest(
                     key,
                     tuple(running.ids),
                     row.room,

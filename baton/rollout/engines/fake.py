@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.slot_table import Row, SlotEngine
+from baton.rollout.engines.slot_table import RunningLease, SlotEngine
 from baton.types import FromWorker, PolicyVersion
 
 END_ID = 0
@@ -49,7 +49,7 @@ class FakeEngine(SlotEngine):
             reports += book.commit(tokens, [-(1 + token % 8) / 8 for token in tokens])
         return reports
 
-    def _token(self, row: Row) -> int:
+    def _token(self, row: RunningLease) -> int:
         trajectory = row.lease.trajectory
         return fake_token(
             trajectory.group_id,

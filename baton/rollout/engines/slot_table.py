@@ -20,7 +20,7 @@ Text = Callable[[Sequence[int]], str]
 """Ids to text, special tokens kept."""
 
 
-class Row:
+class RunningLease:
     """One lease being grown."""
 
     def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
@@ -105,12 +105,12 @@ class StopText:
         return any(s in text for s in self._stop)
 
 
-class LeaseBook:
+class SlotTable:
     """The slots, the queue before them, and the reports behind them."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self.version = version
-        self.rows: list[Row | None] = [None] * settings.slots
+        self.rows: list[RunningLease | None] = [None] * settings.slots
         """[slots]"""
         self.num_running = 0
         self.waiting_prefixes: Counter[tuple[int, ...]] = Counter()
@@ -118,7 +118,7 @@ class LeaseBook:
         self._settings = settings
         self._end_ids = end_ids
         self._text = text
-        self._waiting: OrderedDict[int, Row] = OrderedDict()
+        self._waiting: OrderedDict[int, RunningLease] = OrderedDict()
         self._aborted: set[int] = set()
         self._outbox: list[FromWorker] = []
 
@@ -136,7 +136,7 @@ class LeaseBook:
             self._outbox.append(Retry(lease.lease_id, self.version.number))
             return
         stop = StopText(lease, self._text) if lease.sampling.stop else None
-        row = Row(lease, self._end_ids, room, stop)
+        row = RunningLease(lease, self._end_ids, room, stop)
         if row.room <= 0:
             self._outbox.append(row.report(self.version.number, FinishReason.LENGTH))
             return
@@ -176,9 +176,9 @@ class LeaseBook:
             self._aborted.clear()
         return reports
 
-    def admit(self) -> list[tuple[int, Row]]:
+    def admit(self) -> list[tuple[int, RunningLease]]:
         """Move waiting leases into free slots, the oldest first and the lowest first; return the new (slot, row)s."""
-        admitted: list[tuple[int, Row]] = []
+        admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting:
             return admitted
         for slot, row in enumerate(self.rows):
@@ -199,7 +199,7 @@ class LeaseBook:
             self.rows[destination], self.rows[source] = self.rows[source], None
         return moves
 
-    def running(self) -> list[tuple[int, Row]]:
+    def running(self) -> list[tuple[int, RunningLease]]:
         """Return the occupied slots with their rows."""
         return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
 
@@ -244,7 +244,7 @@ class LeaseBook:
     def _knows(self, lease_id: int) -> bool:
         return lease_id in self._waiting or any(r is not None and r.lease.lease_id == lease_id for r in self.rows)
 
-    def _unqueue(self, row: Row) -> None:
+    def _unqueue(self, row: RunningLease) -> None:
         del self._waiting[row.lease.lease_id]
         self.waiting_prefixes[row.prefix_ids] -= 1
         if not self.waiting_prefixes[row.prefix_ids]:
@@ -260,10 +260,10 @@ def _serves(lease: Lease, number: int) -> bool:
 
 
 class SlotEngine:
-    """What every `Engine` over a `LeaseBook` has in common; see there."""
+    """What every `Engine` over a `SlotTable` has in common; see there."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
-        self._book = LeaseBook(settings, version, end_ids, text)
+        self._book = SlotTable(settings, version, end_ids, text)
         self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
 
     @property

@@ -35,7 +35,7 @@ from baton.rollout.processes.protocol import (
     receive_from_engine,
     send_to_engine,
 )
-from baton.rollout.transport import WorkerPort
+from baton.rollout.transport import WorkerTransport
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
 CLOSE_GRACE_S = 2.0
@@ -81,8 +81,8 @@ class EngineProcess:
         )
 
 
-class EnginePool(WorkerPort):
-    """A `WorkerPort` over engine processes."""
+class EnginePool(WorkerTransport):
+    """A `WorkerTransport` over engine processes."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ AUTHENTICATE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ConnectionLimits:
     """Bounds on connections."""
 
     strangers: int
@@ -33,7 +33,7 @@ class Places:
     """With any valid token."""
 
     @classmethod
-    def of(cls, file_limit: int) -> Places:
+    def of(cls, file_limit: int) -> ConnectionLimits:
         """Divide what a process may open, RLIMIT_NOFILE, after a reserve for its own files."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
@@ -44,7 +44,7 @@ class Places:
 class Admission:
     """The connections of one process, each by a number of the caller's choice."""
 
-    places: Places
+    places: ConnectionLimits
     _strangers: dict[str, dict[int, float]] = field(default_factory=dict)
     """Address → connection → since when; the oldest first."""
     _addresses: dict[int, str] = field(default_factory=dict)

@@ -30,23 +30,23 @@ from aiohttp import web
 from baton.console import visible
 from baton.errors import DeadlineExceeded, Fault, UserError
 from baton.swarm.audit import Audit
-from baton.swarm.auth import Authenticator, Denied, Grant, Role
-from baton.swarm.hub.listener import Door
+from baton.swarm.auth import AccessGrant, Authenticator, Denied, Role
+from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.peers import Outgoing, Peer
 from baton.swarm.hub.relay import RelayList
 from baton.swarm.hub.requests import Requests
-from baton.swarm.hub.worker_connection import Line, Silent
+from baton.swarm.hub.worker_connection import ReceiveTimeout, WorkerConnection
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.lease_broker import Desk
-from baton.swarm.listen import Listen
+from baton.swarm.lease_broker import LeaseBroker
+from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     SILENT_HEARTBEATS,
     Admitted,
     FromHub,
     FromWorker,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Hello,
     Leaving,
     Malformed,
@@ -62,7 +62,7 @@ TICK_S = 1.0
 START_DEADLINE_S = 30.0
 
 
-class Unwanted(Exception):
+class WorkerRefused(Exception):
     """A worker that may speak here, but is not of use to this run."""
 
 
@@ -70,7 +70,7 @@ class Unwanted(Exception):
 class HubParts:
     """What a hub works with."""
 
-    desk: Desk
+    broker: LeaseBroker
     authenticators: tuple[Authenticator, ...]
     audit: Audit
     store: Store
@@ -84,12 +84,12 @@ class HubParts:
     on_joined: Callable[[Peer], None] = lambda peer: None
     on_tick: Callable[[float], None] = lambda delay_s: None
     """delay_s: what the hub was late by."""
-    admits: Callable[[Hello, Grant], str | None] = lambda hello, grant: None
+    admits: Callable[[Hello, AccessGrant], str | None] = lambda hello, grant: None
     """Why a worker is not wanted, or None."""
     keys: WorkerKeys = field(default_factory=lambda: WorkerKeys(secrets.token_bytes(32)))
-    is_banned: Callable[[Grant, str], str | None] = lambda grant, worker: None
+    is_banned: Callable[[AccessGrant, str], str | None] = lambda grant, worker: None
     """(token, id of a worker or "") → why the worker, or all of the token's, are in quarantine."""
-    weight: Callable[[Grant], float] = lambda grant: 1.0
+    weight: Callable[[AccessGrant], float] = lambda grant: 1.0
     """What is expected of one slot of a token's workers: see `WorkerJoined`."""
     on_malformed: Callable[[Peer, str], None] = lambda peer, sentence: None
     """A worker that has its place said what is no message."""
@@ -116,7 +116,7 @@ class _Counters:
 class Hub:
     """The event loop, its thread, and every connection."""
 
-    def __init__(self, parts: HubParts, listen: Listen) -> None:
+    def __init__(self, parts: HubParts, listen: ListenAddress) -> None:
         self.parts, self.listen = parts, listen
         self.peers: dict[int, Peer] = {}
         self.counters = _Counters()
@@ -126,7 +126,7 @@ class Hub:
         """Published and still of use, by number."""
         self.slots = 0
         """Of all workers that can be spoken to; read by the runner's thread."""
-        self._requests, self.door = Requests(self), Door()
+        self._requests, self.door = Requests(self), HubListener()
         self._by_worker: dict[str, int] = {}
         """Id of a worker → its number."""
         self._next_worker = 0
@@ -165,7 +165,7 @@ class Hub:
             raise self._fault
 
     def stop(self, *, is_over: bool = False) -> None:
-        """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerPort.close`."""
+        """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerTransport.close`."""
         with suppress(RuntimeError):  # its loop has ended by itself
             if is_over:
                 self._loop.call_soon_threadsafe(self._do, self._dismiss)
@@ -194,7 +194,7 @@ class Hub:
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
             self.hang_up(worker, "takes nothing off its connection")
-            self.parts.desk.leave(worker, "too slow a connection")
+            self.parts.broker.leave(worker, "too slow a connection")
 
     def hang_up(self, worker: int, cause: str, *, is_final: bool = False) -> None:
         """End a worker's connection; unless it is final it may come again, as a new worker."""
@@ -256,7 +256,7 @@ class Hub:
             last_s = now_s
             for peer in list(self.peers.values()):
                 self._recheck(peer)
-            self.parts.desk.tick(delay_s)
+            self.parts.broker.tick(delay_s)
             self.parts.on_tick(delay_s)
 
     def _recheck(self, peer: Peer) -> None:
@@ -273,7 +273,7 @@ class Hub:
         except Denied as denied:
             self.parts.audit.denied(denied, peer.address, "/worker")
             self.hang_up(peer.number, denied.reason, is_final=True)
-            self.parts.desk.leave(peer.number, "token")
+            self.parts.broker.leave(peer.number, "token")
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Hub:
         await socket.prepare(request)
         outgoing = Outgoing()
         outgoing.put(self.parts.welcome)
-        line = Line(
+        line = WorkerConnection(
             socket,
             request.transport,
             outgoing,
@@ -293,7 +293,7 @@ class Hub:
         await line.hold(self._converse(line, grant, request.remote or "", outgoing))
         return socket
 
-    async def _converse(self, line: Line, grant: Grant, address: str, outgoing: Outgoing) -> None:
+    async def _converse(self, line: WorkerConnection, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
         """Hear a worker out, until it is gone or hung up on."""
         peer: Peer | None = None
         try:
@@ -309,19 +309,19 @@ class Hub:
                 if message is None:
                     return
                 self._hear(peer, message)
-        except Silent as error:  # no evidence against anybody: it may come again at once
+        except ReceiveTimeout as error:  # no evidence against anybody: it may come again at once
             self._complain("silent", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=False))
             if peer is not None and peer.outgoing is outgoing:
                 self.hang_up(peer.number, str(error))
-                self.parts.desk.leave(peer.number, "silent")
+                self.parts.broker.leave(peer.number, "silent")
         except Malformed as error:
             self._complain("malformed", error, grant, address)
             self.counters.malformed += 1
             outgoing.put(Rejected(f"malformed: {str(error)[:300]}", is_final=False))
             if peer is not None and self.peers.get(peer.number) is peer:
                 self.parts.on_malformed(peer, str(error)[:300])
-        except Unwanted as error:
+        except WorkerRefused as error:
             self._complain("unwanted", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=True))
         except Exception as error:  # noqa: BLE001  # no worker's words may end the hub; this worker they do
@@ -329,22 +329,22 @@ class Hub:
             self._complain("fault", error, grant, address)
             if peer is not None:
                 self.hang_up(peer.number, cause)
-                self.parts.desk.leave(peer.number, "fault")
+                self.parts.broker.leave(peer.number, "fault")
         finally:
             if peer is not None and peer.outgoing is outgoing:
                 self._cut(peer)
 
-    def _complain(self, event: str, error: Exception, grant: Grant, address: str) -> None:
+    def _complain(self, event: str, error: Exception, grant: AccessGrant, address: str) -> None:
         status = {"silent": 0, "malformed": 400, "unwanted": 403}.get(event, 500)
         self.parts.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
 
-    def _seat(self, hello: Hello, grant: Grant, address: str, outgoing: Outgoing) -> Peer:
+    def _seat(self, hello: Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
         """Give a worker its place, or the one it had before a cut."""
         if hello.model_digest != self.parts.welcome.model_digest:
             raise Malformed(f"it was built for another model ({hello.model_digest[:12]})")
         refusal = self.parts.admits(hello, grant)
         if refusal is not None:
-            raise Unwanted(refusal)
+            raise WorkerRefused(refusal)
         key, keys = hello.key, self.parts.keys
         worker = keys.worker(grant.digest, key)
         if worker is None:
@@ -354,7 +354,7 @@ class Hub:
             outgoing.put(Admitted(key))
         banned = self.parts.is_banned(grant, worker)
         if banned is not None:
-            raise Unwanted(banned)
+            raise WorkerRefused(banned)
         known = self.peers.get(self._by_worker.get(worker, -1))
         if known is not None:
             if known.outgoing is not None:
@@ -368,10 +368,10 @@ class Hub:
             self._by_worker[worker] = number
             self.parts.on_joined(peer)
             owner = None if grant.is_own else grant.digest
-            self.parts.desk.join(number, hello.slots, self.parts.weight(grant), hello.worker_class.noise, owner)
+            self.parts.broker.join(number, hello.slots, self.parts.weight(grant), hello.worker_class.noise, owner)
             self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()
-        self.parts.desk.held(peer.number, hello.leases)
+        self.parts.broker.held(peer.number, hello.leases)
         self._hear(peer, Heartbeat(hello.serves, peer.stats))
         return peer
 
@@ -380,37 +380,37 @@ class Hub:
         peer.outgoing = None
         self._count_slots()
         if self.peers.get(peer.number) is peer and not self._stopping.is_set():  # else its end has been told already
-            count = self.parts.desk.num_leases(peer.number)
+            count = self.parts.broker.num_leases(peer.number)
             its = f"its {count} leases wait for it to come back, then go to others" if count else "it held no leases"
             self.parts.say(f"worker {peer.name}: connection lost; {its}")
-        self.parts.desk.hear(peer.number, None, peer.stats.decoded_tokens)
+        self.parts.broker.hear(peer.number, None, peer.stats.decoded_tokens)
 
     def _hear(self, peer: Peer, message: FromWorker) -> None:
-        desk, now_s = self.parts.desk, time.monotonic()
+        broker, now_s = self.parts.broker, time.monotonic()
         match message:
             case Report():
                 self._alive(peer)
-                desk.report(peer.number, message)
+                broker.report(peer.number, message)
             case Retry():
-                desk.refuse(peer.number, message)
+                broker.refuse(peer.number, message)
             case Heartbeat():
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
-                self.send(peer.number, Heard())
+                self.send(peer.number, HeartbeatAck())
                 if peer.served != before:
                     self.parts.on_served(self)
             case Leaving():
                 self.hang_up(peer.number, "left")
-                desk.leave(peer.number, "left")
+                broker.leave(peer.number, "left")
             case Fault(kind=kind, text=text):
                 self.hang_up(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
-                desk.leave(peer.number, "fault")
+                broker.leave(peer.number, "fault")
             case Hello():
                 raise Malformed("a second Hello")
 
     def _alive(self, peer: Peer) -> None:
-        self.parts.desk.hear(peer.number, peer.served, peer.stats.decoded_tokens)
+        self.parts.broker.hear(peer.number, peer.served, peer.stats.decoded_tokens)
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
         """The number of a version that was published by this process, digest and all; None for any other."""

@@ -23,8 +23,8 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, Places
-from baton.swarm.listen import Listen
+from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimits
+from baton.swarm.listen import ListenAddress
 
 KEEP_ALIVE_S = 30.0
 """A connection of a known caller is closed when no other request comes for so long; a stranger's after each answer."""
@@ -39,29 +39,29 @@ MAX_FILES = 65_536
 _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-class Door:
+class HubListener:
     """One listening address. Lives in the thread of its event loop."""
 
     def __init__(self) -> None:
         self.turned_away = 0
         """Connections closed because they were too many or showed no valid token in time."""
-        self._admission = Admission(Places.of(raised_file_limit()))
+        self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
         """By file descriptor, as everywhere here."""
         self._transports: dict[int, asyncio.Transport] = {}
         """Of those that are through with TLS."""
-        self._runner: web.AppRunner | None = None
+        self._controller: web.AppRunner | None = None
         self._listening: list[socket.socket] = []
         self._acceptors: list[asyncio.Task[None]] = []
         self._greeters: set[asyncio.Task[None]] = set()
 
-    async def open(self, app: web.Application, listen: Listen) -> int:
+    async def open(self, app: web.Application, listen: ListenAddress) -> int:
         """Listen, and return the port. Raises OSError where the address cannot be had."""
         app.middlewares.append(self._close_strangers)
-        self._runner = web.AppRunner(
+        self._controller = web.AppRunner(
             app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=1.0
         )
-        await self._runner.setup()
+        await self._controller.setup()
         loop, tls, port = asyncio.get_running_loop(), listen.ssl_context(), listen.port
         found = await loop.getaddrinfo(listen.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in {(family, address): None for family, _, _, _, address in found}:
@@ -80,8 +80,8 @@ class Door:
         await asyncio.gather(*self._acceptors, return_exceptions=True)
         for one in self._listening:
             one.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._controller is not None:
+            await self._controller.cleanup()
         for fd in list(self._connections):
             self._hang_up(fd)
         if self._greeters:
@@ -118,11 +118,11 @@ class Door:
             await asyncio.sleep(0)
 
     async def _greet(self, connection: _Connection, tls: ssl.SSLContext | None) -> None:
-        assert self._runner is not None, "the door is closed"
-        assert self._runner.server is not None, "the door is closed"
+        assert self._controller is not None, "the door is closed"
+        assert self._controller.server is not None, "the door is closed"
         with suppress(OSError):  # no handshake, or not in time; asyncio has closed the connection
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                self._runner.server,
+                self._controller.server,
                 connection,
                 ssl=tls,
                 ssl_handshake_timeout=AUTHENTICATE_S if tls else None,

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.peers import Peer
 from baton.swarm.hub.status import HubStatus, QuarantineStatus, WorkerStatus
-from baton.swarm.transport import SwarmPort
-from baton.swarm.verification.policy import Conviction
-from baton.swarm.verification.service import Examiner
+from baton.swarm.transport import SwarmTransport
+from baton.swarm.verification.policy import QuarantineRecord
+from baton.swarm.verification.service import VerificationService
 
 
-def overview(hub: Hub, port: SwarmPort, examiner: Examiner, *, lineage: str) -> HubStatus:
+def overview(hub: Hub, port: SwarmTransport, verifier: VerificationService, *, lineage: str) -> HubStatus:
     """Return a hub's status. Called in the hub's thread."""
-    table, counters, rule, last = hub.parts.desk.table, hub.counters, port.provisioning(), port.last
+    table, counters, rule, last = hub.parts.broker.table, hub.counters, port.provisioning(), port.last
     published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}
     numbers = {
         "trajectories_per_s": rule.trajectories_per_s,
@@ -29,7 +29,7 @@ def overview(hub: Hub, port: SwarmPort, examiner: Examiner, *, lineage: str) -> 
         version=max(hub.versions, default=None),
         versions=tuple(sorted(hub.versions)),
         step=port.step,
-        workers=tuple(_of_worker(hub, peer, examiner) for peer in hub.peers.values()),
+        workers=tuple(_of_worker(hub, peer, verifier) for peer in hub.peers.values()),
         tasks=table.num_tasks,
         waiting=table.num_waiting,
         wasted_tokens=dict(table.wasted),
@@ -38,17 +38,17 @@ def overview(hub: Hub, port: SwarmPort, examiner: Examiner, *, lineage: str) -> 
         bytes_out={**counters.by_route, "total": counters.bytes_out},
         provisioning=rule.sentence(),
         rule=_known(numbers),
-        quarantine=tuple(_of_conviction(c) for c in examiner.quarantine.convictions),
+        quarantine=tuple(_of_conviction(c) for c in verifier.quarantine.quarantine_records),
         denied=counters.denied,
         malformed=counters.malformed,
         loop_delay_s=counters.loop_delay_s,
         notes=tuple(a.fault for a in hub.parts.authenticators if a.fault),
-        not_inspected=examiner.inspector.num_unchecked,
+        not_inspected=verifier.verification_policy.num_unchecked,
     )
 
 
-def _of_worker(hub: Hub, peer: Peer, examiner: Examiner) -> WorkerStatus:
-    held = hub.parts.desk.table.workers.get(peer.number)
+def _of_worker(hub: Hub, peer: Peer, verifier: VerificationService) -> WorkerStatus:
+    held = hub.parts.broker.table.workers.get(peer.number)
     beat = peer.heartbeat
     state = "serving" if peer.served is not None else "waiting"
     if not peer.is_connected:
@@ -68,17 +68,17 @@ def _of_worker(hub: Hub, peer: Peer, examiner: Examiner) -> WorkerStatus:
         fetched_bytes=beat.fetched_bytes,
         fault=beat.fault,
         is_trusted=peer.grant.is_trusted,
-        checked=examiner.counters.by_worker.get(peer.worker, 0),
+        checked=verifier.counters.by_worker.get(peer.worker, 0),
     )
 
 
-def _of_conviction(conviction: Conviction) -> QuarantineStatus:
+def _of_conviction(quarantine_record: QuarantineRecord) -> QuarantineStatus:
     return QuarantineStatus(
-        conviction.shown,
-        conviction.verdict.reason,
-        tuple(sorted({step for _, step in conviction.trained})),
-        conviction.num_trained,
-        len(conviction.requeue),
+        quarantine_record.shown,
+        quarantine_record.verdict.reason,
+        tuple(sorted({step for _, step in quarantine_record.trained})),
+        quarantine_record.num_trained,
+        len(quarantine_record.requeue),
     )
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from baton.rollout.engine import EngineStats
-from baton.swarm.auth import Grant
+from baton.swarm.auth import AccessGrant
 from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
 from baton.swarm.verification.verify import WorkerClass
 
@@ -52,7 +52,7 @@ class Peer:
     """One worker, also through a cut of its connection."""
 
     number: int
-    grant: Grant
+    grant: AccessGrant
     hello: Hello
     address: str
     since_s: float

@@ -28,14 +28,14 @@ from baton.clock import in_thread
 from baton.console import say
 from baton.errors import BatonError, UserError, WeightsFault
 from baton.swarm.hub.admission import network_of
-from baton.swarm.hub.listener import Door
+from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.sending import Downloads
-from baton.swarm.listen import Listen
+from baton.swarm.listen import ListenAddress
 from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE, chunk_url, get_bounded, manifest_url
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES, MAX_MANIFEST_BYTES, decode_manifest
 from baton.weights.sources import ChunkCache
-from baton.weights.storage import Body
+from baton.weights.storage import ByteReader
 
 ANNOUNCE_EVERY_S = 20.0
 RETRY_S = 2.0
@@ -84,7 +84,7 @@ class RelayOptions:
 
     hub: str
     headers: dict[str, str]
-    listen: Listen
+    listen: ListenAddress
     public_url: str | None
     """Where workers find it; None is the address that it listens at."""
     cache: Path
@@ -105,7 +105,7 @@ class Relay:
         self._flights: dict[str, asyncio.Task[Any]] = {}
         """Fetches under way: whoever else wants the same waits for them."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
-        self._door, self._downloads = Door(), Downloads()
+        self._door, self._downloads = HubListener(), Downloads()
         self._secret = ""
         self.bytes_out = 0
         self.url = ""
@@ -171,14 +171,14 @@ class Relay:
                 self._manifests[version] = body
                 while len(self._manifests) > MAX_MANIFESTS:
                     del self._manifests[next(iter(self._manifests))]
-            return await self._answer(request, Body.of(self._manifests[version]))
+            return await self._answer(request, ByteReader.of(self._manifests[version]))
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         key, digest = self._admit(request), request.match_info["digest"]
         async with self._downloads.place(key):
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
-    async def _find_chunk(self, digest: str) -> Body:
+    async def _find_chunk(self, digest: str) -> ByteReader:
         """Return a chunk that was verified, from the disk if it fits there."""
         if digest in self._verified:
             with suppress(OSError):  # it had to make room for others
@@ -194,7 +194,7 @@ class Relay:
             try:
                 return await in_thread(self._cache.body, digest)
             except OSError:
-                return Body.of(body)
+                return ByteReader.of(body)
 
     async def _fetch(self, url: URL, limit: int) -> bytes:
         return await get_bounded(self._http, url, self._options.headers, limit)
@@ -213,7 +213,7 @@ class Relay:
             raise web.HTTPBadGateway(text=str(error)[:500]) from error
         return found
 
-    async def _answer(self, request: web.Request, body: Body) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, body: ByteReader) -> web.StreamResponse:
         response, sent_bytes = await self._downloads.send(request, body)
         self.bytes_out += sent_bytes
         return response

@@ -21,13 +21,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton.clock import in_thread
 from baton.errors import BatonError, UserError
-from baton.swarm.auth import Denied, Grant, Role
+from baton.swarm.auth import AccessGrant, Denied, Role
 from baton.swarm.hub.admission import RateLimit
 from baton.swarm.hub.relay import MAX_URL, RelayTicket
 from baton.swarm.hub.sending import Downloads
 from baton.swarm.listen import check_url
 from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE
-from baton.weights.storage import Body
+from baton.weights.storage import ByteReader
 
 if TYPE_CHECKING:
     from baton.swarm.hub.hub import Hub
@@ -56,7 +56,7 @@ class Requests:
         router.add_get("/metrics", self._metrics)
         router.add_get("/health", self._health)
 
-    def admit(self, request: web.Request, roles: Collection[Role]) -> Grant:
+    def admit(self, request: web.Request, roles: Collection[Role]) -> AccessGrant:
         """Return who is asking. Raises HTTPUnauthorized or HTTPForbidden, with a line in the audit."""
         header = request.headers.get("Authorization")
         refusals: list[Denied] = []
@@ -80,7 +80,7 @@ class Requests:
         kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
         raise kind(text=denied.reason)
 
-    def delay_s(self, grant: Grant) -> float:
+    def delay_s(self, grant: AccessGrant) -> float:
         """Return how long a message or request of a token has to wait for its turn."""
         return self._rate.delay_s(grant.digest, time.monotonic())
 
@@ -115,7 +115,7 @@ class Requests:
         return web.Response(body=msgspec.json.encode(ticket), content_type="application/json")
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        return await self._send(request, lambda: Body.of(self._hub.parts.model), "model")
+        return await self._send(request, lambda: ByteReader.of(self._hub.parts.model), "model")
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         lineage, number = request.match_info["lineage"], int(request.match_info["number"])
@@ -125,7 +125,7 @@ class Requests:
         digest = request.match_info["digest"]
         return await self._send(request, lambda: self._hub.parts.store.chunk_body(digest), "chunk")
 
-    async def _send(self, request: web.Request, find: Callable[[], Body], route: str) -> web.StreamResponse:
+    async def _send(self, request: web.Request, find: Callable[[], ByteReader], route: str) -> web.StreamResponse:
         grant = self.admit(request, {Role.WORKER, Role.RELAY})
         await asyncio.sleep(self.delay_s(grant))
         async with self._downloads.place(grant.digest):

@@ -16,7 +16,7 @@ from aiohttp import web
 from baton.clock import in_thread
 from baton.errors import BatonError
 from baton.swarm.hub.listener import reset
-from baton.weights.storage import Body
+from baton.weights.storage import ByteReader
 
 MAX_DOWNLOADS = 256
 MAX_DOWNLOADS_PER_TOKEN = 64
@@ -52,7 +52,7 @@ class Downloads:
             for one in taken:
                 one.release()
 
-    async def send(self, request: web.Request, body: Body) -> tuple[web.StreamResponse, int]:
+    async def send(self, request: web.Request, body: ByteReader) -> tuple[web.StreamResponse, int]:
         """Send a body, and return how many bytes of it are sent; a connection that has only a part is cut."""
         response, sent_bytes = web.StreamResponse(), 0
         response.content_type, response.content_length = "application/octet-stream", body.size

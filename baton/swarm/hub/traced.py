@@ -10,14 +10,14 @@ from typing import Any
 from baton.records.trace import ASIDE, LeaseTrace, Tracer
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm import lease_events as ev
-from baton.swarm.lease_broker import Check, Desk, Outside
+from baton.swarm.lease_broker import BrokerCallbacks, Check, LeaseBroker
 from baton.swarm.leases import LeaseTable
-from baton.swarm.verification.service import Scorer
+from baton.swarm.verification.service import LogprobScorer
 from baton.types import Lease, Report, Retry, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class DeskTrace:
+class BrokerTrace:
     """What a desk traces by."""
 
     leases: LeaseTrace
@@ -27,11 +27,13 @@ class DeskTrace:
     """Version → when the trainer handed it over, while some worker lacks it."""
 
 
-class TracedDesk(Desk):
-    """A `Desk` that says when workers get leases, what becomes of these, and when a version has reached a worker."""
+class TracedLeaseBroker(LeaseBroker):
+    """A `LeaseBroker` that says when workers get leases, what becomes of these, and when a version has reached a
+    worker.
+    """
 
     def __init__(
-        self, table: LeaseTable, outside: Outside, check: Check, clock: Callable[[], float], trace: DeskTrace
+        self, table: LeaseTable, outside: BrokerCallbacks, check: Check, clock: Callable[[], float], trace: BrokerTrace
     ) -> None:
         def check_and_trace(lease: Lease, grown: Trajectory, report: Report) -> str | None:
             complaint = check(lease, grown, report)
@@ -80,14 +82,15 @@ class TracedDesk(Desk):
 
     def _obey(self, command: ev.Command) -> None:
         match command:
-            case ev.Drop(lease=lease):
+            case ev.DropLease(lease=lease):
                 self._trace.leases.ended(lease, "dropped")
-            case ev.Expel(worker=worker):
+            case ev.DisconnectWorker(worker=worker):
                 self._end_all(worker)
             case _:
                 pass
         super()._obey(command)
-        if isinstance(command, ev.Grant) and command.worker in self._names:  # else it has been hung up on meanwhile
+        # else it has been hung up on meanwhile
+        if isinstance(command, ev.GrantLease) and command.worker in self._names:
             slots = self.table.workers[command.worker].slots
             self._trace.leases.given(self._branches[command.lease].lease, self._names[command.worker], slots)
 
@@ -98,10 +101,10 @@ class TracedDesk(Desk):
             self._trace.leases.left(name)
 
 
-class TracedScorer(Scorer):
+class TracedLogprobScorer(LogprobScorer):
     """A scorer whose time is in the trace."""
 
-    def __init__(self, scorer: Scorer, tracer: Tracer) -> None:
+    def __init__(self, scorer: LogprobScorer, tracer: Tracer) -> None:
         self._scorer, self._tracer = scorer, tracer
         self._version = 0
 

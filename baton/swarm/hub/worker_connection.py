@@ -24,11 +24,11 @@ CLOSE_S = 2.0
 """What is queued may take so long to go out when the connection ends."""
 
 
-class Silent(Exception):
+class ReceiveTimeout(Exception):
     """Nothing arrived for too long. That says nothing about the worker: its network, or its machine, may be down."""
 
 
-class Line:
+class WorkerConnection:
     """One WebSocket."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Line:
                 self._transport.abort()  # nobody reads at the other end
 
     async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
-        """Return the worker's next message, or None when it is gone. Raises Malformed and Silent.
+        """Return the worker's next message, or None when it is gone. Raises Malformed and ReceiveTimeout.
 
         The wait is cut into slices, each of which counts as its own length only. If this process stands still, the
         pause counts as one slice, and what arrived meanwhile is read in the next.
@@ -74,7 +74,7 @@ class Line:
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
                 return await self._read(silence_s / SILENT_HEARTBEATS)
-        raise Silent(f"silent for {silence_s:.3g} s")
+        raise ReceiveTimeout(f"silent for {silence_s:.3g} s")
 
     async def _read(self, deadline_s: float) -> FromWorker | None:
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
@@ -89,7 +89,7 @@ class Line:
     async def read_hello(self, say: Callable[[str], None]) -> Hello | None:
         """Wait until the worker is ready; its heart beats meanwhile. None when it is gone, or could not be built.
 
-        Raises Malformed and Silent.
+        Raises Malformed and ReceiveTimeout.
         """
         deadline_s = time.monotonic() + PREPARE_DEADLINE_S
         while time.monotonic() < deadline_s:
@@ -105,7 +105,7 @@ class Line:
                     return None
                 case other:
                     raise Malformed(f"{type(other).__name__} before Hello")
-        raise Silent(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+        raise ReceiveTimeout(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
 
     async def _send_all(self) -> None:
         while (frame := await self._outgoing.take()) is not None:

@@ -23,7 +23,7 @@ MAX_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReportLimits:
     """What a run's engines have in common."""
 
     vocabulary: int
@@ -41,7 +41,7 @@ class Limits:
 def check_report(
     lease: Lease,
     report: Report,
-    limits: Limits,
+    limits: ReportLimits,
     *,
     grown: Trajectory,
     newest_version: int,
@@ -64,7 +64,7 @@ def check_report(
     )
 
 
-def max_length(lease: Lease, limits: Limits) -> int:
+def max_length(lease: Lease, limits: ReportLimits) -> int:
     """Tokens after the prompt at which a lease's trajectory is finished by its length."""
     return min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
 
@@ -79,7 +79,7 @@ def _wrong_place(lease: Lease, report: Report, grown: Trajectory) -> str | None:
     return None
 
 
-def _too_much(report: Report, limits: Limits, length: int, budget: int) -> str | None:
+def _too_much(report: Report, limits: ReportLimits, length: int, budget: int) -> str | None:
     if len(report.segments) > limits.max_segments:
         return f"the report has {len(report.segments)} segments, allowed are {limits.max_segments}"
     if report.segments and length > budget:
@@ -87,7 +87,7 @@ def _too_much(report: Report, limits: Limits, length: int, budget: int) -> str |
     return None
 
 
-def _wrong_segments(report: Report, limits: Limits) -> str | None:
+def _wrong_segments(report: Report, limits: ReportLimits) -> str | None:
     place = report.token_offset
     for segment in report.segments:
         if segment.author is not Author.POLICY:
@@ -103,7 +103,7 @@ def _wrong_segments(report: Report, limits: Limits) -> str | None:
     return None
 
 
-def _wrong_values(segment: Segment, limits: Limits, place: int) -> str | None:
+def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | None:
     for i, token in enumerate(segment.token_ids):
         if type(token) is not int or not 0 <= token < limits.vocabulary:
             return f"token {place + i} has the id {_shown(token)}, allowed are 0 to {limits.vocabulary - 1}"
@@ -135,7 +135,7 @@ def _wrong_versions(lease: Lease, report: Report, grown: Trajectory, newest_vers
     return None
 
 
-def _wrong_end(lease: Lease, report: Report, limits: Limits, length: int, budget: int) -> str | None:
+def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, budget: int) -> str | None:
     reason = report.finish_reason
     if reason is FinishReason.ENVIRONMENT:
         return "finished by the environment, which is not a worker's to say"
@@ -158,7 +158,7 @@ def _wrong_end(lease: Lease, report: Report, limits: Limits, length: int, budget
 
 
 def _wrong_stop(
-    lease: Lease, report: Report, limits: Limits, grown: Trajectory, text: Callable[[Sequence[int]], str]
+    lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
     """Look for the stop strings as an engine does, token by token: the first that completes one is the last."""
     if not lease.sampling.stop:

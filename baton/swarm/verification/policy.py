@@ -24,9 +24,9 @@ from pydantic import Field
 
 from baton.rollout.rescored import Claim
 from baton.settings import Settings
-from baton.swarm.auth import Grant
+from baton.swarm.auth import AccessGrant
 from baton.swarm.lease_broker import Key
-from baton.swarm.verification.verify import Outcome, Tolerance, Verdict, WorkerClass, pooled, violation
+from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
 """Longest wait for the verdict on a trajectory, and what each of its tokens adds."""
@@ -59,14 +59,14 @@ class InspectionSettings(Settings):
     """Checked trajectories of a worker that are judged together: the newest."""
 
 
-class Conviction(msgspec.Struct, frozen=True):
+class QuarantineRecord(msgspec.Struct, frozen=True):
     """A worker is out. The record is kept as evidence."""
 
     worker: str
     """Its id: see `identity.WorkerKeys`."""
     name: str
     """The trajectory whose check decided."""
-    verdict: Verdict
+    verdict: VerificationResult
     requeue: tuple[str, ...]
     """Its finished trajectories that are not trained yet: to be lost and grown again elsewhere."""
     trained: tuple[tuple[str, int], ...]
@@ -90,7 +90,7 @@ class Author(msgspec.Struct, frozen=True):
 
     worker: str
     """Its id: see `identity.WorkerKeys`."""
-    grant: Grant
+    grant: AccessGrant
     label: str
     """For people."""
     worker_class: WorkerClass
@@ -135,7 +135,7 @@ class TrajectoryJudged(msgspec.Struct, frozen=True):
     """A check has verdicts on the parts of a trajectory."""
 
     case: Case
-    verdicts: tuple[tuple[Author, Verdict, Tolerance], ...]
+    verdicts: tuple[tuple[Author, VerificationResult, Tolerance], ...]
     """The tolerance is that of the author's class: the newest verdicts on a worker are judged together as well."""
     is_whole: bool = True
     """Whether all versions in it could be scored."""
@@ -211,7 +211,7 @@ class RemakeTrajectory(msgspec.Struct, frozen=True):
 class QuarantineWorker(msgspec.Struct, frozen=True):
     """A worker is excluded."""
 
-    conviction: Conviction
+    quarantine_record: QuarantineRecord
 
 
 class WarnUser(msgspec.Struct, frozen=True):
@@ -224,8 +224,8 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 
 
 @dataclass(slots=True)
-class _Worker:
-    verdicts: deque[Verdict]
+class _CheckedWorker:
+    verdicts: deque[VerificationResult]
     checks_owed: int
     """Next finished trajectories that are checked whatever the draw says."""
     num_finished: int = 0
@@ -236,7 +236,7 @@ class _Worker:
     num_trained: int = 0
 
 
-class Inspector:
+class VerificationPolicy:
     """The checks of one run."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
@@ -245,7 +245,7 @@ class Inspector:
         """Trajectories that should have been checked, and were not, or not whole."""
         self._settings = settings
         self._secret = secret
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _CheckedWorker] = {}
         self._owner: dict[str, str] = {}
         """Of each open trajectory."""
         self._quarantined: set[str] = set()
@@ -346,7 +346,7 @@ class Inspector:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def _concerns(self, grant: Grant) -> bool:
+    def _concerns(self, grant: AccessGrant) -> bool:
         """Whether the workers of a token are checked at all: the run's own only where it asks for that."""
         return self._settings.own or not grant.is_own
 
@@ -365,20 +365,20 @@ class Inspector:
         return is_checked
 
     def _judged(
-        self, author: Author, name: str, verdict: Verdict, tolerance: Tolerance
+        self, author: Author, name: str, verdict: VerificationResult, tolerance: Tolerance
     ) -> Iterator[VerificationCommand]:
         account = self._of(author.worker)
         account.num_checked += 1
         account.verdicts.append(verdict)
-        if verdict.outcome is Outcome.SUSPECT:
+        if verdict.outcome is CheckOutcome.SUSPECT:
             account.checks_owed = max(account.checks_owed, self._settings.after_suspect)
-        decisive = verdict if verdict.outcome is Outcome.BAD else pooled(account.verdicts, tolerance)
-        if decisive.outcome is Outcome.BAD:
+        decisive = verdict if verdict.outcome is CheckOutcome.BAD else pooled(account.verdicts, tolerance)
+        if decisive.outcome is CheckOutcome.BAD:
             yield self._convicted(author, name, decisive)
 
-    def _convicted(self, author: Author, name: str, verdict: Verdict) -> QuarantineWorker:
+    def _convicted(self, author: Author, name: str, verdict: VerificationResult) -> QuarantineWorker:
         account = self._of(author.worker)
-        conviction = Conviction(
+        quarantine_record = QuarantineRecord(
             author.worker,
             name,
             verdict,
@@ -390,12 +390,12 @@ class Inspector:
             token=author.grant.digest,
             label=author.label,
         )
-        for one in conviction.requeue:
+        for one in quarantine_record.requeue:
             self._taken(one)
         self._quarantined.add(author.worker)
-        return QuarantineWorker(conviction)
+        return QuarantineWorker(quarantine_record)
 
-    def _taken(self, name: str) -> _Worker | None:
+    def _taken(self, name: str) -> _CheckedWorker | None:
         """A finished trajectory is trained, or will never be; return the account of its author."""
         owner = self._owner.pop(name, None)
         account = None if owner is None else self._workers.get(owner)
@@ -403,9 +403,9 @@ class Inspector:
             account.open.pop(name, None)
         return account
 
-    def _of(self, worker: str) -> _Worker:
+    def _of(self, worker: str) -> _CheckedWorker:
         if worker not in self._workers:
-            self._workers[worker] = _Worker(deque(maxlen=self._settings.remembered), self._settings.first)
+            self._workers[worker] = _CheckedWorker(deque(maxlen=self._settings.remembered), self._settings.first)
         return self._workers[worker]
 
     def _draw(self, worker: str, name: str) -> float:

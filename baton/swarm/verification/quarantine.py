@@ -1,9 +1,9 @@
 """Who is in quarantine, in a file of JSON lines in the run's directory: a restart forgets none.
 
-    hub ──Conviction──▶ quarantine.jsonl ◀──Lifted── baton token unquarantine
+    hub ──QuarantineRecord──▶ quarantine.jsonl ◀──QuarantineLifted── baton token unquarantine
           └────────── follow, at every tick ──────┘
 
-The file only grows. A line `Lifted` ends the convictions of its workers that stand before it.
+The file only grows. A line `QuarantineLifted` ends the convictions of its workers that stand before it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from baton.errors import UserError
-from baton.swarm.auth import Grant
-from baton.swarm.verification.policy import Conviction
+from baton.swarm.auth import AccessGrant
+from baton.swarm.verification.policy import QuarantineRecord
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ MAX_QUARANTINED = 3
 """Workers of one token in quarantine, at which the token is: a worker that drops its key comes again as a new one."""
 
 
-class Lifted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QuarantineLifted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A person has ended the quarantine of workers."""
 
     lifted: tuple[str, ...]
-    """As `Conviction.worker` names them."""
+    """As `QuarantineRecord.worker` names them."""
     at: float
     """Unix seconds, UTC."""
 
@@ -40,7 +40,7 @@ class Quarantine:
         """Read the file, if there is one. Raises UserError where it is damaged."""
         self._path = path
         self._size = 0
-        self.convictions: list[Conviction] = []
+        self.quarantine_records: list[QuarantineRecord] = []
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
@@ -48,15 +48,15 @@ class Quarantine:
         size = self._path.stat().st_size if self._path.exists() else 0
         if size == self._size:
             return ()
-        before, self._size = {one.worker for one in self.convictions}, size
-        self.convictions = _read(self._path)
-        return tuple(sorted(before - {one.worker for one in self.convictions}))
+        before, self._size = {one.worker for one in self.quarantine_records}, size
+        self.quarantine_records = _read(self._path)
+        return tuple(sorted(before - {one.worker for one in self.quarantine_records}))
 
-    def add(self, conviction: Conviction) -> None:
+    def add(self, quarantine_record: QuarantineRecord) -> None:
         """Keep one."""
-        self.convictions.append(conviction)
+        self.quarantine_records.append(quarantine_record)
         self._size += self._append(
-            conviction
+            quarantine_record
         )  # short of the file's where another process wrote: `follow` then reads it
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
@@ -65,27 +65,27 @@ class Quarantine:
         at: Unix seconds. Raises UserError where nobody of this name is in quarantine.
         """
         self.follow()
-        found = tuple(dict.fromkeys(one.worker for one in self.convictions if name in _names(one)))
+        found = tuple(dict.fromkeys(one.worker for one in self.quarantine_records if name in _names(one)))
         if not found:
-            known = ", ".join(dict.fromkeys(one.shown for one in self.convictions)) or "nobody"
+            known = ", ".join(dict.fromkeys(one.shown for one in self.quarantine_records)) or "nobody"
             raise UserError(f"{name!r} is not in quarantine in {self._path}; in quarantine: {known}")
-        self._append(Lifted(found, at))
+        self._append(QuarantineLifted(found, at))
         self.follow()
         return found
 
-    def reason(self, grant: Grant, worker: str = "") -> str | None:
+    def reason(self, grant: AccessGrant, worker: str = "") -> str | None:
         """Return why a worker, or everybody with its token, is in quarantine; None where that is not so."""
-        for one in self.convictions:
+        for one in self.quarantine_records:
             is_old = not one.token and not grant.is_own  # of a file that named tokens: they were never the run's own
             if one.worker == worker or (is_old and one.worker == grant.name):
                 return f"in quarantine: {one.verdict.reason}"
-        of_token = {one.worker: one for one in self.convictions if one.token and one.token == grant.digest}
+        of_token = {one.worker: one for one in self.quarantine_records if one.token and one.token == grant.digest}
         if len(of_token) < MAX_QUARANTINED:
             return None
         last = [*of_token.values()][-1].verdict.reason
         return f"in quarantine: {len(of_token)} workers of this token are; the last: {last}"
 
-    def _append(self, line: Conviction | Lifted) -> int:
+    def _append(self, line: QuarantineRecord | QuarantineLifted) -> int:
         data = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -99,12 +99,12 @@ class Quarantine:
             os.close(handle)
 
 
-def _names(one: Conviction) -> tuple[str, ...]:
+def _names(one: QuarantineRecord) -> tuple[str, ...]:
     return one.worker, one.label, one.label.rpartition("#")[0]
 
 
-def _read(path: Path) -> list[Conviction]:
-    found: list[Conviction] = []
+def _read(path: Path) -> list[QuarantineRecord]:
+    found: list[QuarantineRecord] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -115,18 +115,18 @@ def _read(path: Path) -> list[Conviction]:
                 raise UserError(f"{path}, line {number}, is no record of a quarantine: {error}; remove it") from error
             logger.warning("%s, line %d, was cut off while it was written, and is passed over", path, number)
             continue
-        if isinstance(record, Lifted):
+        if isinstance(record, QuarantineLifted):
             found = [one for one in found if one.worker not in record.lifted]
         else:
             found.append(record)
     return found
 
 
-def _decoded(line: bytes) -> Conviction | Lifted:
+def _decoded(line: bytes) -> QuarantineRecord | QuarantineLifted:
     try:
-        return msgspec.json.decode(line, type=Lifted)
+        return msgspec.json.decode(line, type=QuarantineLifted)
     except msgspec.ValidationError:
-        return msgspec.json.decode(line, type=Conviction)
+        return msgspec.json.decode(line, type=QuarantineRecord)
 
 
 def _is_whole(line: bytes) -> bool:

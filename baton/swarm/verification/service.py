@@ -1,6 +1,7 @@
 """Scores again what workers hand in, in a thread of its own, and carries out what `policy.py` decides.
 
-    hub's thread: finished ─▶ Inspector: check it? ─▶ queue ─▶ this thread: score, judge ─▶ hub's thread: Inspector
+    hub's thread: finished ─▶ VerificationPolicy: check it? ─▶ queue ─▶ this thread: score, judge ─▶ hub's thread:
+    VerificationPolicy
 
 Each segment is scored under its own version, of which the last ones are kept here. `keep` exchanges weights under
 running trajectories, whose tokens no single version explains: then only trusted workers are admitted, and nothing is
@@ -19,17 +20,16 @@ from typing import Any, Protocol
 
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.lease_broker import Key
-from baton.swarm.serial_executor import Errands
+from baton.swarm.serial_executor import SerialExecutor
 from baton.swarm.verification.policy import (
     Author,
     BatchConsumed,
     Case,
     CheckFailed,
     CheckTrajectory,
-    Conviction,
-    Inspector,
     Part,
     QuarantineLifted,
+    QuarantineRecord,
     QuarantineWorker,
     ReleaseTrajectory,
     RemakeTrajectory,
@@ -38,6 +38,7 @@ from baton.swarm.verification.policy import (
     TrajectoryJudged,
     VerificationCommand,
     VerificationEvent,
+    VerificationPolicy,
     VerificationTick,
     WarnUser,
     name_of,
@@ -50,7 +51,7 @@ MAX_BATCH = 64
 """Trajectories that are scored together."""
 
 
-class Scorer(Protocol):
+class LogprobScorer(Protocol):
     """Scores claims under one version at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
@@ -63,7 +64,7 @@ class Scorer(Protocol):
 
 
 @dataclass(slots=True)
-class ExaminerCounters:
+class VerificationCounters:
     """Of the examiner's life."""
 
     checked: int = 0
@@ -72,13 +73,13 @@ class ExaminerCounters:
     by_worker: dict[str, int] = field(default_factory=dict)
 
 
-class Examiner:
+class VerificationService:
     """The checks of one hub. All but `published`, `consumed` and `close` is called in the hub's thread."""
 
     def __init__(
         self,
-        make_scorer: Callable[[], Scorer],
-        inspector: Inspector,
+        make_scorer: Callable[[], LogprobScorer],
+        verification_policy: VerificationPolicy,
         calibration: Calibration,
         quarantine: Quarantine,
         *,
@@ -86,23 +87,23 @@ class Examiner:
         to_hub: Callable[[Callable[[], None]], None],
         on_release: Callable[[Key], None],
         on_remake: Callable[[Key], None],
-        on_conviction: Callable[[Conviction], None],
+        on_conviction: Callable[[QuarantineRecord], None],
         say: Callable[[str], None],
     ) -> None:
         """make_scorer: called in the examiner's thread, when there is something to score. to_hub: see `Hub.call`.
 
         on_release, on_remake: a trajectory that was held back may be trained, or is to be made again.
         """
-        self.inspector, self.calibration, self.quarantine = inspector, calibration, quarantine
-        self.counters = ExaminerCounters()
+        self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
+        self.counters = VerificationCounters()
         self._on_release, self._on_remake, self._on_conviction = on_release, on_remake, on_conviction
         self._make_scorer, self._to_hub, self._say = make_scorer, to_hub, say
         self._keep = keep_versions
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._cases: SimpleQueue[Case] = SimpleQueue()
-        self._errands = Errands("examiner")
-        self._scorer: Scorer | None = None
-        inspector.restore(conviction.worker for conviction in quarantine.convictions)
+        self._executor = SerialExecutor("examiner")
+        self._scorer: LogprobScorer | None = None
+        verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
 
     # ---- from the runner's side --------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Examiner:
 
     def close(self) -> None:
         """End the thread. May be called twice."""
-        self._errands.close()
+        self._executor.close()
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
@@ -130,10 +131,10 @@ class Examiner:
         banned = frozenset(a.worker for a, _, _ in parts if self.quarantine.reason(a.grant, a.worker))
         return bool(self._tell(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
 
-    def violated(self, author: Author, sentence: str, name: str) -> Conviction | None:
+    def violated(self, author: Author, sentence: str, name: str) -> QuarantineRecord | None:
         """Called when a report could not come from a correct worker; return the record of its quarantine, if new."""
         found = self._tell(ReportViolated(author, name, sentence))
-        return next((command.conviction for command in found if isinstance(command, QuarantineWorker)), None)
+        return next((command.quarantine_record for command in found if isinstance(command, QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
         """Look for checks that take too long and quarantines that were lifted. delay_s: what the hub was late by."""
@@ -142,19 +143,19 @@ class Examiner:
         self._tell(VerificationTick(time.monotonic(), delay_s))
 
     def _tell(self, event: VerificationEvent) -> list[VerificationCommand]:
-        commands = self.inspector.handle(event)
+        commands = self.verification_policy.handle(event)
         for command in commands:
             match command:
                 case CheckTrajectory(case=case):
                     self._cases.put(case)
-                    self._errands.submit(self._run)
+                    self._executor.submit(self._run)
                 case ReleaseTrajectory(key=key):
                     self._on_release(key)
                 case RemakeTrajectory(key=key):
                     self._on_remake(key)
-                case QuarantineWorker(conviction=conviction):
-                    self.quarantine.add(conviction)
-                    self._on_conviction(conviction)
+                case QuarantineWorker(quarantine_record=quarantine_record):
+                    self.quarantine.add(quarantine_record)
+                    self._on_conviction(quarantine_record)
                 case WarnUser(text=text):
                     self._say(text)
         return commands
@@ -186,7 +187,7 @@ class Examiner:
                 cases.append(self._cases.get_nowait())
         return cases
 
-    def _examine(self, scorer: Scorer, cases: Sequence[Case]) -> None:
+    def _examine(self, scorer: LogprobScorer, cases: Sequence[Case]) -> None:
         scores: list[list[Rescored]] = [[] for _ in cases]
         numbers = [set(case.claim.trajectory.policy_versions) for case in cases]
         for number in sorted(set().union(*numbers)):

@@ -1,6 +1,6 @@
 """Whether a worker's tokens are those that the policy and the keyed noise decide: from numbers to a verdict.
 
-    claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ Verdict ──▶ inspector.py
+    claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ VerificationResult ──▶ inspector.py
 
 The hub gives out prompts and noise, so a reported token can be wrong in two ways: its logprob is not what the weights
 say, or the keyed draw does not select it. Both are differences in nats, and both are as large as rounding makes them
@@ -89,7 +89,7 @@ DEFAULTS = {
 """Before calibration, by dtype; any other is treated as bfloat16."""
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """What a check finds."""
 
     HONEST = "honest"
@@ -103,10 +103,10 @@ Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 off by more than most of an honest worker's, though none by much: other weights, nearly the same."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class VerificationResult(msgspec.Struct, frozen=True):
     """What the check of one trajectory, or of several together, found, with the numbers it rests on."""
 
-    outcome: Outcome
+    outcome: CheckOutcome
     reason: str
     """A sentence; empty where it is honest."""
     test: Test | None = None
@@ -121,7 +121,9 @@ class Verdict(msgspec.Struct, frozen=True):
     """Token position after the prompt, where the verdict rests on one token."""
 
 
-def judge(scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None) -> Verdict:
+def judge(
+    scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None
+) -> VerificationResult:
     """Judge one trajectory by its rescored tokens, those of all its versions together.
 
     first, end: only the tokens at places first … end − 1, where other workers have grown the rest.
@@ -144,7 +146,7 @@ def judge(scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, e
     return _decided(f"trajectory {name}", num_tokens, beyond_logprob, beyond_draw, beyond_typical, tolerance)
 
 
-def pooled(verdicts: Iterable[Verdict], tolerance: Tolerance) -> Verdict:
+def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
     """Judge several trajectories of one worker together: small differences that one alone does not show add up."""
     found = list(verdicts)
     return _decided(
@@ -157,9 +159,9 @@ def pooled(verdicts: Iterable[Verdict], tolerance: Tolerance) -> Verdict:
     )
 
 
-def violation(sentence: str) -> Verdict:
+def violation(sentence: str) -> VerificationResult:
     """Return the verdict on a report that no honest worker sends, see `checks.py`."""
-    return Verdict(Outcome.BAD, sentence, "report")
+    return VerificationResult(CheckOutcome.BAD, sentence, "report")
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
@@ -171,7 +173,9 @@ def _scale(temperature: float) -> float:
     return min(1.0, temperature) if temperature else 1.0
 
 
-def _wild_token(rescored: Rescored, i: int, difference: float, gap: float, tolerance: Tolerance) -> Verdict | None:
+def _wild_token(
+    rescored: Rescored, i: int, difference: float, gap: float, tolerance: Tolerance
+) -> VerificationResult | None:
     """Return the verdict on a token that no rounding explains. What is no number is beyond every tolerance."""
     where = f"trajectory {rescored.name}: token {rescored.places[i]} (id {rescored.token_ids[i]}) under version "
     where += str(rescored.version)
@@ -193,12 +197,12 @@ def _wild_token(rescored: Rescored, i: int, difference: float, gap: float, toler
         )
     else:
         return None
-    return Verdict(Outcome.BAD, f"{where} {said}", test, 1, worst_place=rescored.places[i])
+    return VerificationResult(CheckOutcome.BAD, f"{where} {said}", test, 1, worst_place=rescored.places[i])
 
 
 def _decided(
     what: str, num_tokens: int, beyond_logprob: int, beyond_draw: int, beyond_typical: int, tolerance: Tolerance
-) -> Verdict:
+) -> VerificationResult:
     """Decide by the numbers of tokens beyond what rounding does to few of them, and to many."""
     numbers = num_tokens, beyond_logprob, beyond_draw, beyond_typical
     tests: tuple[tuple[Test, int, float, str], ...] = (
@@ -209,10 +213,10 @@ def _decided(
     for test, beyond, share, said in tests:
         chance = chance_of_beyond(beyond, num_tokens, share)
         if chance < SUSPECT_CHANCE:
-            outcome = Outcome.BAD if chance < BAD_CHANCE else Outcome.SUSPECT
+            outcome = CheckOutcome.BAD if chance < BAD_CHANCE else CheckOutcome.SUSPECT
             reason = f"{what}: {beyond} of {num_tokens} tokens {said}; by rounding once in {1 / chance:.1g} times"
-            return Verdict(outcome, reason, test, *numbers)
-    return Verdict(Outcome.HONEST, "", None, *numbers)
+            return VerificationResult(outcome, reason, test, *numbers)
+    return VerificationResult(CheckOutcome.HONEST, "", None, *numbers)
 
 
 def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:

@@ -19,7 +19,7 @@ from baton.rollout.engine import Engine, EngineStats
 from baton.types import FromWorker, Lease, PolicyVersion, Report, ends_lease
 
 
-class Grower:
+class EngineDriver:
     """One engine and the leases that it grows."""
 
     def __init__(self, engine: Engine, on_new_version: str) -> None:
@@ -132,7 +132,7 @@ class EngineThread:
         report_every_s: float,
     ) -> None:
         """The two callbacks are called in the engine's thread."""
-        self.grower: Grower | None = None
+        self.driver: EngineDriver | None = None
         """Made by an action, and used by actions only."""
         self.report_every_s = report_every_s
         self._on_reports, self._on_fault = on_reports, on_fault
@@ -151,32 +151,32 @@ class EngineThread:
 
     def say(self, reports: list[FromWorker]) -> None:
         """Hand reports over, from an action."""
-        if reports and self.grower is not None:
-            self._on_reports(reports, self.grower.stats)
+        if reports and self.driver is not None:
+            self._on_reports(reports, self.driver.stats)
 
     def _run(self) -> None:
         try:
             flushed_s = time.monotonic()
             while self._act():
-                grower = self.grower
-                if grower is None or not grower.is_busy:
+                driver = self.driver
+                if driver is None or not driver.is_busy:
                     continue
-                reports = grower.step()
+                reports = driver.step()
                 if time.monotonic() - flushed_s >= self.report_every_s:
-                    reports += grower.flush()
+                    reports += driver.flush()
                     flushed_s = time.monotonic()
                 if reports:
-                    self._on_reports(reports, grower.stats)
+                    self._on_reports(reports, driver.stats)
         except Exception as error:  # noqa: BLE001  # whatever it is, the network thread must hear of it
             self._on_fault(error)
         finally:
-            if self.grower is not None:
-                self.grower.close()
+            if self.driver is not None:
+                self.driver.close()
 
     def _act(self) -> bool:
         """Do what is asked for, waiting for it only where nothing grows; False at the end."""
         while True:
-            is_idle = self.grower is None or not self.grower.is_busy
+            is_idle = self.driver is None or not self.driver.is_busy
             try:
                 action = self._actions.get(block=is_idle)
             except Empty:

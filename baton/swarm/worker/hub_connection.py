@@ -22,7 +22,7 @@ LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSE
 """What another attempt may mend."""
 
 
-class WorkerLine:
+class HubConnection:
     """One connection, while it lasts."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:

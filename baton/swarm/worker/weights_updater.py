@@ -14,18 +14,18 @@ from baton.swarm.messages import Want
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
 from baton.weights.shared import SharedMemory
-from baton.weights.sources import Source
+from baton.weights.sources import WeightsSource
 
 FETCH_DEADLINE_S = 3600.0
 
 
-class Refresher:
-    """Carries out what `HaveWant` decides. All in the event loop; fetches run in a thread."""
+class WeightsUpdater:
+    """Carries out what `VersionSync` decides. All in the event loop; fetches run in a thread."""
 
     def __init__(
         self,
-        source: Callable[[str | None], Source],
-        near: Sequence[Source],
+        source: Callable[[str | None], WeightsSource],
+        near: Sequence[WeightsSource],
         activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
@@ -36,7 +36,7 @@ class Refresher:
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._activate, self._say = activate, say
-        self._have_want = hw.HaveWant()
+        self._have_want = hw.VersionSync()
         self._shared = ""
         self._relays: tuple[str, ...] = ()
         self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
@@ -65,7 +65,7 @@ class Refresher:
     def want(self, want: Want) -> None:
         """The hub wants a version served."""
         self._shared, self._relays = want.shared, want.relays
-        self._consider(hw.Wanted(time.monotonic(), want.version))
+        self._consider(hw.VersionWanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:
         """The engine serves a version."""
@@ -80,10 +80,10 @@ class Refresher:
                     task.add_done_callback(self._fetches.discard)
                 case hw.Activate(version=version):
                     self._activate(version, self._fetched.pop(version))
-                case hw.WakeAt(at_s=at_s):
+                case hw.SetTimer(at_s=at_s):
                     delay_s = max(0.0, at_s - time.monotonic())
                     wake = asyncio.get_running_loop().call_later
-                    wake(delay_s, lambda: self._consider(hw.Woken(time.monotonic())))
+                    wake(delay_s, lambda: self._consider(hw.TimerFired(time.monotonic())))
 
     async def _fetch(self, version: PolicyVersion) -> None:
         self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]

@@ -39,8 +39,8 @@ from baton.swarm.messages import (
     Dropped,
     FromHub,
     FromWorker,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Hello,
     Leaving,
     Rejected,
@@ -51,10 +51,10 @@ from baton.swarm.messages import (
 )
 from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verification.verify import WorkerClass
-from baton.swarm.worker.engine_driver import EngineThread, Grower
-from baton.swarm.worker.hub_connection import LOST, ConnectionLost, WorkerLine
+from baton.swarm.worker.engine_driver import EngineDriver, EngineThread
+from baton.swarm.worker.hub_connection import LOST, ConnectionLost, HubConnection
 from baton.swarm.worker.outbox import Outbox
-from baton.swarm.worker.weights_updater import Refresher
+from baton.swarm.worker.weights_updater import WeightsUpdater
 from baton.types import Abort, Lease, PolicyVersion, Report
 from baton.types import FromWorker as FromEngine
 from baton.weights.sources import StoreSource
@@ -101,7 +101,7 @@ class SwarmWorker:
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
-        self._line: WorkerLine | None = None
+        self._line: HubConnection | None = None
         self._fault: Exception | None = None
         self._was_served = False
         """Whether the last connection got as far as Hello."""
@@ -125,7 +125,7 @@ class SwarmWorker:
             aiohttp.ClientSession(connector=once) as self._lines,
         ):
             near = [StoreSource(Store(self._options.store))] if self._options.store else []
-            self._refresher = Refresher(self._source, near, self._activate, self._options.say)
+            self._refresher = WeightsUpdater(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     self._was_served = False
@@ -181,7 +181,7 @@ class SwarmWorker:
                 ) from error
             raise
         async with socket:
-            line = WorkerLine(socket)
+            line = HubConnection(socket)
             welcome = await line.receive(CONNECT_DEADLINE_S)
             if isinstance(welcome, Rejected):
                 self._rejected(welcome)
@@ -213,7 +213,7 @@ class SwarmWorker:
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    async def _listen(self, line: WorkerLine, welcome: Welcome) -> None:
+    async def _listen(self, line: HubConnection, welcome: Welcome) -> None:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
         line.say(self._hello(welcome, slots))
@@ -229,7 +229,7 @@ class SwarmWorker:
         have, leases = self._refresher.have, self._outbox.leases
         return Hello(self.key, kind, welcome.model_digest, slots, have, leases)
 
-    async def _beat(self, line: WorkerLine, every_s: float) -> None:
+    async def _beat(self, line: HubConnection, every_s: float) -> None:
         while True:
             line.say(self._heartbeat())
             await asyncio.sleep(every_s)
@@ -238,15 +238,15 @@ class SwarmWorker:
         now = self._refresher
         return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
-    async def _say_goodbye(self, line: WorkerLine) -> None:
+    async def _say_goodbye(self, line: HubConnection) -> None:
         """What runs is put down, what it has is reported, and everything is sent."""
         engine = self._engine
-        if engine is not None and engine.grower is not None:
-            grower = engine.grower
+        if engine is not None and engine.driver is not None:
+            driver = engine.driver
 
             def put_down() -> None:
-                engine.say(grower.flush())
-                grower.drop_all()
+                engine.say(driver.flush())
+                driver.drop_all()
 
             with suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
@@ -267,19 +267,19 @@ class SwarmWorker:
         match message:
             case Lease():
                 self._outbox.open(message.lease_id)
-                self._ask_engine(lambda grower: grower.lease(message))
+                self._ask_engine(lambda driver: driver.lease(message))
             case Abort(lease_id=lease_id):
-                self._ask_engine(lambda grower: grower.abort(lease_id))
+                self._ask_engine(lambda driver: driver.abort(lease_id))
             case Dropped(lease_id=lease_id):
                 self._outbox.close(lease_id)
-                self._ask_engine(lambda grower: grower.drop(lease_id))
+                self._ask_engine(lambda driver: driver.drop(lease_id))
             case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
                 self._refresher.want(message)
             case Admitted(key=key):
                 self.key = key
-            case Heard():
+            case HeartbeatAck():
                 pass
             case Rejected():
                 self._rejected(message)
@@ -313,7 +313,7 @@ class SwarmWorker:
         def build() -> None:
             with tempfile.TemporaryDirectory(prefix="baton-model-") as directory:
                 unpack_model(packed, Path(directory))
-                engine.grower = Grower(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
+                engine.driver = EngineDriver(self._make_engine(welcome, Path(directory), base), welcome.on_new_version)
 
         self._engine = engine
         await self._done_by(engine, build)
@@ -324,7 +324,7 @@ class SwarmWorker:
         """Put down what is grown. After this nothing more comes of it: another hub's leases may have the same ids."""
         engine = self._engine
         if engine is not None:
-            await self._done_by(engine, lambda: None if engine.grower is None else engine.grower.drop_all())
+            await self._done_by(engine, lambda: None if engine.driver is None else engine.driver.drop_all())
         self._outbox.clear()
 
     async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
@@ -343,13 +343,13 @@ class SwarmWorker:
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
-    def _ask_engine(self, action: Callable[[Grower], None]) -> None:
+    def _ask_engine(self, action: Callable[[EngineDriver], None]) -> None:
         engine = self._engine
         if engine is not None:
 
             def act() -> None:
-                assert engine.grower is not None, "an engine is asked before it is built"
-                action(engine.grower)
+                assert engine.driver is not None, "an engine is asked before it is built"
+                action(engine.driver)
 
             engine.do(act)
 
@@ -384,8 +384,8 @@ class SwarmWorker:
         assert engine is not None, "a version is fetched before there is an engine"
 
         def act() -> None:
-            assert engine.grower is not None, "a version is activated before the engine is built"
-            engine.say(engine.grower.switch(tensors, version))
+            assert engine.driver is not None, "a version is activated before the engine is built"
+            engine.say(engine.driver.switch(tensors, version))
             self._loop.call_soon_threadsafe(self._activated, version)
 
         engine.do(act)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """Which part of every minibatch is a rank's."""
 
     rank: int = 0
@@ -22,7 +22,7 @@ class Share:
         return num_tokens * (1.0 + num_tokens / self.even_tokens)
 
 
-ALONE = Share()
+ALONE = BatchShare()
 
 
 def balanced(costs: Sequence[float], count: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from baton.policy.sharding import Sharded, gathered, local
 from baton.policy.tensor_parallel import split_products
 from baton.trainer.advantages import FloatArray
-from baton.trainer.parallel.balance import ALONE, Share
+from baton.trainer.parallel.balance import ALONE, BatchShare
 
 Result = TypeVar("Result")
 
@@ -32,13 +32,13 @@ MAX_TEXT_BYTES = 4096
 """Of what one rank tells the others; the rest is cut off."""
 
 
-class Alone:
+class SingleRank:
     """One process that has everything."""
 
     is_alone: bool = True
     """Whether there is no process group at all."""
     num_ranks: int = 1
-    share: Share = ALONE
+    share: BatchShare = ALONE
     is_first: bool = True
     """Whether this rank writes and warns for all."""
 
@@ -80,7 +80,7 @@ class Alone:
         return dict(tensors)
 
 
-class Together(Alone):
+class RankGroup(SingleRank):
     """The ranks of the process group, each with a shard of everything."""
 
     def __init__(self, device: torch.device, *, tensor_parallel: int, reduces_each: bool) -> None:
@@ -94,7 +94,7 @@ class Together(Alone):
         num_data = self.num_ranks // tensor_parallel
         mesh = init_device_mesh(device.type, (num_data, tensor_parallel), mesh_dim_names=("data", "products"))
         self._data, self._products = mesh["data"], mesh["products"] if tensor_parallel > 1 else None
-        self.share = Share(self._data.get_local_rank(), num_data)
+        self.share = BatchShare(self._data.get_local_rank(), num_data)
         self._reduces_each = reduces_each
         self._sharded: dict[int, Sharded] = {}
         self._left_apart: list[torch.nn.Parameter] = []

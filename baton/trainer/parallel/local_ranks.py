@@ -23,7 +23,7 @@ from baton.trainer.parallel.messages import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
     FromRank,
-    Place,
+    RankInfo,
     ToRank,
     cause_of,
     decode_from_rank,
@@ -51,7 +51,7 @@ class LocalRanks:
         try:
             for rank in range(size):
                 scratch = str(self._scratch)
-                self._start(Place(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
+                self._start(RankInfo(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
         except BaseException:
             self.close()
             raise
@@ -92,7 +92,7 @@ class LocalRanks:
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: RankInfo) -> None:
         ours, process = start_child("rank", threads=place.threads, max_frame_bytes=MAX_FRAME_BYTES)
         self._sockets.append(ours)
         self._processes.append(process)

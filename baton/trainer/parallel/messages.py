@@ -4,8 +4,8 @@
         ▲                                                                                          │
         └────────────────────────── an answer from each, in their order ◀──────────────────────────┘
 
-A transport starts the processes, makes a `RankServer` of a `Place` in each, and hands messages on: it knows nothing of
-training. All ranks are asked the same at the same time, for they meet in collectives.
+A transport starts the processes, makes a `RankServer` of a `RankInfo` in each, and hands messages on: it knows nothing
+of training. All ranks are asked the same at the same time, for they meet in collectives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class Place(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
+class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     """Which rank a process is, and where; told by the transport before anything else."""
 
     rank: int
@@ -62,7 +62,7 @@ class Listen(msgspec.Struct, frozen=True, tag="Listen"):
     """Rank 0: open the store in which the ranks will meet. The others have nothing to do."""
 
 
-class Setup(msgspec.Struct, frozen=True, tag="Setup"):
+class RankSetup(msgspec.Struct, frozen=True, tag="Setup"):
     """Meet at rank 0's store and build the trainer."""
 
     trainer: TrainerSetup
@@ -72,7 +72,7 @@ class Setup(msgspec.Struct, frozen=True, tag="Setup"):
     """After which a collective gives up."""
 
 
-class Step(msgspec.Struct, frozen=True, tag="Step"):
+class TrainStep(msgspec.Struct, frozen=True, tag="Step"):
     """Run a train step. Every rank is given the whole batch."""
 
     batch: Batch
@@ -102,13 +102,13 @@ class Listening(msgspec.Struct, frozen=True, tag="Listening"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="Ready"):
-    """Answer to Setup, Save and Restore."""
+    """Answer to RankSetup, Save and Restore."""
 
     version: PolicyVersion
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="Stepped"):
-    """Answer to Step."""
+    """Answer to TrainStep."""
 
     version: PolicyVersion
     metrics: dict[str, float]
@@ -122,7 +122,7 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
     """A safetensors file on the rank's machine; empty from any but rank 0."""
 
 
-ToRank = Place | Listen | Setup | Step | Publish | Save | Restore
+ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore
 FromRank = Listening | Ready | Stepped | Published | Fault
 
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

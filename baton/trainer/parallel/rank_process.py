@@ -21,7 +21,7 @@ import msgspec
 
 from baton.frames import FrameSocket, frame_socket_of
 from baton.trainer.parallel.local_ranks import MAX_FRAME_BYTES
-from baton.trainer.parallel.messages import Place, ToRank, decode_to_rank, encode
+from baton.trainer.parallel.messages import RankInfo, ToRank, decode_to_rank, encode
 
 
 def serve(descriptor: int) -> None:
@@ -33,7 +33,7 @@ def serve(descriptor: int) -> None:
         place = decode_to_rank(parent.receive_next())
     except (EOFError, OSError):
         return
-    assert isinstance(place, Place), f"the first message must be Place, not {type(place).__name__}"
+    assert isinstance(place, RankInfo), f"the first message must be Place, not {type(place).__name__}"
     inbox: SimpleQueue[ToRank] = SimpleQueue()
     threading.Thread(target=_read, args=(parent, inbox, place.scratch), daemon=True).start()
     from baton.trainer.parallel.rank_server import RankServer

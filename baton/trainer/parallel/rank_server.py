@@ -24,21 +24,21 @@ from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.local import LocalTrainer
 from baton.trainer.make import make_trainer
-from baton.trainer.parallel.group import Together
+from baton.trainer.parallel.group import RankGroup
 from baton.trainer.parallel.messages import (
     FromRank,
     Listen,
     Listening,
-    Place,
     Publish,
     Published,
+    RankInfo,
+    RankSetup,
     Ready,
     Restore,
     Save,
-    Setup,
-    Step,
     Stepped,
     ToRank,
+    TrainStep,
 )
 from baton.trainer.settings import TrainerSettings
 
@@ -46,7 +46,7 @@ from baton.trainer.settings import TrainerSettings
 class RankServer:
     """One rank of a trainer. Not to be used from two threads at once."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInfo) -> None:
         self._place = place
         self._trainer: LocalTrainer | None = None
         self._store: TCPStore | None = None
@@ -83,15 +83,15 @@ class RankServer:
         match message:
             case Listen():
                 return self._listen()
-            case Setup():
+            case RankSetup():
                 device, setup = self._meet(message), message.trainer
                 settings = TrainerSettings.model_validate(setup.trainer)
-                parallel = Together(
+                parallel = RankGroup(
                     device, tensor_parallel=settings.tensor_parallel, reduces_each=settings.shard_gradients
                 )
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return Ready(self._trainer.version)
-            case Step(batch=batch):
+            case TrainStep(batch=batch):
                 metrics = self._trained.step(batch)
                 return Stepped(self._trained.version, metrics)
             case Publish():
@@ -127,7 +127,7 @@ class RankServer:
         )
         return Listening(place.host, port)
 
-    def _meet(self, message: Setup) -> torch.device:
+    def _meet(self, message: RankSetup) -> torch.device:
         """Join the other ranks; return the device of this one."""
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)

@@ -15,17 +15,17 @@ from baton.trainer.parallel.messages import (
     Publish,
     Published,
     Ranks,
+    RankSetup,
     Ready,
     Restore,
     Save,
-    Setup,
-    Step,
     Stepped,
     ToRank,
     TrainerSetup,
+    TrainStep,
     error_of,
 )
-from baton.trainer.trainer import Weights
+from baton.trainer.trainer import PublishedWeights
 from baton.types import Batch, PolicyVersion
 
 Answer = TypeVar("Answer")
@@ -42,7 +42,7 @@ class RankedTrainer:
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         try:
             store = self._ask(Listen(), Listening)[0]
-            self._ask(Setup(setup, store.host, store.port, timeout_s), Ready)
+            self._ask(RankSetup(setup, store.host, store.port, timeout_s), Ready)
         except BaseException:
             ranks.close()
             raise
@@ -54,17 +54,17 @@ class RankedTrainer:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step on all ranks, return its metrics by name. See `LocalTrainer.step` for what is raised."""
-        answer = self._ask(Step(batch), Stepped)[0]
+        answer = self._ask(TrainStep(batch), Stepped)[0]
         self._version = answer.version
         return answer.metrics
 
-    def publish(self) -> Weights:
+    def publish(self) -> PublishedWeights:
         """Return the current weights, or the adapter alone, on the host, by name."""
         answer = self._ask(Publish(), Published)[0]
         self._version = answer.version
         path = self._ranks.bring(answer.path)
         try:
-            return Weights(self._version, load_file(path))  # mapped: the bytes stay when the name goes
+            return PublishedWeights(self._version, load_file(path))  # mapped: the bytes stay when the name goes
         finally:
             path.unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One metric in a chart."""
 
     metric: str
@@ -47,7 +47,7 @@ class LineChart:
 
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     note: str = ""
     scale: float = 1.0
     """Factor from the metric's unit to the one shown: 100 for shares in per cent."""
@@ -58,18 +58,18 @@ class LineChart:
 
 
 LEARNING = (
-    LineChart("Training reward", "reward", (Line("reward/mean", "mean of the batch", is_smoothed=True),)),
+    LineChart("Training reward", "reward", (ChartLine("reward/mean", "mean of the batch", is_smoothed=True),)),
     LineChart(
         "Training accuracy",
         "correct, %",
-        (Line("accuracy/mean", "batch", GREEN, is_smoothed=True),),
+        (ChartLine("accuracy/mean", "batch", GREEN, is_smoothed=True),),
         scale=100,
         repeats="reward/mean",
     ),
     LineChart(
         "Groups that teach nothing",
         "groups, %",
-        (Line("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
+        (ChartLine("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
         "Where all rewards of a group are equal, no trajectory is better than another.",
         scale=100,
     ),
@@ -78,24 +78,31 @@ RESPONSES = (
     LineChart(
         "Response length",
         "tokens",
-        (Line("response_length/max", "longest", GREY), Line("response_length/mean", "mean", BLUE, is_smoothed=True)),
+        (
+            ChartLine("response_length/max", "longest", GREY),
+            ChartLine("response_length/mean", "mean", BLUE, is_smoothed=True),
+        ),
     ),
     LineChart(
         "Responses cut at the longest length",
         "responses, %",
-        (Line("response_length/clip_ratio", "cut", ORANGE),),
+        (ChartLine("response_length/clip_ratio", "cut", ORANGE),),
         scale=100,
     ),
 )
 OPTIMISATION = (
-    LineChart("Entropy of the policy", "nats per token", (Line("policy/entropy", "entropy", BLUE, is_smoothed=True),)),
-    LineChart("Gradient norm", "norm before clipping", (Line("policy/grad_norm", "norm", PURPLE, is_smoothed=True),)),
+    LineChart(
+        "Entropy of the policy", "nats per token", (ChartLine("policy/entropy", "entropy", BLUE, is_smoothed=True),)
+    ),
+    LineChart(
+        "Gradient norm", "norm before clipping", (ChartLine("policy/grad_norm", "norm", PURPLE, is_smoothed=True),)
+    ),
     LineChart(
         "Engine against trainer",
         "nats",
         (
-            Line("policy/logprob_diff_max", "largest difference", ORANGE),
-            Line("policy/logprob_diff_mean", "mean difference", BLUE),
+            ChartLine("policy/logprob_diff_max", "largest difference", ORANGE),
+            ChartLine("policy/logprob_diff_mean", "mean difference", BLUE),
         ),
         "Absolute difference of the log-probabilities that engine and trainer give the same tokens; "
         "in float32 on a CPU below 1e-4.",
@@ -104,18 +111,18 @@ OPTIMISATION = (
     LineChart(
         "Staleness of trained tokens",
         "policy versions",
-        (Line("staleness/max", "largest", GREY), Line("staleness/mean", "mean", BLUE)),
+        (ChartLine("staleness/max", "largest", GREY), ChartLine("staleness/mean", "mean", BLUE)),
         is_left_out_if_zero=True,
     ),
-    LineChart("Loss of the warm start", "nats per token", (Line("sft/loss", "mean of 50 updates", BLUE),)),
+    LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates", BLUE),)),
 )
 SPEED = (
     LineChart(
         "Tokens per second",
         "tokens/s",
         (
-            Line("perf/generate_tokens_per_s", "while generating", SKY, is_smoothed=True),
-            Line("perf/throughput", "over whole steps", BLUE, is_smoothed=True),
+            ChartLine("perf/generate_tokens_per_s", "while generating", SKY, is_smoothed=True),
+            ChartLine("perf/throughput", "over whole steps", BLUE, is_smoothed=True),
         ),
     ),
 )
@@ -128,7 +135,8 @@ def learning_charts(history: History) -> Iterator[Chart]:
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
     if len(parts) > 1:
         lines = tuple(
-            Line(name, name.split("/")[1], SERIES[i % len(SERIES)], is_smoothed=True) for i, name in enumerate(parts)
+            ChartLine(name, name.split("/")[1], SERIES[i % len(SERIES)], is_smoothed=True)
+            for i, name in enumerate(parts)
         )
         yield from line_charts(history, (LineChart("Parts of the reward", "unweighted", lines),))
 
@@ -156,7 +164,7 @@ def _is_same(one: Curve, other: Curve) -> bool:
     return np.array_equal(one.steps, other.steps) and np.array_equal(one.values, other.values)
 
 
-def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[Line, Curve]]) -> None:
+def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[ChartLine, Curve]]) -> None:
     if chart.is_log and any((curve.values > 0).any() for _, curve in curves):
         axes.set_yscale("log")
     for line, curve in curves:

@@ -9,7 +9,7 @@ import msgspec
 from baton.console import visible
 from baton.policy.tokenizer import load_tokenizer
 from baton.records.run_directory import RunDirectory
-from baton.views.terminal.trajectories import ORDERS, Piece, ShownTrajectory, ordered, reading
+from baton.views.terminal.trajectories import ORDERS, ShownTrajectory, TextPiece, ordered, reading
 
 PER_ORDER = 2
 """Examples of each kind from each of the two steps."""
@@ -23,9 +23,9 @@ class Example(msgspec.Struct, frozen=True):
     kind: str
     """One of `ORDERS`."""
     shown: ShownTrajectory
-    prompt: list[Piece]
+    prompt: list[TextPiece]
     """Control characters spelt out."""
-    response: list[Piece]
+    response: list[TextPiece]
 
 
 def choose_examples(run: RunDirectory) -> Iterator[Example]:
@@ -51,14 +51,14 @@ def choose_examples(run: RunDirectory) -> Iterator[Example]:
                 yield Example(order, found.shown, list(_readable(found.prompt)), list(_readable(found.response)))
 
 
-def _readable(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _readable(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
     """Spell out control characters, and leave out the middle of what is too long."""
     for piece in pieces:
         text = visible(piece.text)
         if len(text) > MAX_CHARACTERS:
             half = MAX_CHARACTERS // 2
-            yield Piece(text[:half], piece.is_special)
-            yield Piece(f" … {len(text) - 2 * half:,} characters left out … ", True)
-            yield Piece(text[-half:], piece.is_special)
+            yield TextPiece(text[:half], piece.is_special)
+            yield TextPiece(f" … {len(text) - 2 * half:,} characters left out … ", True)
+            yield TextPiece(text[-half:], piece.is_special)
         else:
-            yield Piece(text, piece.is_special)
+            yield TextPiece(text, piece.is_special)

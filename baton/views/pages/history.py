@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RecordedEvaluation, RunDirectory
-from baton.types import Judged
+from baton.types import ScoredTrajectory
 
 MAX_SAMPLED_STEPS = 40
 """Steps whose trajectories are read for distributions; a longer run is sampled evenly, first and last step included."""
@@ -96,7 +96,7 @@ def read_lengths(run: RunDirectory) -> list[StepLengths]:
     return found
 
 
-def verdict(member: Judged) -> str:
+def verdict(member: ScoredTrajectory) -> str:
     """One of VERDICTS."""
     if not member.judgement.is_judged:
         return "not judged"

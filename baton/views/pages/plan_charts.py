@@ -9,7 +9,7 @@ from itertools import combinations
 import msgspec
 from matplotlib.axes import Axes
 
-from baton.planner.more import Marginal, Spot
+from baton.planner.more import Marginal, PricePoint
 from baton.specs.cluster import GB, Cluster
 from baton.specs.plan import Plan
 from baton.views.pages.canvas import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, draw
@@ -21,7 +21,7 @@ IDLE_COLOUR = "--rule"
 MOST_MACHINES = 160
 
 
-class Key(msgspec.Struct, frozen=True):
+class LegendEntry(msgspec.Struct, frozen=True):
     """What a colour means."""
 
     colour: str
@@ -29,7 +29,7 @@ class Key(msgspec.Struct, frozen=True):
     meaning: str
 
 
-def colours(plan: Plan) -> tuple[dict[str, str], list[Key]]:
+def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
     """Return the colour of each GPU, and what the colours mean. Turns on the same GPUs show the engines' shapes."""
     by_gpu: dict[str, str] = {}
     keys = []
@@ -37,7 +37,9 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[Key]]:
         colour = TRAIN_COLOURS[index % len(TRAIN_COLOURS)]
         by_gpu |= dict.fromkeys(stage.gpu_ids, colour)
         layers = f"layers {stage.layers[0]} to {stage.layers[1] - 1}"
-        keys.append(Key(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, dp {stage.dp} · tp {stage.tp}, {layers}"))
+        keys.append(
+            LegendEntry(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, dp {stage.dp} · tp {stage.tp}, {layers}")
+        )
     shapes = list(dict.fromkeys((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas))
     for index, shape in enumerate(shapes):
         colour = ROLLOUT_COLOURS[index % len(ROLLOUT_COLOURS)]
@@ -45,10 +47,12 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[Key]]:
         for replica in same:
             by_gpu |= dict.fromkeys(replica.gpu_ids, colour)
         gpu, tp, pp, batch = shape
-        keys.append(Key(colour, f"rollout: {len(same)} × {gpu}, tp {tp} · pp {pp}, {batch} trajectories at once"))
+        keys.append(
+            LegendEntry(colour, f"rollout: {len(same)} × {gpu}, tp {tp} · pp {pp}, {batch} trajectories at once")
+        )
     if plan.idle:
         by_gpu |= {gpu: IDLE_COLOUR for idle in plan.idle for gpu in idle.gpu_ids}
-        keys.append(Key(IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))
+        keys.append(LegendEntry(IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))
     return by_gpu, keys
 
 
@@ -165,7 +169,7 @@ def timeline(plan: Plan) -> str:
     return draw(paint, x="seconds of a step", y="")
 
 
-def curve_drawing(spots: Sequence[Spot], plan: Plan) -> str:
+def curve_drawing(spots: Sequence[PricePoint], plan: Plan) -> str:
     """Return the curve of throughput against price."""
 
     def paint(axes: Axes) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from baton.errors import UserError
 from baton.files import write_whole
-from baton.planner.compare import Rival
+from baton.planner.compare import Alternative
 from baton.planner.describe import seconds
-from baton.planner.more import Marginal, Spot
+from baton.planner.more import Marginal, PricePoint
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan
 from baton.views.terminal.plan import gpu_names, memory, money
@@ -21,9 +21,9 @@ def write_plan_page(
     path: Path,
     plan: Plan,
     cluster: Cluster,
-    rivals: Sequence[Rival],
+    alternatives: Sequence[Alternative],
     marginals: Sequence[Marginal],
-    spots: Sequence[Spot],
+    spots: Sequence[PricePoint],
 ) -> None:
     """Write the page of a plan. Raises UserError where matplotlib is missing or `path` is no place for a file."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
@@ -31,11 +31,15 @@ def write_plan_page(
         raise UserError(f"--html needs {' and '.join(missing)}, not installed: run `pip install 'baton-rl[plan]'`")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"{path} is no place for a page: allowed is a file in a directory that exists")
-    write_whole(path, _rendered(plan, cluster, rivals, marginals, spots).encode("utf-8"))
+    write_whole(path, _rendered(plan, cluster, alternatives, marginals, spots).encode("utf-8"))
 
 
 def _rendered(
-    plan: Plan, cluster: Cluster, rivals: Sequence[Rival], marginals: Sequence[Marginal], spots: Sequence[Spot]
+    plan: Plan,
+    cluster: Cluster,
+    alternatives: Sequence[Alternative],
+    marginals: Sequence[Marginal],
+    spots: Sequence[PricePoint],
 ) -> str:
     from jinja2 import Environment, StrictUndefined
 
@@ -55,15 +59,17 @@ def _rendered(
         curve=plan_charts.curve_drawing(spots, plan) if len(spots) > 1 else "",
         more=plan_charts.marginal_drawing(marginals) if marginals else "",
         replicas=_replica_rows(plan),
-        rivals=[
+        alternatives=[
             (
-                rival.name,
-                f"{rival.plan.tokens_per_s:,.0f}" if rival.plan else "no plan",
-                f"{rival.plan.tokens_per_s / plan.tokens_per_s:.2f} ×" if rival.plan else "",
-                money(rival.plan.price_per_h, rival.plan.currency) if rival.plan else "",
-                money(rival.plan.price_per_million_tokens, rival.plan.currency) if rival.plan else rival.why_not,
+                alternative.name,
+                f"{alternative.plan.tokens_per_s:,.0f}" if alternative.plan else "no plan",
+                f"{alternative.plan.tokens_per_s / plan.tokens_per_s:.2f} ×" if alternative.plan else "",
+                money(alternative.plan.price_per_h, alternative.plan.currency) if alternative.plan else "",
+                money(alternative.plan.price_per_million_tokens, alternative.plan.currency)
+                if alternative.plan
+                else alternative.why_not,
             )
-            for rival in rivals
+            for alternative in alternatives
         ],
     )
 

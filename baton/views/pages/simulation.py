@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from baton.files import write_whole
 from baton.planner.describe import seconds
 from baton.records.trace import Span
-from baton.simulator.parameter_sweep import Point, Sweep
+from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
 from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, draw
 from baton.views.pages.charts import Chart
@@ -87,7 +87,7 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
     )
 
 
-def write_sweep_page(path: Path, swept: Sweep) -> None:
+def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
     """Write the page of a sweep."""
     charts = [
         _lines(swept, "Throughput", "trained tokens/s", lambda r: r.trained_tokens_per_s),
@@ -192,10 +192,10 @@ def _tokens(untrained: dict[str, float]) -> Chart:
     return Chart("Tokens that were not trained", svg, "What is carried at the end would be in the next batches.")
 
 
-def _lines(swept: Sweep, title: str, unit: str, value: object) -> Chart:
+def _lines(swept: ParameterSweep, title: str, unit: str, value: object) -> Chart:
     """The last axis goes to the right, the others are one line each."""
     last = swept.axes[-1]
-    lines: dict[str, list[Point]] = {}
+    lines: dict[str, list[SweepPoint]] = {}
     for point in swept.points:
         name = " ".join(f"{axis.key}={point.values[axis.key]}" for axis in swept.axes[:-1])
         lines.setdefault(name, []).append(point)

@@ -15,7 +15,7 @@ FEW = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TracedStep:
     """One train step."""
 
     number: int
@@ -33,20 +33,20 @@ class Window:
     title: str
     spans: Sequence[Span]
     """Of the whole stretch that it is of."""
-    steps: Sequence[Step]
+    steps: Sequence[TracedStep]
     begin_s: float
     end_s: float
     zero_s: float
     """From when on time is counted: when the stretch begins."""
 
 
-def steps_of(spans: Sequence[Span]) -> list[Step]:
+def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
     """Return the train steps of one stretch, in order."""
     stages = sorted(
         (s for s in spans if s.actor == "trainer" and s.name in ("wait_for_batch", "train", "publish")),
         key=lambda s: s.begin_s,
     )
-    steps: list[Step] = []
+    steps: list[TracedStep] = []
     begin_s: float | None = min((span.begin_s for span in spans if span.lane != ASIDE), default=None)
     for span in stages:
         if span.name == "wait_for_batch":
@@ -54,11 +54,11 @@ def steps_of(spans: Sequence[Span]) -> list[Step]:
         elif span.name == "train":
             number = int(span.facts.get("step", span.facts.get("version", len(steps) + 1)))
             begin_s = steps[-1].end_s if begin_s is None else begin_s
-            steps.append(Step(number, begin_s, span.begin_s, span.end_s))
+            steps.append(TracedStep(number, begin_s, span.begin_s, span.end_s))
             begin_s = None
         elif steps:
             last = steps[-1]
-            steps[-1] = Step(last.number, last.begin_s, last.train_s, max(last.end_s, span.end_s))
+            steps[-1] = TracedStep(last.number, last.begin_s, last.train_s, max(last.end_s, span.end_s))
     return steps
 
 
@@ -96,7 +96,7 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
     return windows
 
 
-def _with_leases(part: Sequence[Span], steps: Sequence[Step]) -> Sequence[Step]:
+def _with_leases(part: Sequence[Span], steps: Sequence[TracedStep]) -> Sequence[TracedStep]:
     """Return the steps up to the last in which anything is generated; all of them where that is none."""
     leases = [s for s in part if s.name == "generate"]
     for count in range(len(steps), 0, -1):
@@ -105,11 +105,11 @@ def _with_leases(part: Sequence[Span], steps: Sequence[Step]) -> Sequence[Step]:
     return steps
 
 
-def _window(title: str, part: Sequence[Span], steps: Sequence[Step]) -> Window:
+def _window(title: str, part: Sequence[Span], steps: Sequence[TracedStep]) -> Window:
     zero_s = min(span.begin_s for span in part)
     return Window(title, part, steps, steps[0].begin_s, steps[-1].end_s, zero_s)
 
 
-def _numbers(what: str, steps: Sequence[Step]) -> str:
+def _numbers(what: str, steps: Sequence[TracedStep]) -> str:
     first, last = steps[0].number, steps[-1].number
     return f"{what} {first}" if first == last else f"{what} {first} to {last}"

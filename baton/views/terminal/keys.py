@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.console import Console
-from baton.recipe.keys import LISTS, Key
+from baton.recipe.keys import LISTS, RecipeKey
 
 
-def print_keys(console: Console, keys: Sequence[Key]) -> None:
+def print_keys(console: Console, keys: Sequence[RecipeKey]) -> None:
     """Print keys by section."""
     section = None
     for key in keys:

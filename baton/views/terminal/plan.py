@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from baton.console import Console
-from baton.planner.compare import Rival
+from baton.planner.compare import Alternative
 from baton.planner.describe import seconds
-from baton.planner.market import Choice
+from baton.planner.market import RentalChoice
 from baton.planner.more import Marginal
 from baton.planner.replan import Replanned
 from baton.specs.plan import Plan, Replica, Stage
@@ -20,9 +20,9 @@ from baton.specs.plan import Plan, Replica, Stage
 def print_answer(
     console: Console,
     plan: Plan,
-    rivals: Sequence[Rival] = (),
+    alternatives: Sequence[Alternative] = (),
     marginals: Sequence[Marginal] = (),
-    choice: Choice | None = None,
+    choice: RentalChoice | None = None,
     replanned: Replanned | None = None,
 ) -> None:
     """Print a plan, what it was compared with, and what led to it."""
@@ -55,17 +55,17 @@ def print_answer(
     say(f"{proof}{' (' + plan.bound.note + ')' if plan.bound.note else ''}")
     for sentence in plan.limits:
         say(f"limit: {sentence}")
-    if rivals:
-        console.print(_rivals(plan, rivals), soft_wrap=True)
-        for rival in rivals:
-            if rival.plan is None:
-                say(f"{rival.name}: {rival.why_not}")
+    if alternatives:
+        console.print(_rivals(plan, alternatives), soft_wrap=True)
+        for alternative in alternatives:
+            if alternative.plan is None:
+                say(f"{alternative.name}: {alternative.why_not}")
     for marginal in marginals:
         price = money(marginal.price_per_h, plan.currency)
         say(f"one more {marginal.gpu} ({price} per hour) would bring {marginal.gain:+.2%} throughput")
 
 
-def _say_choice(console: Console, plan: Plan, choice: Choice) -> None:
+def _say_choice(console: Console, plan: Plan, choice: RentalChoice) -> None:
     counts = ", ".join(f"{count} {name}" for name, count in choice.inputs.cluster.count().items())
     console.print(
         f"rent {counts} for {money(plan.price_per_h, plan.currency)} per hour "
@@ -106,12 +106,15 @@ def _roles(plan: Plan) -> Table:
     return table
 
 
-def _rivals(plan: Plan, rivals: Sequence[Rival]) -> Table:
+def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("compared with")
     for name in ("tokens/s", "ratio", "per hour", "per M tokens"):
         table.add_column(name, justify="right")
-    rows = [("this plan", plan), *((rival.name, rival.plan) for rival in rivals if rival.plan is not None)]
+    rows = [
+        ("this plan", plan),
+        *((alternative.name, alternative.plan) for alternative in alternatives if alternative.plan is not None),
+    ]
     for name, other in rows:
         table.add_row(
             name,

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from baton.console import Console
 from baton.planner.describe import seconds
-from baton.simulator.parameter_sweep import Point, Sweep
+from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
 from baton.views.terminal.plan import money
 
@@ -66,7 +66,7 @@ def _engines(result: Result) -> Table:
     return table
 
 
-def print_sweep(console: Console, swept: Sweep) -> None:
+def print_sweep(console: Console, swept: ParameterSweep) -> None:
     """Print a table, and what to take."""
     table = Table(box=SIMPLE_HEAD)
     for axis in swept.axes:
@@ -87,7 +87,7 @@ def print_sweep(console: Console, swept: Sweep) -> None:
         _say(console, swept.why)
 
 
-def _cells(point: Point) -> list[str]:
+def _cells(point: SweepPoint) -> list[str]:
     r = point.result
     if r is None:
         return ["does not go together", *[""] * 6]

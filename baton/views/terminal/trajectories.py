@@ -16,12 +16,12 @@ from baton.console import Console, visible
 from baton.errors import UserError
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.records.run_directory import RunDirectory
-from baton.types import Group, Judged
+from baton.types import Group, ScoredTrajectory
 
 ORDERS = ("best", "worst", "longest")
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """Part of a text, either of special tokens or of none."""
 
     text: str
@@ -66,12 +66,12 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
         return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ReadableTrajectory(msgspec.Struct, frozen=True):
     """A trajectory with its texts cut where special tokens begin and end."""
 
     shown: ShownTrajectory
-    prompt: tuple[Piece, ...]
-    response: tuple[Piece, ...]
+    prompt: tuple[TextPiece, ...]
+    response: tuple[TextPiece, ...]
 
 
 def read_trajectories(
@@ -84,7 +84,7 @@ def read_trajectories(
     order: str | None = None,
     limit: int,
     skipped: bool = False,
-) -> list[Reading]:
+) -> list[ReadableTrajectory]:
     """Return trajectories of a step, the last one by default; there may be none that fits `is_correct`.
 
     skipped: of the batch of the step that `--skip-batch` left out.
@@ -110,7 +110,9 @@ def read_trajectories(
     return [reading(tokenizer, step, g, member) for g, member in ordered(members, order)[:limit]]
 
 
-def ordered(members: Sequence[tuple[Group, Judged]], order: str | None) -> list[tuple[Group, Judged]]:
+def ordered(
+    members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
+) -> list[tuple[Group, ScoredTrajectory]]:
     """Return trajectories by reward (those without a judgement last) or length; equal ones stay as generated."""
     match order:
         case "best":
@@ -123,7 +125,7 @@ def ordered(members: Sequence[tuple[Group, Judged]], order: str | None) -> list[
             return list(members)
 
 
-def reading(tokenizer: Tokenizer, step: int, group: Group, member: Judged) -> Reading:
+def reading(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajectory) -> ReadableTrajectory:
     """Decode one trajectory of a step."""
     trajectory, judgement = member.trajectory, member.judgement
     versions, logprobs = trajectory.policy_versions, trajectory.behavior_logprobs
@@ -145,10 +147,12 @@ def reading(tokenizer: Tokenizer, step: int, group: Group, member: Judged) -> Re
         (min(versions), max(versions)),
         sum(logprobs) / len(logprobs),
     )
-    return Reading(shown, _pieces(tokenizer, trajectory.prompt_ids), _pieces(tokenizer, trajectory.token_ids))
+    return ReadableTrajectory(
+        shown, _pieces(tokenizer, trajectory.prompt_ids), _pieces(tokenizer, trajectory.token_ids)
+    )
 
 
-def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
+def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory]) -> None:
     """Print trajectories as panels, special tokens dim."""
     if not readings:
         console.print("no trajectory fits")
@@ -174,18 +178,18 @@ def print_trajectories(console: Console, readings: Sequence[Reading]) -> None:
         )
 
 
-def _is(member: Judged, is_correct: bool) -> bool:
+def _is(member: ScoredTrajectory, is_correct: bool) -> bool:
     return member.judgement.is_judged and member.judgement.is_correct is is_correct
 
 
-def _text(pieces: Sequence[Piece]) -> Text:
+def _text(pieces: Sequence[TextPiece]) -> Text:
     text = Text()
     for piece in pieces:
         text.append(visible(piece.text), style="dim" if piece.is_special else "default")
     return text
 
 
-def _pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> tuple[Piece, ...]:
+def _pieces(tokenizer: Tokenizer, token_ids: Iterable[int]) -> tuple[TextPiece, ...]:
     special = frozenset(tokenizer.hf.all_special_ids)
     runs = groupby(token_ids, key=lambda i: i in special)
-    return tuple(Piece(tokenizer.text(list(ids), keep_special=True), is_special) for is_special, ids in runs)
+    return tuple(TextPiece(tokenizer.text(list(ids), keep_special=True), is_special) for is_special, ids in runs)

@@ -28,7 +28,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import Prefix
 from baton.rollout.engines.embedded.network import Network, prefill_shape
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
-from baton.rollout.engines.slot_table import Row, SlotEngine
+from baton.rollout.engines.slot_table import RunningLease, SlotEngine
 from baton.types import FromWorker, PolicyVersion
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class EmbeddedEngine(SlotEngine):
             reports += self._decode()
         return reports
 
-    def _fill(self, admitted: list[tuple[int, Row]]) -> None:
+    def _fill(self, admitted: list[tuple[int, RunningLease]]) -> None:
         """Write the prefix of each new row into its slot, computing it where none is kept."""
         by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):

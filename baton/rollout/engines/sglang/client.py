@@ -2,8 +2,9 @@
 
 | task               | consumes         | produces        | waits for           | unblocked by                   |
 |--------------------|------------------|-----------------|---------------------|--------------------------------|
-| loop: one per row  | a /generate      | `Grown`, `Lost` | the server          | events, its end, answer_timeout|
-| loop: the ender    | rows to be ended | /abort_request  | their streams' ends | the ends; it asks until then   |
+| loop: one per row  | a /generate      | `Grown`, `RequestLost` | the server          | events, its end,
+answer_timeout| | loop: the ender    | rows to be ended | /abort_request  | their streams' ends | the ends; it asks
+until then   |
 
 **A row has ended when its stream has.** What the server made until then comes before the end, however late, so that
 nothing made is lost or stamped with the next version. An abort may reach the server before the request that it means,
@@ -23,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from baton.errors import DeadlineExceeded, EngineFault
-from baton.rollout.engines.client import EngineClient, Lost, Request
+from baton.rollout.engines.client import EngineClient, EngineRequest, RequestLost
 from baton.rollout.engines.sglang import wire
 
 _ASK_AGAIN_S = 0.1
@@ -35,7 +36,7 @@ _LACKS = object()
 """Said in the stead of a server that does not know a path."""
 
 
-class SglangLine(EngineClient):
+class SglangClient(EngineClient):
     """One server: asked from one thread."""
 
     def __init__(
@@ -45,7 +46,7 @@ class SglangLine(EngineClient):
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
-        self._server = wire.Server()
+        self._server = wire.ServerInfo()
         self._start_with(self._start(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to come up")
 
     @property
@@ -102,7 +103,7 @@ class SglangLine(EngineClient):
         if hasattr(self, "_http"):
             await self._http.close()
 
-    async def _grow(self, request: Request) -> None:
+    async def _grow(self, request: EngineRequest) -> None:
         finish = None
         try:
             async with self._http.post(
@@ -121,9 +122,9 @@ class SglangLine(EngineClient):
                 raise EngineFault("its stream ended in the middle")
         except TimeoutError:
             text = f"not a word in {self._answer_timeout_s:.0f} s (engine.sglang.answer_timeout_s)"
-            self._inbox.put(Lost(request.key, text))
+            self._inbox.put(RequestLost(request.key, text))
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller's thread must hear of it
-            self._inbox.put(Lost(request.key, f"{type(error).__name__}: {error}"))
+            self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
         finally:
             self._tasks.pop(request.key, None)
             self._ending.discard(request.key)

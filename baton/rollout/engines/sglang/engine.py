@@ -22,15 +22,15 @@ from safetensors.torch import save_file
 from baton.errors import EngineFault
 from baton.files import memory_directory
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.client import Grown
-from baton.rollout.engines.external import ExternalEngine, Running
-from baton.rollout.engines.sglang.client import SglangLine
+from baton.rollout.engines.client import GeneratedTokens
+from baton.rollout.engines.external import ExternalEngine, RunningRequest
+from baton.rollout.engines.sglang.client import SglangClient
 from baton.rollout.engines.slot_table import Text
 from baton.rollout.engines.whole_weights import WholeWeights
 from baton.types import FromWorker, PolicyVersion
 
 
-class SglangEngine(ExternalEngine[SglangLine]):
+class SglangEngine(ExternalEngine[SglangClient]):
     """An `Engine` whose tokens an SGLang server makes."""
 
     # versions of SGLang differ in whether logprobs are those before or after top-p and top-k have cut the vocabulary
@@ -38,7 +38,7 @@ class SglangEngine(ExternalEngine[SglangLine]):
 
     def __init__(
         self,
-        line: SglangLine,
+        line: SglangClient,
         weights: WholeWeights,
         settings: EngineSettings,
         end_ids: tuple[int, ...],
@@ -106,7 +106,7 @@ class SglangEngine(ExternalEngine[SglangLine]):
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _grow(self, said: Grown, running: Running) -> list[FromWorker]:
+    def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         if said.weights is not None and said.weights != self._label:
             raise EngineFault(
                 f"{self._line.name} serves weights {said.weights!r}, but was given {self._label!r}: somebody else "
@@ -114,7 +114,7 @@ class SglangEngine(ExternalEngine[SglangLine]):
             )
         return super()._grow(said, running)
 
-    def _ended_early(self, said: Grown, running: Running) -> None:
+    def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
         if said.finish == "abort" and running.is_ending:
             del self.running[said.key]
             self._book.abort(running.row.lease.lease_id)

@@ -10,7 +10,7 @@ from typing import Any
 from baton.errors import UserError
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.sglang.client import SglangLine
+from baton.rollout.engines.sglang.client import SglangClient
 from baton.rollout.engines.sglang.engine import SglangEngine
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
 from baton.types import PolicyVersion
@@ -50,7 +50,7 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
     if own.key_variable is not None and not key:
         raise UserError(f"engine.sglang.key_variable: the environment has no {own.key_variable}")
     skeleton = Skeleton(directory, settings)
-    line = SglangLine(
+    line = SglangClient(
         own.url,
         key=key,
         longest_event=(1 << 20) + _BYTES_PER_TOKEN * settings.max_context_tokens,

@@ -21,11 +21,11 @@ import msgspec
 from aiohttp import StreamReader
 
 from baton.errors import EngineFault
-from baton.rollout.engines.client import Grown, Request
+from baton.rollout.engines.client import EngineRequest, GeneratedTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerInfo:
     """What a server says of itself."""
 
     is_incremental: bool = False
@@ -55,7 +55,7 @@ LOADS = ("/v1/loads?include=core", "/get_load")
 _EVENT = msgspec.json.Decoder(_Event)
 
 
-def generate_body(request: Request) -> dict[str, Any]:
+def generate_body(request: EngineRequest) -> dict[str, Any]:
     """Return the body of `/generate` for ids in and a stream of ids and logprobs out."""
     return {
         "rid": request.key,
@@ -77,12 +77,12 @@ def abort_body(rid: str | None) -> dict[str, Any]:
     return {"rid": rid or "", "abort_all": rid is None}
 
 
-def read_server(info: Any) -> Server:
+def read_server(info: Any) -> ServerInfo:
     """Read `/server_info`. Raises EngineFault for what is no object."""
     if not isinstance(info, dict):
         raise EngineFault(f"an SGLang server says of itself {str(info)[:100]!r}")
     length = info.get("context_length")
-    return Server(
+    return ServerInfo(
         is_incremental=bool(info.get("incremental_streaming_output") or info.get("stream_output")),
         context_length=length if isinstance(length, int) else None,
     )
@@ -117,7 +117,7 @@ async def read_json(stream: StreamReader, longest: int) -> Any:
     return msgspec.json.decode(found) if found.strip() else None
 
 
-async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[Grown]:
+async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[GeneratedTokens]:
     """Yield what is new in each event. Raises ValueError for an event too long, malformed, or that says an error."""
     known = 0
     async for line in _lines(stream, longest):
@@ -134,7 +134,7 @@ async def events(key: str, stream: StreamReader, longest: int, is_incremental: b
         yield grown
 
 
-def _read(key: str, meta: _MetaInfo, known: int, *, is_incremental: bool) -> Grown:
+def _read(key: str, meta: _MetaInfo, known: int, *, is_incremental: bool) -> GeneratedTokens:
     entries = meta.output_token_logprobs
     has_all = not is_incremental or len(entries) == meta.completion_tokens
     new = entries[known:] if has_all else entries
@@ -143,7 +143,7 @@ def _read(key: str, meta: _MetaInfo, known: int, *, is_incremental: bool) -> Gro
     prefilled = 0 if known else max(0, meta.prompt_tokens - meta.cached_tokens)
     finish = None if meta.finish_reason is None else str(meta.finish_reason.get("type"))
     ids, logprobs = tuple(token for _, token, _ in new), tuple(logprob for logprob, _, _ in new)
-    return Grown(key, ids, logprobs, finish, prefilled if new else 0, meta.weight_version)
+    return GeneratedTokens(key, ids, logprobs, finish, prefilled if new else 0, meta.weight_version)
 
 
 async def _lines(stream: StreamReader, longest: int) -> AsyncIterator[bytes]:

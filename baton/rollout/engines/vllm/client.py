@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from baton.clock import in_thread
 from baton.errors import EngineFault, UserError, first_line
-from baton.rollout.engines.client import EngineClient, Grown, Lost, Request
+from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
 
 _CLOSE_S = 20.0
 """In which the core's processes are asked, then told, to end."""
 
 
-class VllmLine(EngineClient):
+class VllmClient(EngineClient):
     """One AsyncLLM: started, asked, and ended from one thread."""
 
     def __init__(self, arguments: dict[str, Any], *, start_timeout_s: float, answer_timeout_s: float) -> None:
@@ -85,7 +85,7 @@ class VllmLine(EngineClient):
             if task is not None:
                 task.cancel()
 
-    async def _grow(self, request: Request) -> None:
+    async def _grow(self, request: EngineRequest) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -111,14 +111,14 @@ class VllmLine(EngineClient):
                 spans = getattr(one, "weight_versions", None)
                 account = None if spans is None else {span.version: span.end - span.start for span in spans}
                 ids, finish = tuple(one.token_ids), one.finish_reason
-                self._inbox.put(Grown(request.key, ids, logprobs, finish, computed, by_weights=account))
+                self._inbox.put(GeneratedTokens(request.key, ids, logprobs, finish, computed, by_weights=account))
         except asyncio.CancelledError:
             if self._llm is not None:  # it aborts by itself, unless it was still taking the request in
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller's thread must hear of it
-            self._inbox.put(Lost(request.key, f"{type(error).__name__}: {error}"))
+            self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
         finally:
             self._tasks.pop(request.key, None)
 

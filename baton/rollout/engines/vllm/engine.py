@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from baton.errors import EngineFault
 from baton.files import memory_directory
-from baton.rollout.engines.client import Grown
-from baton.rollout.engines.external import ExternalEngine, Running
-from baton.rollout.engines.vllm.client import VllmLine
+from baton.rollout.engines.client import GeneratedTokens
+from baton.rollout.engines.external import ExternalEngine, RunningRequest
+from baton.rollout.engines.vllm.client import VllmClient
 from baton.types import FromWorker, PolicyVersion
 
 
-class VllmEngine(ExternalEngine[VllmLine]):
+class VllmEngine(ExternalEngine[VllmClient]):
     """An `Engine` whose tokens vLLM makes, in processes of its own."""
 
     # it says how likely a token was after the cut, and a trajectory wants to know it before
@@ -67,13 +67,13 @@ class VllmEngine(ExternalEngine[VllmLine]):
             )
         return reports
 
-    def _grow(self, said: Grown, running: Running) -> list[FromWorker]:
+    def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         reports = super()._grow(said, running)
         if said.finish is not None:
             self._check_account(said, running)
         return reports
 
-    def _check_account(self, said: Grown, running: Running) -> None:
+    def _check_account(self, said: GeneratedTokens, running: RunningRequest) -> None:
         """Raise EngineFault where vLLM says that other weights made these tokens than was noted here."""
         account = said.by_weights
         if account is None or "" in running.by_weights or sum(account.values()) != running.by_weights.total():

@@ -12,7 +12,7 @@ from baton.errors import UserError
 from baton.policy.load import save_skeleton, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.vllm.client import VllmLine, set_up_environment
+from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
 from baton.rollout.engines.vllm.engine import VllmEngine
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
 from baton.specs.model import read_model
@@ -59,7 +59,7 @@ def _engine(
         "load_format": load_format,
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
     }
-    line = VllmLine(arguments, start_timeout_s=own.start_timeout_s, answer_timeout_s=own.answer_timeout_s)
+    line = VllmClient(arguments, start_timeout_s=own.start_timeout_s, answer_timeout_s=own.answer_timeout_s)
     try:
         weights = WholeWeights(skeleton.model, read_base)
         return VllmEngine(line, weights, settings, version, skeleton.end_ids, skeleton.text)
@@ -84,7 +84,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "enforce_eager": own.enforce_eager,
         "enable_prefix_caching": own.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "worker_extension_cls": "baton.rollout.engines.vllm.worker.TakesWeights",
+        "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
         "disable_log_stats": True,
     }
 

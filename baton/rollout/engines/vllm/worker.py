@@ -22,7 +22,7 @@ _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 """The logger that says which layers a reload has left as they were."""
 
 
-class TakesWeights:
+class WeightsLoader:
     """Loads published tensors into the running model."""
 
     model_runner: Any
