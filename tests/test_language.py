@@ -1,0 +1,80 @@
+"""Texts are plain technical English: no refused phrase in them, and Markdown wraps at 100 columns."""
+
+from __future__ import annotations
+
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md", "models/*/README.md")
+"""Markdown: checked for phrases and for the width of its lines."""
+TEXTS = (*PAGES, "deploy/Dockerfile", "deploy/*/*")
+"""Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
+COLUMNS = 100
+PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
+
+
+def refused_phrases() -> dict[str, str]:
+    """Each phrase of tests/refused_phrases.txt with what to write instead."""
+    lines = (ROOT / "tests" / "refused_phrases.txt").read_text(encoding="utf-8").splitlines()
+    found = (line.partition(" → ") for line in lines if line and not line.startswith("#"))
+    return {phrase: instead for phrase, _, instead in found}
+
+
+INSTEAD = refused_phrases()
+REFUSED = re.compile(r"\b(" + "|".join(r"\s+".join(map(re.escape, p.split())) for p in INSTEAD) + r")\b", re.IGNORECASE)
+
+
+def files(globs: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in globs for path in ROOT.glob(pattern) if path.is_file()})
+
+
+def prose_lines(markdown: str) -> list[tuple[int, str]]:
+    """(number, line) of what is neither a code block nor a table."""
+    found, in_code = [], False
+    for number, line in enumerate(markdown.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code and not line.startswith("|"):
+            found.append((number, line))
+    return found
+
+
+def text_of(path: Path) -> str:
+    """The text that a reader sees. Code spans are left out: identifiers and quoted messages change with the code."""
+    if path.suffix == ".py":
+        with path.open("rb") as file:
+            tokens = [t.string for t in tokenize.tokenize(file.readline) if tokenize.tok_name[t.type] in PYTHON_TEXT]
+        return "\n".join(tokens)
+    return re.sub(r"`[^`\n]+`", "`code`", path.read_text(encoding="utf-8"))
+
+
+def refused_in(text: str) -> list[str]:
+    phrases = (" ".join(match.group().split()) for match in REFUSED.finditer(text))
+    return [f"{phrase!r}: write {INSTEAD[phrase.lower()]!r}" for phrase in phrases]
+
+
+@pytest.mark.parametrize("path", files(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_text_has_no_refused_phrase(path: Path) -> None:
+    assert not refused_in(text_of(path))
+
+
+@pytest.mark.parametrize("path", files(PAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_markdown_wraps_at_100_columns(path: Path) -> None:
+    lines = prose_lines(path.read_text(encoding="utf-8"))
+    too_long = [number for number, line in lines if len(line) > COLUMNS and " " in line.strip()]
+    assert not too_long, f"{path.name}: lines {too_long} have more than {COLUMNS} characters"
+
+
+def test_a_phrase_is_found_across_a_line_break_and_in_any_case_but_not_within_a_word() -> None:
+    assert refused_in("Rollouts that were Put\n  down are resumed.") == ["'Put down': write 'abort, aborted'"]
+    assert not refused_in("an output downstream of prejudged input")
+
+
+def test_strings_and_comments_of_python_are_text_and_its_names_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text('"""Goes on."""\ngoes_on = f"{1} went on"  # for ever\n')
+    assert len(refused_in(text_of(path))) == 3
