@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# where torch comes from, when not from pip's own index: https://download.pytorch.org/whl/cpu or …/cu130
+# package index for torch; default: pip's own. For example https://download.pytorch.org/whl/cpu or …/cu130
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
 
@@ -11,7 +11,7 @@ TORCH := torch>=2.9,<2.14
 
 install: $(VENV)/.installed
 
-# reasoning-gym comes without its dependencies: two of them want a C compiler, the rest are in pyproject.toml
+# reasoning-gym is installed without its dependencies: two of them need a C compiler, the rest are in pyproject.toml
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
@@ -30,26 +30,26 @@ demo: install
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
-# what starts real processes and waits for them: kills and resumes, workers, clusters
+# tests that start real processes and wait for them: kills and resumes, workers, clusters
 test-slow: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
-# as other machines would run them: other instruction sets, thread counts, and beside busy processes; takes hours
+# tests under the conditions of other machines: other instruction sets, thread counts, and beside busy processes; takes hours
 test-machines: $(VENV)/.installed-dev
 	$(BIN)/python tests/machines.py $(MACHINES)
 
-# whether a changed operator, constant or condition of the decisions and the mathematics is noticed by a test
+# mutation tests: does a test detect a changed operator, constant or condition in the decisions and the mathematics
 mutants: $(VENV)/.installed-dev
 	nice -n 10 $(BIN)/python tests/mutants/run.py $(MUTANTS)
 
-# a real vLLM on a CPU, in an environment of its own: it wants one very torch and transformers, and several GB
+# a real vLLM on a CPU, in a separate environment: it pins torch and transformers and takes several GB
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 test-vllm: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_contract
 
-# torchvision and its like are made for CUDA on the package index, and keep a vLLM for CPUs from being imported
+# torchvision and similar packages on the package index are CUDA builds, with which a vLLM for CPUs cannot be imported
 $(VLLM)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(if $(TORCH_INDEX),$(VLLM_PIP) 'torch==2.13.0' --index-url $(TORCH_INDEX))
@@ -64,7 +64,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# ten thousand bad days of a simulated run, every law checked at every event; CI's tests draw a fixed sample
+# ten thousand random cases of a simulated run, every law checked at every event; CI runs a fixed sample
 DAYS ?= 10000
 chaos: $(VENV)/.installed
 	$(BIN)/python -m baton.simulator.chaos $(DAYS)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md", "models/*/README.md")
 """Markdown: checked for phrases and for the width of its lines."""
-TEXTS = (*PAGES, "deploy/Dockerfile", "deploy/*/*")
+TEXTS = (*PAGES, "Makefile", "pyproject.toml", "recipes/**/*.toml", "deploy/Dockerfile", "deploy/*/*")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
 COLUMNS = 100
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
