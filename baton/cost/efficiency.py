@@ -67,7 +67,6 @@ class CalibrationSettings(Settings):
     """What they were fitted to; not read."""
 
     def build(self) -> Efficiencies:
-        """Return the efficiencies of all GPU types."""
         given = {name: own.model_dump(exclude_unset=True) for name, own in self.efficiency.items()}
         return Efficiencies(self.default, {name: self.default.model_copy(update=own) for name, own in given.items()})
 
@@ -79,7 +78,6 @@ class Efficiencies(msgspec.Struct, frozen=True):
     by_gpu: Mapping[str, Efficiency] = {}
 
     def of(self, gpu: str) -> Efficiency:
-        """Return those of a GPU type."""
         return self.by_gpu.get(gpu, self.default)
 
 

@@ -58,7 +58,6 @@ class ReplicaCost(msgspec.Struct, frozen=True):
 
     @property
     def num_gpus(self) -> int:
-        """tp · pp."""
         return self.tp * self.pp
 
 

@@ -89,7 +89,6 @@ def _choose(
     prefer: dict[str, str] | None,
     links: Sequence[float] | None,
 ) -> int:
-    """The node for the next group of a request."""
     role = "train" if request.is_training else "rollout"
 
     def rank(node: int) -> tuple[float, ...]:

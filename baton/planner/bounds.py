@@ -116,7 +116,6 @@ def division_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Sequ
 
 
 def _serial_bound_s(problem: AssignmentProblem, bound: RolloutBound, count: Floats) -> float:
-    """Without overlap: at best every GPU is used for both."""
     train_s = 1 / max(float(count @ problem.train_rate_bound), 1e-300)
     rollout_s = float(bound.times_s(count[None, :].astype(np.int64))[0])
     return float(problem.sync_bound_s + train_s + max(rollout_s, problem.step.judge_s) + problem.step.latency_s)

@@ -41,7 +41,6 @@ class Inputs(msgspec.Struct, frozen=True):
     """Whether one training pipeline may cross GPU types (Megatron and FSDP cannot: then False)."""
 
     def on(self, cluster: Cluster) -> Inputs:
-        """Return the same question about another cluster."""
         return msgspec.structs.replace(self, cluster=cluster)
 
 

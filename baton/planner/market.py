@@ -57,7 +57,6 @@ class OffersSettings(Settings):
     """GPU types of one's own, by name."""
 
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
-        """Return the cluster of so many machines of each offer."""
         nodes = tuple(
             NodeSettings(
                 gpu=offer.gpu,

@@ -45,7 +45,6 @@ class Shapes(msgspec.Struct, frozen=True):
     dp: Ints
 
     def take(self, rows: Ints | NDArray[np.bool_]) -> Shapes:
-        """Return some of them."""
         return Shapes(self.stages[rows], self.tp[rows], self.dp[rows])
 
     def __len__(self) -> int:
@@ -68,7 +67,6 @@ class LayerBalance(msgspec.Struct, frozen=True):
 
     @property
     def time_s(self) -> Floats:
-        """Of a train step."""
         return self.compute_s + self.bubble_s + self.gradients_s + self.optimizer_s
 
 

@@ -39,12 +39,10 @@ class GpuPool(msgspec.Struct, frozen=True):
 
     @property
     def gpu(self) -> str:
-        """Name of the GPU type."""
         return self.place.gpu.name
 
     @property
     def num_gpus(self) -> int:
-        """Of all nodes."""
         return sum(self.sizes)
 
     @property

@@ -26,7 +26,6 @@ class ReplicaShape(msgspec.Struct, frozen=True):
 
     @property
     def num_gpus(self) -> int:
-        """Of one replica."""
         return self.cost.num_gpus
 
     def work(self, time_s: float) -> float:
@@ -59,7 +58,6 @@ class TrainTable(msgspec.Struct, frozen=True):
         return len(self.time_s)
 
     def take(self, rows: Ints | NDArray[np.bool_]) -> TrainTable:
-        """Return some of the candidates."""
         return TrainTable(
             self.stages[rows], self.tp[rows], self.dp[rows], self.time_s[rows], self.shares[rows], self.is_complete
         )

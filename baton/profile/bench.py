@@ -113,8 +113,8 @@ class FlatTransport(TimedTransport):
         self.engine.load_weights(tensors, version)
 
 
-class _ConstantScorer:
-    """Says at once that all went well, by halves."""
+class NoJudges:
+    """`Judges` that take no time: every other trajectory of a group is right."""
 
     sees_groups = False
 
@@ -147,7 +147,7 @@ class ModeBench:
         parts = RolloutParts(
             port,
             source,
-            _ConstantScorer(),
+            NoJudges(),
             prompt_ids=prompt_ids,
             text=lambda ids: "",
             sampling=lambda group_id, sample_index: self._sampling[lengths.length(group_id, sample_index)],
@@ -200,7 +200,6 @@ class ModeBench:
             self._held.close()
 
     def result(self, bound_s: float, sync: float | None, control: float | None) -> ModeResult:
-        """Sum up."""
         rate = self.tokens / self.seconds
         return ModeResult(
             mode=self.name,
@@ -220,7 +219,6 @@ class ModeBench:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
         return self.tokens / self.seconds
 
     @property

@@ -27,7 +27,6 @@ class ScriptedLengths:
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:
-        """Tokens of one trajectory."""
         return self._cut(self._median, group_id, sample_index)
 
     @cached_property

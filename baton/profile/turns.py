@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from baton.cost.fit import Measurement, OverlapMeasurement
 from baton.policy.load import torch_device
 from baton.policy.tokenizer import load_tokenizer
+from baton.profile.bench import NoJudges
 from baton.profile.engine import REPEATS, Say
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
@@ -67,22 +68,6 @@ class StepTimings(msgspec.Struct):
     publish_s: float
 
 
-class _InstantScorer:
-    """`Judges` that take no time."""
-
-    sees_groups = False
-
-    def __init__(self) -> None:
-        self._judged: list[ScoredTrajectory] = []
-
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        self._judged += [ScoredTrajectory(t, RewardResult(1.0, {}, True)) for t in trajectories]
-
-    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
-        judged, self._judged = self._judged, []
-        return judged
-
-
 class _Rollouts:
     """Batches of the recipe's own prompts as a run makes them: by its runner, with a journal, weights before each."""
 
@@ -101,7 +86,7 @@ class _Rollouts:
         self._parts = RolloutParts(
             self.port,
             PromptStream(TaskMixture(recipe.task, recipe.answer), seed),
-            _InstantScorer(),
+            NoJudges(),
             prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
             text=tokenizer.text,
             sampling=lambda group_id, sample_index: sampling,
@@ -162,7 +147,6 @@ class _Rollouts:
         return statistics.median(gaps) if gaps else 0.0
 
     def close(self) -> None:
-        """End the engines."""
         self.port.close()
         self._journal.close()
 

@@ -52,7 +52,6 @@ class ChaosSummary:
     """Day → what does not hold, and the log that shows it."""
 
     def add(self, other: ChaosSummary) -> None:
-        """Count the days of another one too."""
         self.days += other.days
         self.outcomes += other.outcomes
         self.tokens += other.tokens

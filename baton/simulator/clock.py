@@ -28,7 +28,6 @@ class VirtualClock:
         heapq.heappush(self._heap, (at_s, self._sequence, action, args))
 
     def after(self, wait_s: float, action: Action, *args: Any) -> None:
-        """Have something done in so many seconds."""
         self.at(self.now_s + wait_s, action, *args)
 
     def fire(self) -> bool:

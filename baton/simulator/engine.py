@@ -76,16 +76,13 @@ class SimEngine:
 
     @property
     def num_leases(self) -> int:
-        """Leases that are here."""
         return len(self._rows)
 
     @property
     def leases(self) -> list[int]:
-        """They."""
         return [*self._rows]
 
     def submit(self, generation_request: GenerationRequest) -> None:
-        """Take a lease."""
         w = generation_request
         row = SimulatedLease(w.lease, w.group_id, w.sample_index, w.prompt, w.tokens, w.length, w.version, w.is_exact)
         self._rows[row.lease] = row
@@ -111,7 +108,6 @@ class SimEngine:
         self._poke()
 
     def slow(self, factor: float) -> None:
-        """Take so many times as long for everything from the next step on."""
         if factor != self._slowness:
             self._slowness = factor
             self._poke()
@@ -128,7 +124,6 @@ class SimEngine:
             self._leave(row, "lost")
 
     def go_on(self) -> None:
-        """Go on after `stop`."""
         self._is_stopped = False
         self._since_s = max(self._since_s, self._clock.now_s)
         self._between()
@@ -144,7 +139,6 @@ class SimEngine:
             self._owner.heard(self, reports)
 
     def decoded(self) -> int:
-        """The counter of decoded tokens now."""
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
 
     def unreported(self) -> int:

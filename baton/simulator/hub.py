@@ -100,7 +100,6 @@ class SimHub:
     # ---- from the controller -----------------------------------------------------------------------------------------
 
     def want(self, generation_request: GenerationRequest) -> None:
-        """Have a trajectory grown."""
         self.tasks[generation_request.lease] = SimulatedTask(
             generation_request, generation_request.tokens, generation_request.newest
         )
@@ -117,7 +116,6 @@ class SimHub:
         )
 
     def abort(self, task: int) -> None:
-        """Have it put down."""
         self._tell(ev.TaskAborted(self._clock.now_s, task))
 
     def announce(self, version: PolicyVersion) -> None:
@@ -128,13 +126,11 @@ class SimHub:
             self._send(number, self._want)
 
     def tick(self) -> None:
-        """Time has passed."""
         self._tell(ev.LeaseTick(self._clock.now_s))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
     def hear(self, worker: SimWorker, message: object) -> None:
-        """Take a worker's message."""
         number = worker.number
         if isinstance(message, SimulatedHello):
             self._hello(worker, message)

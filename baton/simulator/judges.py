@@ -27,7 +27,6 @@ class SimulatedScorer:
         self._num = 0
 
     def submit(self, then: Callable[[], None]) -> None:
-        """Have a trajectory judged, and `then` called."""
         spec, now_s = self._spec, self._clock.now_s
         if not spec.latency_s:
             then()

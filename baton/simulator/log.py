@@ -23,7 +23,6 @@ class EventLog:
 
     @property
     def digest(self) -> str:
-        """Of all lines so far, hexadecimal."""
         return self._digest.hexdigest()
 
     def heard(self, event: ro.Event) -> None:

@@ -46,7 +46,6 @@ class RunRecord(Ledger):
     """Faults and what was done about them, by name."""
 
     def trained_step(self, now_s: float, train_s: float) -> None:
-        """It is trained."""
         step = self.steps[-1]
         step.end_s, step.train_s, step.is_trained = now_s, train_s, True
 
@@ -58,7 +57,6 @@ class RunRecord(Ledger):
         self.outcomes["controller restarted"] += 1
 
     def close(self, ledger: Ledger, carried: int) -> None:
-        """The run is over."""
         self._add(ledger)
         self.carried = carried
         self.generated = self.settled + carried

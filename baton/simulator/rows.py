@@ -48,7 +48,6 @@ class LongestContext:
         self._heap: list[tuple[int, int, SimulatedLease]] = []
 
     def add(self, row: SimulatedLease, context: int, step: int) -> None:
-        """A row begins to run."""
         heapq.heappush(self._heap, (step - context, row.born, row))
 
     def context(self, step: int) -> int:
@@ -86,5 +85,4 @@ class EngineTime:
     preemptions: int = 0
 
     def plus(self, other: EngineTime) -> EngineTime:
-        """Return the sums."""
         return EngineTime(*(getattr(self, name) + getattr(other, name) for name in EngineTime.__slots__))

@@ -68,7 +68,6 @@ class Script:
         self._last: tuple[int, _Block] = (-1, _Block([], [], []))
 
     def prompt(self, group_id: int) -> int:
-        """Tokens of a group's prompt."""
         if self._recorded:
             return self._recorded[group_id % len(self._recorded)].prompt
         return self._block(group_id).prompts[group_id % BLOCK]

@@ -90,5 +90,4 @@ class Setting:
 
     @property
     def slots(self) -> int:
-        """Of all engines."""
         return sum(engine.slots for engine in self.engines)

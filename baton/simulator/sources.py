@@ -54,7 +54,6 @@ class SimulationOptions:
     """Whether a plan's workers report, beat and are watched as often as live ones: what faults are about."""
 
     def also(self, overrides: Sequence[str]) -> SimulationOptions:
-        """Return the same with more overrides behind the others."""
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
@@ -317,5 +316,4 @@ def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
 
 
 def _with_section(overrides: Sequence[str]) -> list[str]:
-    """Keys without a section are of [rollout]."""
     return [one if "." in one.partition("=")[0] else f"rollout.{one}" for one in overrides]

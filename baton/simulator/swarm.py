@@ -99,13 +99,11 @@ class Swarm:
             self.clock.after(self.spec.tick_s, self._tick, incarnation)
 
     def count(self, name: str) -> None:
-        """Something out of the ordinary has happened."""
         self.world.record.outcomes[name] += 1
 
     # ---- workers come and go -----------------------------------------------------------------------------------------
 
     def join(self, spec: EngineSpec) -> None:
-        """A worker process is started."""
         remembers = self.trouble is not None
         worker = SimWorker(self.setting, spec, self.clock, self, remembers=remembers, tracer=self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
@@ -119,7 +117,6 @@ class Swarm:
         worker.start()
 
     def alive(self) -> list[SimWorker]:
-        """Workers whose process runs."""
         return [worker for worker in self.workers if worker.is_up]
 
     def restart(self) -> None:

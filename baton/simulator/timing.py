@@ -119,7 +119,6 @@ class TrainSpeed:
     """For the square of each trajectory's tokens: attention."""
 
     def step_s(self, lengths: Sequence[int]) -> float:
-        """Time of a batch of trajectories with so many tokens each."""
         return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
 
 

@@ -20,11 +20,9 @@ class NetworkFaults:
         self._clock, self._random = clock, random
 
     def fates(self, worker: str) -> Callable[[], MessageFault]:
-        """Return what says what becomes of a worker's next message."""
         return lambda: self._fate(worker)
 
     def is_apart(self, worker: str) -> bool:
-        """Whether a worker is cut off by a partition."""
         return any(network_fault.kind == "partition" for network_fault in self._over(worker))
 
     def fetch_fault(self, worker: str) -> str:

@@ -31,7 +31,6 @@ class SimulatedReport:
 
     @property
     def length(self) -> int:
-        """Tokens after it."""
         return self.offset + sum(n for _, n in self.segments)
 
 
@@ -71,7 +70,6 @@ class SimulatedConnection:
     last_s: float = field(default=0.0)
 
     def send(self, message: Any) -> None:
-        """Put a message on the way."""
         now_s = self.clock.now_s
         if self.fate is None:
             self.clock.at(now_s + self.link_s, self._arrive, self.connection, message)

@@ -88,7 +88,6 @@ class SimWorker:
     # ---- its life ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to connect."""
         self.is_up = True
         self._connect()
 
@@ -121,7 +120,6 @@ class SimWorker:
         self.engine.stop()
 
     def thaw(self) -> None:
-        """Go on, if it is still alive."""
         if self.is_up and self.is_frozen:
             self.is_frozen = False
             self.engine.go_on()
@@ -180,7 +178,6 @@ class SimWorker:
     # ---- what the hub says -------------------------------------------------------------------------------------------
 
     def hear(self, message: object) -> None:
-        """Take a message from the hub."""
         if not self.is_up:
             return
         if self.is_frozen:

@@ -119,7 +119,6 @@ class Simulation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is done."""
         return self.version >= self.setting.num_steps
 
     def begin(self) -> None:
@@ -128,14 +127,12 @@ class Simulation:
         self._publish()
 
     def fire(self) -> None:
-        """Let the next thing happen."""
         if not self.clock.fire():
             raise NoProgress(f"{self._where()}: nothing is under way, and nothing will be")
         if not self._is_training and self.clock.now_s - self._moved_s > HANG_S:
             raise NoProgress(f"{self._where()}: no token for {HANG_S:.0f} s")
 
     def end(self) -> RunRecord:
-        """Return what was recorded."""
         record = self.record
         record.seconds = self.clock.now_s
         record.engines = self.port.busy()

@@ -64,7 +64,6 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all nodes."""
         return sum(node.num_gpus for node in self.nodes)
 
     @property
@@ -83,7 +82,6 @@ class Cluster(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(node.gpu.name for node in self.nodes))
 
     def count(self) -> dict[str, int]:
-        """GPUs by type."""
         return {name: sum(n.num_gpus for n in self.nodes if n.gpu.name == name) for name in self.gpu_types}
 
 

@@ -73,12 +73,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def layer_params(self) -> float:
-        """Of one layer, without norms."""
         return self.attention_params + self.ffn_params
 
     @property
     def params(self) -> float:
-        """All parameters."""
         tables = self.embedding_params * (1 if self.is_tied else 2)
         return self.num_layers * self.layer_params + tables + self.other_params
 
@@ -98,7 +96,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return 4.0 * self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
-        """Of the whole model's KV cache."""
         return self.kv_values_per_token * self.num_layers * bytes_per_value
 
     def seen(self, context_tokens: float) -> float:

@@ -49,7 +49,6 @@ class Training(msgspec.Struct, frozen=True):
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
-        """Of all stages."""
         return tuple(gpu for stage in self.stages for gpu in stage.gpu_ids)
 
 

@@ -25,16 +25,13 @@ class Lengths(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float:
-        """E[L]."""
         return self.moment(1)
 
     @property
     def longest(self) -> float:
-        """The longest that occurs."""
         return self.values[-1]
 
     def moment(self, order: int) -> float:
-        """E[L^order]."""
         return float(np.mean(np.asarray(self.values) ** order))
 
     def longest_of(self, count: float) -> float:
@@ -43,7 +40,6 @@ class Lengths(msgspec.Struct, frozen=True):
         return float(np.dot(self.values, np.diff(ranks**count)))
 
     def survival(self, positions: Sequence[float]) -> list[float]:
-        """P(L > position) for each position."""
         shares: list[float] = (1 - np.searchsorted(self.values, positions, side="right") / len(self.values)).tolist()
         return shares
 
@@ -87,9 +83,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     name: str
     groups: int
-    """Prompts in a batch."""
     group_size: int
-    """Trajectories per prompt."""
     prompt: Lengths
     output: Lengths
     max_staleness: int = 8
@@ -99,32 +93,23 @@ class Workload(msgspec.Struct, frozen=True):
     trained_share: float = 1.0
     """Of trajectories that have an advantage; the others go forward only (a group of equal rewards teaches nothing)."""
     has_proximal_forward: bool = True
-    """Proximal log-probabilities are computed at the start of a train step."""
     has_reference: bool = False
-    """A frozen reference model computes log-probabilities of the batch."""
     has_critic: bool = False
-    """A value model of the policy's size is trained beside it."""
     recompute: bool = True
-    """Activations are computed again in the backward pass instead of being kept."""
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
     shared_prefill: bool = True
-    """A prompt is prefilled once for its group."""
     reprefills: bool = True
     """Running trajectories are prefilled again after each new version: their KV cache is thrown away."""
     weight_bytes: float = 2.0
-    """Per parameter, in the engine and on the wire."""
     kv_bytes: float = 2.0
-    """Per value of the KV cache."""
     max_batch: int = 1024
-    """Trajectories that one replica generates at once, at most."""
     engine_context_tokens: int = 0
     """Positions an engine has per slot, whatever is in them (the embedded engine's fixed cache); 0: only what is
     used."""
 
     @property
     def num_trajectories(self) -> int:
-        """Of a batch."""
         return self.groups * self.group_size
 
     @property
@@ -201,7 +186,6 @@ class LengthSettings(Settings):
         return self
 
     def build(self) -> Lengths:
-        """Return the distribution."""
         if self.kind == "measured":
             if not self.values or min(self.values) < 1:
                 raise ValueError('values: kind = "measured" needs token counts of at least 1')
@@ -283,7 +267,6 @@ class WorkloadSettings(Settings):
     """How generation is done."""
 
     def build(self) -> Workload:
-        """Return the workload."""
         algorithm, engine = self.algorithm, self.engine
         if algorithm.minibatches > self.groups:
             raise UserError(
