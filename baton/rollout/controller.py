@@ -20,6 +20,7 @@ from typing import Any
 
 from baton.errors import EngineFault
 from baton.records.journal import IssuedGroup, OpenGroup, StreamCursor
+from baton.rollout.engine import check_room
 from baton.rollout.events import (
     AbortTrajectory,
     Assign,
@@ -48,7 +49,6 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
 from baton.rollout.stall import StallWatch
 from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectoryState
-from baton.rollout.trajectories import append_report, check_room
 from baton.types import Abort as AbortLease
 from baton.types import (
     Author,
@@ -268,7 +268,7 @@ class RolloutController:
         if message.token_offset != trajectory.num_tokens:
             return  # said twice
         self._refusals = 0
-        grown = append_report(trajectory, message)
+        grown = trajectory.extended(message.segments, message.finish_reason)
         group.members[sample_index] = grown
         if grown.finish_reason is not None or message.is_aborted:
             self._end_lease(message.lease_id)

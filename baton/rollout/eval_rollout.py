@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from baton.errors import EngineFault
+from baton.rollout.engine import check_room
 from baton.rollout.stall import StallWatch
-from baton.rollout.trajectories import append_report, check_room
 from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
 from baton.types import FromPort, Lease, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
@@ -104,7 +104,9 @@ class EvalRollout:
             raise EngineFault(
                 f"{self._port.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
             )
-        grown = append_report(trajectory, message)
+        if message.token_offset != trajectory.num_tokens:
+            return None  # sent twice
+        grown = trajectory.extended(message.segments, message.finish_reason)
         if on_tokens is not None:
             on_tokens(grown.num_tokens - trajectory.num_tokens)
         if grown.finish_reason is None:

@@ -13,7 +13,6 @@ from baton.rollout import stall
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
-from baton.rollout.trajectories import append_report
 from baton.rollout.transport import LocalTransport
 from baton.types import (
     FinishReason,
@@ -172,12 +171,18 @@ def test_a_worker_that_never_reports_is_named_with_those_who_wait(monkeypatch: p
     assert "10/0" in str(caught.value)
 
 
-def test_a_report_with_a_gap_or_an_overlap_is_not_appended() -> None:
-    two = Trajectory(1, 0, (5,)).extended((Segment((7, 8), (-1.0, -1.0), 0),))
-    more = (Segment((9,), (-0.5,), 0),)
-    assert append_report(two, Report(0, 2, more)).token_ids == [7, 8, 9]
-    for offset in (0, 1, 3):
-        assert append_report(two, Report(0, offset, more, FinishReason.STOP)) == two
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_a_report_with_a_gap_or_an_overlap_is_not_appended(offset: int) -> None:
+    def reports(lease: Lease) -> list[FromWorker]:
+        first, second, again = (Segment((token,), (-1.0,), VERSION) for token in (7, 8, 6))
+        return [
+            Report(lease.lease_id, 0, (first,)),
+            Report(lease.lease_id, 1, (second,)),
+            Report(lease.lease_id, offset, (again,), FinishReason.STOP),
+            Report(lease.lease_id, 2, (Segment((9,), (-1.0,), VERSION),), FinishReason.STOP),
+        ]
+
+    assert [trajectory.token_ids for trajectory in grown(Silent(reports))] == [[7, 8, 9]] * 12
 
 
 def test_no_requests_need_no_worker() -> None:
