@@ -3,8 +3,8 @@
 Events in, commands out; no clock, no I/O. `at_s` is the time of an event on the clock of whoever drives this.
 
     ProcessStarted ─▶ up ──ProcessEnded──▶ waits, each time longer ──SupervisionTick──▶ StartProcess ─▶ …
-                              │ MAX_FAILURES in a row
-                              └─▶ GaveUp; the others go on; when none is left, Fail
+                              │ max_failures in a row
+                              └─▶ StopProcess; the others go on; when none is left, Fail
     MachineLost ─▶ its posts are over at once ─┬─ it trained ─▶ TrainerLost
     MachineJoined ─────────────────────────────┴─ quiet for settle_s ─▶ Replan ─▶ Planned ─▶ StopProcess, StartProcess,
     SetWorkerWeight
@@ -175,14 +175,18 @@ class Supervision:
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
-            case ProcessStarted():
-                self._began(event)
+            case ProcessStarted(at_s=at_s, name=name):
+                if watched := self._posts.get(name):
+                    watched.since_s, watched.begin_s = at_s, None
             case ProcessEnded():
                 yield from self._ended(event)
             case MachineLost():
                 yield from self._lost(event)
-            case MachineJoined():
-                yield from self._joined(event)
+            case MachineJoined(at_s=at_s, machine=machine):
+                yield LogMessage(f"machine {machine} is there")
+                self._unrest.lost.discard(machine)
+                self._unrest.joined.add(machine)
+                self._unrest.last_s = at_s
             case Planned():
                 yield from self._planned(event)
             case SupervisionTick():
@@ -196,11 +200,6 @@ class Supervision:
         return tuple(watched.post for watched in self._posts.values())
 
     # ---- posts -------------------------------------------------------------------------------------------------------
-
-    def _began(self, event: ProcessStarted) -> None:
-        watched = self._posts.get(event.name)
-        if watched is not None:
-            watched.since_s, watched.begin_s = event.at_s, None
 
     def _ended(self, event: ProcessEnded) -> Iterator[Command]:
         watched = self._posts.get(event.name)
@@ -240,12 +239,6 @@ class Supervision:
             yield TrainerLost(event.machine)
         self._unrest.joined.discard(event.machine)
         self._unrest.lost.add(event.machine)
-        self._unrest.last_s = event.at_s
-
-    def _joined(self, event: MachineJoined) -> Iterator[Command]:
-        yield LogMessage(f"machine {event.machine} is there")
-        self._unrest.lost.discard(event.machine)
-        self._unrest.joined.add(event.machine)
         self._unrest.last_s = event.at_s
 
     def _planned(self, event: Planned) -> Iterator[Command]:

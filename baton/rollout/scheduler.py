@@ -96,9 +96,7 @@ class RolloutScheduler:
 
     def take_up(self, carried: Sequence[TrackedGroup]) -> list[Command]:
         """Go on with the unconsumed groups of an earlier process, before the first event."""
-        return list(self._carry(carried))
-
-    def _carry(self, carried: Sequence[TrackedGroup]) -> Iterator[Command]:
+        commands: list[Command] = []
         for group in carried:
             assert group.group_id < self.next_group_id, f"group {group.group_id} is to be opened yet"
             self._groups[group.group_id] = group
@@ -108,7 +106,8 @@ class RolloutScheduler:
                 if member.state is TrajectoryState.PENDING:
                     self._put_back(member)
             if not group.num_unjudged:
-                yield from self._complete(group)
+                commands += self._complete(group)
+        return commands
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; return what is to be done, in order. Times never go back."""
@@ -148,22 +147,29 @@ class RolloutScheduler:
         match event:
             case TokensReceived():
                 self._grew(event)
-            case Finished():
-                yield from self._finished(event)
-            case LeaseEnded():
-                yield from self._put_down(event)
+            case Finished(group_id=group_id, sample_index=sample_index):
+                self._release(self._trajectory(group_id, sample_index), TrajectoryState.JUDGING)
+                self.step.finished += 1
+                yield from self._load_when_free()
+            case LeaseEnded(group_id=group_id, sample_index=sample_index):
+                self._put_back(self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING))
+                yield from self._load_when_free()
             case Rewarded():
                 yield from self._rewarded(event)
             case Capacity(slots=slots, queue=queue):
                 self._slots, self._places = slots, slots + queue
-            case TokensLost():
-                self._lost(event)
+            case TokensLost(cause=cause, num_tokens=num_tokens):
+                self.ledger.generated += num_tokens
+                self.ledger.lose(cause, num_tokens)
+                self.step.lost_tokens += num_tokens
             case Revoked():
                 yield from self._revoked(event)
             case VersionTrained():
                 yield from self._version_made(event)
-            case VersionServed():
-                yield from self._serving(event)
+            case VersionServed(version=version):
+                self._is_loading, self._served = False, version
+                self._is_changing = version != self._published
+                yield from self._load_when_free()
             case BatchRequested():
                 assert not self._is_wanted, "a batch is wanted already"
                 assert self._delivered == self.version, "a batch is wanted while the last one is being trained"
@@ -175,11 +181,6 @@ class RolloutScheduler:
                 self._is_paused = False
             case _:
                 assert_never(event)
-
-    def _lost(self, event: TokensLost) -> None:
-        self.ledger.generated += event.num_tokens
-        self.ledger.lose(event.cause, event.num_tokens)
-        self.step.lost_tokens += event.num_tokens
 
     def _revoked(self, event: Revoked) -> Iterator[Command]:
         """Whatever state it is in, it begins again; whoever judges it meanwhile is not listened to."""
@@ -208,16 +209,6 @@ class RolloutScheduler:
         self.ledger.generated += event.num_tokens
         self.step.generated_tokens += event.num_tokens
 
-    def _finished(self, event: Finished) -> Iterator[Command]:
-        trajectory = self._trajectory(event.group_id, event.sample_index)
-        self._release(trajectory, TrajectoryState.JUDGING)
-        self.step.finished += 1
-        yield from self._load_when_free()
-
-    def _put_down(self, event: LeaseEnded) -> Iterator[Command]:
-        self._put_back(self._release(self._trajectory(event.group_id, event.sample_index), TrajectoryState.PENDING))
-        yield from self._load_when_free()
-
     def _rewarded(self, event: Rewarded) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.JUDGED:  # again, with the whole group, of which a member was revoked
@@ -243,11 +234,6 @@ class RolloutScheduler:
             yield Load(event.version)
         elif self.rules.on_new_version == "resume":
             yield from self._abort_all()
-        yield from self._load_when_free()
-
-    def _serving(self, event: VersionServed) -> Iterator[Command]:
-        self._is_loading, self._served = False, event.version
-        self._is_changing = event.version != self._published
         yield from self._load_when_free()
 
     # ---- decisions ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -77,14 +76,9 @@ class TrackedGroup:
         return sum(t.num_tokens for t in self.members)
 
     @property
-    def rewards(self) -> Sequence[float]:
-        """Of the judged members."""
-        return [t.reward for t in self.members if t.reward is not None]
-
-    @property
     def has_equal_rewards(self) -> bool:
         """Whether its members cannot be told apart, so that no advantage is left."""
-        rewards = self.rewards
+        rewards = [t.reward for t in self.members if t.reward is not None]
         return len(rewards) < 2 or min(rewards) == max(rewards)
 
     def oldest_version(self, *, default: int) -> int:

@@ -399,9 +399,7 @@ class LeaseTable:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
         stem = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
-        if (
-            self.rules.restarts and task.committed and task.stem is None
-        ):  # known before it was wanted, nobody knows whose
+        if self.rules.restarts and task.committed and task.stem is None:  # known before it was wanted: whose is unknown
             task.stem = "unknown" if worker.kind is None else stem
         lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem, worker.owner)
         if not worker.leases:
