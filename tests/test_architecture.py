@@ -71,6 +71,49 @@ def test_imports_point_down_and_siblings_never_meet(path: Path) -> None:
         assert target == unit or LEVEL[target] < LEVEL[unit], f"{unit} imports {name}, which is not below it"
 
 
+def imports_of_files() -> dict[str, set[str]]:
+    """Module → modules of the package that it imports, inside functions and for type checking included."""
+    files = {".".join(("baton", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in MODULES}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        wanted = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                wanted |= {one if one in files else node.module or "" for one in members}
+        found[name] = wanted & files.keys() - {name}
+    return found
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The names along one circle, the first again at the end; empty where there is none."""
+    is_done: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name not in is_done:
+            for target in sorted(graph[name]):
+                if circle := walk(target, [*way, name]):
+                    return circle
+            is_done.add(name)
+        return []
+
+    return next((circle for name in sorted(graph) if (circle := walk(name, []))), [])
+
+
+def test_no_two_files_import_each_other_directly_or_over_others() -> None:
+    circle = circle_in(imports_of_files())
+    assert not circle, f"a circle of imports: {' → '.join(circle)}"
+
+
+def test_a_circle_is_found_and_printed_in_order() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
     place = path.relative_to(PACKAGE)

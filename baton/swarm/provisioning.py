@@ -7,7 +7,12 @@ In the time of κ train steps, κ·R trajectories must be generated and one vers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.swarm.throughput import ThroughputTracker
+from baton.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +68,29 @@ class Provisioning:
             )
         verdict = "enough" if self.trajectories_per_s >= needed else "too few"
         return f"{has}, {verdict}: {needed:.1f} would keep the trainer busy"
+
+
+@dataclass(slots=True)
+class TrainingProgress:
+    """How far the trainer is. Written by the controller's thread, read by the hub's."""
+
+    publish_every: int
+    trajectories_per_step: int
+    step: int = 0
+    train_s: float = 0.0
+    """Of the last train step."""
+    staleness: dict[str, float] = field(default_factory=dict)
+    """Share of the last batch's tokens, by the number of versions they were old."""
+
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
+        """A train step takes a batch."""
+        self.step = step
+        trajectories = [member.trajectory for group in groups for member in group.members]
+        ages = Counter(step - 1 - version for t in trajectories for version in t.policy_versions)
+        self.staleness = {str(age): num / max(1, ages.total()) for age, num in sorted(ages.items())}
+
+    def provisioning(self, pace: ThroughputTracker) -> Provisioning:
+        """The provisioning rule as of now."""
+        return Provisioning(
+            self.publish_every, self.train_s, pace.broadcast_s, self.trajectories_per_step, pace.per_s()
+        )

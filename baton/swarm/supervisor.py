@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.swarm.local_workers import LocalWorkers
 
 
-@dataclass(frozen=True, slots=True)
-class HubAccess:
+class HubAccess(Protocol):
     """What a crew may ask of its hub, from any thread."""
 
-    url: str
-    certificate: str
-    """PEM text of the hub's certificate, for workers to trust; empty without TLS."""
-    token: Callable[[str], str]
-    """Makes the token of a name, for a worker of ours."""
-    gone: Callable[[str, str], None]
-    """(name of a token, cause): whoever bears it has ended; its leases need not wait for it."""
-    weigh: Callable[[str, float], None]
-    """(name of a token, weight): its workers are expected to do another share."""
+    @property
+    def url(self) -> str:
+        """Of the hub."""
+        ...
+
+    @property
+    def certificate(self) -> str:
+        """PEM text of the hub's certificate, for workers to trust; empty without TLS."""
+        ...
+
+    def token(self, name: str) -> str:
+        """Make the token of a name, for a worker of ours."""
+        ...
+
+    def gone(self, name: str, cause: str) -> None:
+        """Whoever bears the token of a name has ended; its leases need not wait for it."""
+        ...
+
+    def weigh(self, name: str, weight: float) -> None:
+        """The workers of a token are expected to do another share."""
+        ...
 
 
 class WorkerSupervisor(Protocol):
@@ -48,16 +58,19 @@ class WorkerSupervisor(Protocol):
 class LocalWorkerSupervisor:
     """All workers that a run has started itself: this machine's, and those of a crew where there is one."""
 
-    local: LocalWorkers
-    worker_supervisor: WorkerSupervisor | None
+    local: LocalWorkers | None = None
+    worker_supervisor: WorkerSupervisor | None = None
 
     def look_after(self) -> None:
-        self.local.look_after()
+        """Start again what has ended. Raises what has gone wrong for good."""
+        if self.local is not None:
+            self.local.look_after()
         if self.worker_supervisor is not None:
             self.worker_supervisor.look_after()
 
     def close(self) -> None:
-        """End them all."""
-        self.local.close()
+        """End them all. May be called twice."""
+        if self.local is not None:
+            self.local.close()
         if self.worker_supervisor is not None:
             self.worker_supervisor.close()

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -100,8 +99,7 @@ def transcript(directory: Path) -> list[dict[str, Any]]:
     with quick():
         rules = {"silence_s": PATIENCE_S, "wedge_s": PATIENCE_S}
         bench = SwarmBench(directory, "sync", batch_groups=1, group_size=2, lease_rules=rules)
-        welcome = msgspec.structs.replace(bench.hub.parts.welcome, heartbeat_s=PATIENCE_S)
-        bench.hub.parts = replace(bench.hub.parts, welcome=welcome)
+        bench.hub.welcome = msgspec.structs.replace(bench.hub.welcome, heartbeat_s=PATIENCE_S)
         try:
             bench.begin()
             wait_until(lambda: bench.hub.want is not None, "a version")

@@ -18,8 +18,8 @@ from baton.records.trace.file import trace_files
 from baton.records.trace.spans import GAP, actors_of, stretches
 from baton.rollout.traced import TracedTrajectoryScorer
 from baton.rollout.transport import LocalTransport
-from baton.swarm.hub.traced import BrokerTrace, TracedLeaseBroker
-from baton.swarm.lease_broker import BrokerCallbacks
+from baton.swarm.hub.traced import TracedLeaseBroker
+from baton.swarm.lease_broker import BrokerCommand, SendToWorker
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 from baton.types import FinishReason, Lease, Report, Retry, SamplingParams, Segment, Trajectory
@@ -124,35 +124,34 @@ def test_lanes_never_overlap_whatever_comes(events):
 def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
     tracer, clock = Collected(), Ticks()
     given: dict[int, list[int]] = {0: [], 1: []}
-    heard: list[Any] = []
 
-    def to_worker(worker: int, message: Any) -> None:
-        if isinstance(message, Lease):
-            given[worker].append(message.lease_id)
+    def execute(commands: list[BrokerCommand]) -> None:
+        for command in commands:
+            if isinstance(command, SendToWorker) and isinstance(command.message, Lease):
+                given[command.worker].append(command.message.lease_id)
 
-    outside = BrokerCallbacks(to_worker, heard.append, lambda worker, cause: None, lambda worker, cause: None)
-    trace = BrokerTrace(LeaseTrace(tracer, clock), lambda worker: f"node#{worker}", {3: 1.0})
-    broker = TracedLeaseBroker(LeaseTable(LeaseRules()), outside, lambda *_: None, clock, trace)
+    broker = TracedLeaseBroker(LeaseTable(LeaseRules()), lambda *_, **__: None, clock, LeaseTrace(tracer, clock))
+    broker.pace.announced[3] = 1.0
     for worker in (0, 1):
-        broker.join(worker, slots=2)
+        execute(broker.join(worker, slots=2, name=f"node#{worker}"))
     clock.now_s = 2.0
     for worker in (0, 1):
-        broker.hear(worker, 3, 0)
+        execute(broker.hear(worker, 3, 0))
     for task in range(4):
-        broker.want(lease(100 + task, version=3))
+        execute(broker.want(lease(100 + task, version=3)))
     assert [len(mine) for mine in given.values()] == [2, 2]
     first, second = given[0]
     clock.now_s = 5.0
-    broker.report(0, report(first, 4, version=3, finish_reason=FinishReason.STOP))
-    broker.report(0, report(second, 2, version=3))
+    execute(broker.report(0, report(first, 4, version=3, finish_reason=FinishReason.STOP)))
+    execute(broker.report(0, report(second, 2, version=3)))
     clock.now_s = 7.0
-    broker.leave(0, "unplugged")
+    execute(broker.leave(0, "unplugged"))
     clock.now_s = 9.0
     for number in given[1]:
-        broker.report(1, report(number, 1, version=3, finish_reason=FinishReason.STOP))
+        execute(broker.report(1, report(number, 1, version=3, finish_reason=FinishReason.STOP)))
     resumed = given[1][2:]
     for number in resumed:
-        broker.report(1, report(number, 6, at=2, version=3, finish_reason=FinishReason.STOP))
+        execute(broker.report(1, report(number, 6, at=2, version=3, finish_reason=FinishReason.STOP)))
     leases = [s for s in tracer.spans if s.name == "generate"]
     assert [(s.actor, s.end_s, s.facts["tokens"], s.facts["ended"]) for s in leases] == [
         ("node#0", 5.0, 4, "finish"),

@@ -101,12 +101,12 @@ def _main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from swarm_bench import SwarmBench
 
-    import baton.swarm.hub.requests
+    import baton.swarm.hub.access
     from baton.swarm.auth import Role
     from baton.swarm.listen import ListenAddress
 
     directory, files, *pem = sys.argv[1:]
-    baton.swarm.hub.requests.REQUESTS_PER_S, baton.swarm.hub.requests.BURST = REQUESTS_PER_S, BURST
+    baton.swarm.hub.access.REQUESTS_PER_S, baton.swarm.hub.access.BURST = REQUESTS_PER_S, BURST
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(files) // 2, int(files)))  # the hub raises it by itself
     _count_frames()
     listen = ListenAddress.parse("127.0.0.1:0", *map(Path, pem))

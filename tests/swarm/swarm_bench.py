@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -35,26 +36,36 @@ from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Role, TokenFile
-from baton.swarm.hub.hub import Hub, HubParts
-from baton.swarm.lease_broker import BrokerCallbacks, LeaseBroker
+from baton.swarm.hub.access import AccessControl
+from baton.swarm.hub.http_routes import HttpRoutes
+from baton.swarm.hub.hub import Hub
+from baton.swarm.hub.listener import HubListener
+from baton.swarm.hub.overview import HubOverview
+from baton.swarm.identity import WorkerKeys
+from baton.swarm.lease_broker import LeaseBroker
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
-from baton.swarm.throughput import ThroughputTracker
+from baton.swarm.provisioning import TrainingProgress
+from baton.swarm.publication import Publication, VersionRetention
+from baton.swarm.scratch import Scratch
+from baton.swarm.supervisor import LocalWorkerSupervisor, WorkerSupervisor
 from baton.swarm.transfer import model_digest
-from baton.swarm.transport import SwarmTransport, SwarmTransportParts
+from baton.swarm.transport import SwarmTransport
 from baton.swarm.verification.checks import ReportLimits, check_report
+from baton.swarm.verification.policy import Author, InspectionSettings, QuarantineRecord, VerificationPolicy
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.verification.service import VerificationService
+from baton.swarm.verification.verify import Calibration
 from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 from baton.types import (
     FinishReason,
     FromPort,
     Group,
-    Lease,
     Message,
     PolicyVersion,
     Prompt,
-    Report,
     RewardResult,
     SamplingParams,
     ScoredTrajectory,
@@ -267,6 +278,39 @@ class BenchWorker:
         wait_until(lambda: self.is_over, "a worker that leaves")
 
 
+class TolerantExaminer(VerificationService):
+    """Scores nothing, and notes whom the hub would quarantine."""
+
+    def __init__(self, quarantine: Path) -> None:
+        verification_policy = VerificationPolicy(InspectionSettings(), b"secret")
+        super().__init__(
+            self.make_scorer, verification_policy, Calibration(), Quarantine(quarantine), keep_versions=0, noise_seed=1
+        )
+        self.accused: list[tuple[Author, str]] = []
+        """(worker, sentence) of reports that could not come from a correct worker."""
+        self.malformed: list[tuple[Author, str]] = []
+        """… and of what was no message."""
+
+    def make_scorer(self) -> Any:
+        raise AssertionError("nothing is scored here")
+
+    def violated(self, author: Author, sentence: str, name: str) -> QuarantineRecord | None:
+        kept = self.malformed if sentence.startswith("malformed: ") else self.accused
+        kept.append((author, sentence))
+        return None
+
+
+class Inbox(SimpleQueue[FromPort]):
+    """What the controller receives, and has received."""
+
+    def __init__(self) -> None:
+        self.all: list[FromPort] = []
+
+    def put(self, message: FromPort, block: bool = True, timeout: float | None = None) -> None:
+        self.all.append(message)
+        super().put(message, block, timeout)
+
+
 class SwarmBench:
     """Hub, port, runner, workers, and the trainer's side of the conversation."""
 
@@ -280,8 +324,7 @@ class SwarmBench:
         stall_timeout_s: float = PATIENCE_S,
         absence_s: float = 0.0,
         lease_rules: Mapping[str, Any] | None = None,
-        parts: Mapping[str, Any] | None = None,
-        finished: Callable[..., bool] = lambda lease, trajectory, spans: False,
+        worker_supervisor: WorkerSupervisor | None = None,
         listen: ListenAddress | None = None,
         **values: Any,
     ) -> None:
@@ -290,22 +333,10 @@ class SwarmBench:
         if mode == "async":
             self.rules = replace(self.rules, is_swarm=True, max_lag=publish_every if max_lag is None else max_lag)
         self.directory, self.publish_every = directory, publish_every
-        self.convicted: list[tuple[int, str]] = []
-        self.inbox: SimpleQueue[FromPort] = SimpleQueue()
-        self.told: list[FromPort] = []
-        """All that the runner was told."""
-        self.pace = ThroughputTracker()
         table = {"silence_s": 1.0, "wedge_s": 10.0, "relief": 0.0, **(lease_rules or {})}
-        outside = BrokerCallbacks(
-            lambda worker, message: self.hub.send(worker, message),
-            self._to_runner,
-            lambda worker, cause: self.hub.hang_up(worker, cause),
-            self._convict,
-            finished,
-        )
-        self.broker = LeaseBroker(
-            LeaseTable(LeaseRules(restarts=mode == "sync", **table)), outside, self._check, time.monotonic
-        )
+        check = partial(check_report, limits=LIMITS, text=str)
+        self.broker = LeaseBroker(LeaseTable(LeaseRules(restarts=mode == "sync", **table)), check, time.monotonic)
+        self.verifier = TolerantExaminer(directory / "quarantine.jsonl")
         self.tokens = TokenFile(directory / "tokens.json")
         self.worker_token = self.tokens.create(Role.WORKER, 3600, name="workers", trusted=True)
         self.admin_token = self.tokens.create(Role.ADMIN, 3600, name="admin")
@@ -315,45 +346,30 @@ class SwarmBench:
             PROTOCOL, "bench", f"hub-{id(self)}", model_digest(MODEL), False, None, "eager", SETTINGS.model_dump(),
             self.rules.on_new_version, relay_secret="secret", heartbeat_s=0.1, report_every_s=0.02,
         )  # fmt: skip
-        known: dict[str, Any] = {
-            "status": lambda hub: {"workers": len(hub.peers)},
-            "prometheus": lambda hub: "",
-            "on_served": lambda hub: self.pace.serve(time.monotonic(), [p.served for p in hub.peers.values()]),
-            "say": self.said.append,
-            **(parts or {}),
-        }
-        self.hub = Hub(
-            HubParts(
-                self.broker, (Authenticator(self.tokens.path),), Audit(directory / "audit.jsonl"), self.store, MODEL,
-                welcome, **known,
-            ),
-            listen or ListenAddress.parse("127.0.0.1:0"),
+        authenticators = (Authenticator(self.tokens.path, is_own=worker_supervisor is not None),)
+        self.access = AccessControl(
+            HubListener(listen or ListenAddress.parse("127.0.0.1:0")), authenticators, Audit(directory / "audit.jsonl"),
+            self.verifier.quarantine, WorkerKeys(b"secret"),
         )  # fmt: skip
+        self.hub = Hub(self.access, welcome, self.broker, self.verifier, self.said.append, worker_supervisor)
+        self.told = self.hub.inbox = Inbox()
+        retention = VersionRetention(fetchable=self.rules.max_staleness // publish_every + 2, stored=3)
+        publication = Publication(self.hub, Publisher(self.store, WeightsSettings()), self.store, retention)
+        progress = TrainingProgress(publish_every, trajectories_per_step=9)
+        overview = HubOverview(self.hub, publication, progress, LINEAGE)
         before = set(threading.enumerate())
-        self.port_number = self.hub.start()
+        self.port_number = self.hub.start(HttpRoutes(self.hub, self.store, MODEL, overview).routes())
         new = set(threading.enumerate()) - before
         (self._hub_thread,) = [thread for thread in new if thread.name == "hub"]
         self.url = self.hub.listen.url(self.port_number)
+        scratch = Scratch(directory / "scratch.txt")
         self.port = SwarmTransport(
-            SwarmTransportParts(
-                hub=self.hub,
-                publisher=Publisher(self.store, WeightsSettings()),
-                store=self.store,
-                shared="",
-                look_after=lambda: None,
-                dismiss=lambda: None,
-                clear=lambda: None,
-                checks=None,
-                publish_every=publish_every,
-                trajectories_per_step=9,
-                keep_versions=self.rules.max_staleness // publish_every + 2,
-                keep_stored=3,
-                pinned=(),
-                inbox=self.inbox,
-                pace=self.pace,
-                absence_s=absence_s,
-                say=self.said.append,
-            )
+            self.hub,
+            publication,
+            progress,
+            LocalWorkerSupervisor(worker_supervisor=worker_supervisor),
+            scratch,
+            absence_s,
         )
         self.judges, self.source = Judges(), Prompts()
         self.parts = RolloutParts(
@@ -375,22 +391,10 @@ class SwarmBench:
         self._thread = Thread(target=self.workers_loop.run_forever, name="workers", daemon=True)
         self._thread.start()
 
-    # ---- the hub's callbacks -----------------------------------------------------------------------------------------
-
-    def _check(self, lease: Lease, grown: Trajectory, report: Report) -> str | None:
-        newest = max(self.hub.versions, default=-1)
-        return check_report(lease, report, LIMITS, grown=grown, newest_version=newest, text=str)
-
-    def _convict(self, worker: int, sentence: str) -> None:
-        self.convicted.append((worker, sentence))
-        self.hub.hang_up(worker, sentence, is_final=True)
-        self.broker.leave(worker, "convicted")
-
-    def _to_runner(self, message: FromPort) -> None:
-        if isinstance(message, Report) and message.finish_reason is not None:
-            self.pace.finish(time.monotonic(), self.broker.busy_since_s)
-        self.told.append(message)
-        self.inbox.put(message)
+    @property
+    def convicted(self) -> list[tuple[Author, str]]:
+        """Workers with a report that could not come from a correct one."""
+        return self.verifier.accused
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def test_a_straggler_with_noise_of_its_own_is_relieved_and_the_first_to_finish_i
             while not revoked:  # until a trajectory of the slow one was long enough to be relieved
                 assert bench.version < 20, "no trajectory was relieved"
                 groups = bench.step()
-                revoked = [message for message in list(bench.told) if isinstance(message, WorkRevoked)]
+                revoked = [message for message in list(bench.told.all) if isinstance(message, WorkRevoked)]
             assert {message.cause for message in revoked} == {"overtaken"}
             keys = [(message.group_id, message.sample_index) for message in revoked]
             assert len(keys) == len(set(keys)), "each is replaced once, and not made anew"

@@ -20,15 +20,14 @@ from swarm_bench import LINEAGE, MODEL, SwarmBench, hello, quick, version_of, wa
 
 from baton.errors import UserError
 from baton.swarm.auth import Role, TokenFile, digest_of
+from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.hub import Hub
-from baton.swarm.hub.overview import overview
+from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import Admitted, HeartbeatAck, Rejected, decode_from_hub, encode
-from baton.swarm.verification.policy import InspectionSettings, QuarantineRecord, VerificationPolicy
-from baton.swarm.verification.quarantine import Quarantine
-from baton.swarm.verification.service import VerificationService
-from baton.swarm.verification.verify import Calibration, violation
+from baton.swarm.verification.policy import QuarantineRecord
+from baton.swarm.verification.verify import violation
 
 pytestmark = pytest.mark.timing
 
@@ -57,34 +56,8 @@ def get(bench: SwarmBench, path: str, token: str | None = None, **headers: str) 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[SwarmBench]:
     (tmp_path / "run").mkdir()
-    verifier = VerificationService(
-        lambda: pytest.fail("nothing is scored here"),
-        VerificationPolicy(InspectionSettings(), b"secret"),
-        Calibration(),
-        Quarantine(tmp_path / "run" / "quarantine.jsonl"),
-        keep_versions=2,
-        to_hub=lambda action: None,
-        on_release=lambda key: None,
-        on_remake=lambda key: None,
-        say=lambda text: None,
-        on_conviction=lambda quarantine_record: None,
-    )
-
-    def look(hub: Hub) -> HubStatus:
-        return overview(hub, made.port, verifier, lineage=LINEAGE)
-
     with quick():
-        made = SwarmBench(
-            tmp_path,
-            "async",
-            max_staleness=4,
-            parts={
-                "status": look,
-                "prometheus": lambda hub: prometheus(look(hub)),
-                "is_banned": verifier.quarantine.reason,
-            },
-        )
-        made.verifier = verifier
+        made = SwarmBench(tmp_path, "async", max_staleness=4)
         yield made
         made.close()
 
@@ -120,7 +93,7 @@ def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(
             denied += 1
         for role in roles:
             assert get(bench, route, tokens[role])[0] not in {401, 403}, (route, role)
-    assert bench.hub.counters.denied == denied
+    assert bench.access.denied == denied
     assert state(bench) == before
     lines = [json.loads(line) for line in (bench.directory / "audit.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["event"] == "denied"]
@@ -153,7 +126,7 @@ def test_quarantine_takes_the_worker_by_its_key_and_the_token_with_the_third(ben
     digest = digest_of(token)
     for number in range(3):
         (admitted,) = asyncio.run(join())
-        worker = bench.hub.parts.keys.worker(digest, admitted.key)
+        worker = bench.access.keys.worker(digest, admitted.key)
         assert asyncio.run(join(admitted.key)) == [], "the same worker"
         verdict = violation("forged logprobs")
         quarantine_record = QuarantineRecord(worker, "0/0@1", verdict, (), (), 0, 1, 1, digest, f"guest#{number}")
@@ -276,7 +249,9 @@ def test_workers_of_a_hub_behind_tls_are_sent_to_no_relay_in_the_clear(bench, ha
 
 
 def test_two_hubs_cannot_have_one_port(bench, tmp_path):
-    other = Hub(bench.hub.parts, ListenAddress.parse(f"127.0.0.1:{bench.port_number}"))
+    listener, known = HubListener(ListenAddress.parse(f"127.0.0.1:{bench.port_number}")), bench.access
+    access = AccessControl(listener, known.authenticators, known.audit, known.quarantine, known.keys)
+    other = Hub(access, bench.hub.welcome, bench.broker, bench.verifier, bench.said.append)
     with pytest.raises(UserError, match="the hub cannot listen there"):
         other.start()
     other.stop()

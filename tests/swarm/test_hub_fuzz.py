@@ -25,7 +25,7 @@ import baton.swarm.hub.worker_connection
 from baton.errors import Fault
 from baton.rollout.engine import EngineStats
 from baton.swarm.auth import Role
-from baton.swarm.hub.requests import Requests
+from baton.swarm.hub.access import AccessControl
 from baton.swarm.messages import MAX_FRAME_BYTES, Admitted, Heartbeat, Hello, Leaving, Rejected, decode_from_hub, encode
 from baton.types import FinishReason, PolicyVersion, Report, Retry, Segment
 from baton.weights.storage import ByteReader
@@ -234,17 +234,15 @@ def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
 
 
 def test_a_seated_worker_that_says_what_is_no_message_is_named(tmp_path):
-    named: list[tuple[str, str]] = []
     with quick():
-        bench: Any = SwarmBench(
-            tmp_path, parts={"on_malformed": lambda peer, text: named.append((peer.grant.name, text))}
-        )
+        bench: Any = SwarmBench(tmp_path)
         bench.stranger = bench.tokens.create(Role.WORKER, 3600, name="stranger")
         run(lambda session: say(session, bench, [encode(hello("a")), b"\xc1"]))
         run(lambda session: say(session, bench, [b"\xc1"]))
         wait_until(lambda: bench.hub.counters.malformed == 2, "both are counted")
         bench.close()
-    assert [name for name, _ in named] == ["stranger"], "who has no place yet has nothing to lose it for"
+    names = [author.grant.name for author, _ in bench.verifier.malformed]
+    assert names == ["stranger"], "who has no place yet has nothing to lose it for"
 
 
 def test_raw_nonsense_over_http_is_answered_or_hung_up_on(bench):
@@ -285,7 +283,7 @@ def test_raw_nonsense_over_http_is_answered_or_hung_up_on(bench):
 
 def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkeypatch):
     monkeypatch.setattr(baton.swarm.hub.admission, "AUTHENTICATE_S", 1.0)
-    door = bench.hub.door
+    door = bench.hub.access.listener
     memory, turned_away = memory_mb(), door.turned_away
     lines = []
     for number in range(700):
@@ -323,7 +321,7 @@ def test_who_never_says_hello_is_hung_up_on(bench, monkeypatch):
 def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypatch):
     """It asks without end, and takes no answer off its connection."""
     monkeypatch.setattr(baton.swarm.hub.peers, "MAX_UNSENT_BYTES", 2**20)
-    monkeypatch.setattr(Requests, "delay_s", lambda self, grant: 0.0)  # it would take longer otherwise
+    monkeypatch.setattr(AccessControl, "delay_s", lambda self, grant: 0.0)  # it would take longer otherwise
     monkeypatch.setattr(baton.swarm.hub.worker_connection, "CLOSE_S", 0.2)
     memory = memory_mb()
     line = socket.socket()

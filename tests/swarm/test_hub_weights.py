@@ -10,11 +10,25 @@ import pytest
 from swarm_bench import PATIENCE_S, ScriptedEngine, SwarmBench, wait_until
 
 from baton.swarm.auth import Role
+from baton.swarm.supervisor import HubAccess
 
 pytestmark = pytest.mark.timing
 
 PLANNED = {"fast": 1.5, "slow": 0.75, "slower": 0.75}
 """Of a slot: half of the batch for one, a quarter for each of the others."""
+
+
+class PlannedCrew:
+    """Workers that the test starts."""
+
+    def begin(self, hub: HubAccess) -> None: ...
+
+    def weight(self, name: str) -> float:
+        return PLANNED[name]
+
+    def look_after(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def planned(directory: Path, token_s: dict[str, float]) -> SwarmBench:
@@ -24,7 +38,7 @@ def planned(directory: Path, token_s: dict[str, float]) -> SwarmBench:
         "sync",
         batch_groups=4,
         group_size=4,
-        parts={"weight": lambda grant: PLANNED[grant.name]},
+        worker_supervisor=PlannedCrew(),
         lease_rules={"silence_s": 600.0, "wedge_s": 600.0},
     )
     for name in PLANNED:

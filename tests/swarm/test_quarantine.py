@@ -210,13 +210,13 @@ def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path)
             for t in TokenFile(Path(wanted.swarm.token_file)).tokens()
         }
         (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
-        reason = hub.parts.is_banned(grants["bad"], quarantine_record.worker)
+        reason = hub.access.quarantine.reason(grants["bad"], quarantine_record.worker)
         loop.close()
     assert reason is not None
     assert reason.startswith("in quarantine")
     assert quarantine_record.token == grants["bad"].digest
-    assert hub.parts.is_banned(grants["bad"], "another worker") is None
-    assert hub.parts.is_banned(grants["good"], "") is None
+    assert hub.access.quarantine.reason(grants["bad"], "another worker") is None
+    assert hub.access.quarantine.reason(grants["good"], "") is None
 
 
 def test_the_secret_of_a_run_outlives_its_hub_and_is_nobody_elses_to_read(model: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_secret_of_a_run_outlives_its_hub_and_is_nobody_elses_to_read(model:
             path = wanted.run.path / "inspection.secret"
             secrets.append(path.read_bytes())
             assert path.stat().st_mode & 0o777 == 0o600
-            keys.append(loop.port.hub.parts.keys)  # type: ignore[attr-defined]
+            keys.append(loop.port.hub.access.keys)  # type: ignore[attr-defined]
             loop.close()
     assert secrets[0] == secrets[1]
     assert len(secrets[0]) == 32

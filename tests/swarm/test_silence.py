@@ -30,10 +30,8 @@ pytestmark = pytest.mark.timing
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[SwarmBench]:
-    accused: list[str] = []
     with quick():
-        made = SwarmBench(tmp_path, "async", parts={"on_malformed": lambda peer, sentence: accused.append(sentence)})
-        made.accused = accused
+        made = SwarmBench(tmp_path, "async")
         yield made
         made.close()
 
@@ -61,7 +59,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_not_accused(bench):
             await again.close()
 
     asyncio.run(work())
-    assert bench.accused == []
+    assert bench.verifier.malformed == []
     assert bench.hub.counters.malformed == 0
     bench.wait_for_said("worker mute#0: silent for 1.2 s")
     lines = [json.loads(line) for line in (bench.directory / "audit.jsonl").read_text().splitlines()]
@@ -80,7 +78,7 @@ def test_a_hub_whose_loop_stands_still_hears_what_came_meanwhile(bench):
     bench.in_hub(lambda: time.sleep(2.5))
     bench.step()
     bench.assert_sound()
-    assert bench.accused == []
+    assert bench.verifier.malformed == []
     assert not [text for text in bench.said if "silent" in text or "was not heard of" in text]
     assert worker.error is None
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,11 +77,16 @@ class Office:
             self.calibration,
             Quarantine(path / "quarantine.jsonl"),
             keep_versions=2,
-            to_hub=self.actions.put,
-            on_release=self.released.append,
-            on_remake=self.remade.append,
-            say=self.said.append,
-            on_conviction=self.quarantine_records.append,
+            noise_seed=9,
+        )
+        self.verifier.attach(
+            SimpleNamespace(
+                say=self.said.append,
+                call=self.actions.put,
+                release=self.released.append,
+                remake=self.remade.append,
+                quarantined=self.quarantine_records.append,
+            )
         )
         for number in (0, 1):
             self.verifier.published(PolicyVersion("a", number), {"version": number})
@@ -172,7 +178,7 @@ def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
         office.finish(group, (author("bad"), 0, LENGTH))
         office.finish(group + 10, (author("good"), 0, LENGTH))
         office.rule(2)
-    office.verifier.consumed(7, [(1, 0), (11, 0)], 9)
+    office.verifier.consumed(7, [(1, 0), (11, 0)])
     office.rule()
     office.script.forged["4/0"] = 0.5
     office.finish(4, (author("bad"), 0, LENGTH))

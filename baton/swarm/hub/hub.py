@@ -1,44 +1,51 @@
 """The hub: one port, where workers take leases and weights and hand in what they have grown.
 
     GET /worker                        WebSocket (messages.py); role worker
-    everything else                    requests.py
+    everything else                    http_routes.py
 
-| task       | consumes          | produces          | waits for       | unblocked by                |
-|------------|-------------------|-------------------|-----------------|-----------------------------|
-| connection | a worker's frames | calls of the desk | the worker      | a frame, or the lease table |
-| sender     | a worker's queue  | frames            | the socket      | its deadline                |
-| ticker     | the clock         | ticks             | the next second | the clock                   |
+| task       | consumes          | produces                     | waits for       | unblocked by               |
+|------------|-------------------|------------------------------|-----------------|----------------------------|
+| connection | a worker's frames | calls of the broker, commands | the worker     | a frame, or a command      |
+| sender     | a worker's queue  | frames                       | the socket      | its deadline               |
+| ticker     | the clock         | ticks                        | the next second | the clock                  |
 
 All in one event loop in a thread of its own, so that nothing here needs a lock and a long train step starves nobody;
-`call` is how the runner's thread reaches in. What the loop is late by is not held against the workers.
+`call` is how the controller's thread reaches in. What the loop is late by is not held against the workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any
+from typing import assert_never
 
 import msgspec
 from aiohttp import web
 
 from baton.console import visible
 from baton.errors import DeadlineExceeded, Fault, UserError
-from baton.swarm.audit import Audit
-from baton.swarm.auth import AccessGrant, Authenticator, Denied, Role
-from baton.swarm.hub.listener import HubListener
+from baton.swarm.auth import AccessGrant, Role
+from baton.swarm.hub.access import AccessControl, Unwanted
 from baton.swarm.hub.peers import Outgoing, Peer
 from baton.swarm.hub.relay import RelayList
-from baton.swarm.hub.requests import Requests
 from baton.swarm.hub.worker_connection import ReceiveTimeout, WorkerConnection
-from baton.swarm.identity import WorkerKeys
-from baton.swarm.lease_broker import LeaseBroker
-from baton.swarm.listen import ListenAddress
+from baton.swarm.lease_broker import (
+    BrokerCommand,
+    Disconnect,
+    Key,
+    LeaseBroker,
+    ReportViolation,
+    SendToController,
+    SendToWorker,
+    VerifyTrajectory,
+    key_of,
+)
 from baton.swarm.messages import (
     MAX_FRAME_BYTES,
     SILENT_HEARTBEATS,
@@ -55,45 +62,13 @@ from baton.swarm.messages import (
     Want,
     Welcome,
 )
-from baton.types import PolicyVersion, Report, Retry
-from baton.weights.store import Store
+from baton.swarm.supervisor import WorkerSupervisor
+from baton.swarm.verification.policy import Author, QuarantineRecord
+from baton.swarm.verification.service import VerificationService
+from baton.types import FromPort, PolicyVersion, Report, Retry
 
 TICK_S = 1.0
 START_DEADLINE_S = 30.0
-
-
-class WorkerRefused(Exception):
-    """A worker that may speak here, but is not of use to this run."""
-
-
-@dataclass(frozen=True, slots=True)
-class HubParts:
-    """What a hub works with."""
-
-    broker: LeaseBroker
-    authenticators: tuple[Authenticator, ...]
-    audit: Audit
-    store: Store
-    model: bytes
-    welcome: Welcome
-    status: Callable[[Hub], Any]
-    """Gathers what `baton status` shows."""
-    prometheus: Callable[[Hub], str]
-    on_served: Callable[[Hub], None] = lambda hub: None
-    """A worker has come to serve another version."""
-    on_joined: Callable[[Peer], None] = lambda peer: None
-    on_tick: Callable[[float], None] = lambda delay_s: None
-    """delay_s: what the hub was late by."""
-    admits: Callable[[Hello, AccessGrant], str | None] = lambda hello, grant: None
-    """Why a worker is not wanted, or None."""
-    keys: WorkerKeys = field(default_factory=lambda: WorkerKeys(secrets.token_bytes(32)))
-    is_banned: Callable[[AccessGrant, str], str | None] = lambda grant, worker: None
-    """(token, id of a worker or "") → why the worker, or all of the token's, are in quarantine."""
-    weight: Callable[[AccessGrant], float] = lambda grant: 1.0
-    """What is expected of one slot of a token's workers: see `WorkerJoined`."""
-    on_malformed: Callable[[Peer, str], None] = lambda peer, sentence: None
-    """A worker that has its place said what is no message."""
-    say: Callable[[str], None] = lambda text: None
 
 
 @dataclass(slots=True)
@@ -102,7 +77,6 @@ class _Counters:
 
     bytes_out: int = 0
     malformed: int = 0
-    denied: int = 0
     loop_delay_s: float = 0.0
     """The longest so far."""
     by_route: dict[str, int] = field(default_factory=dict)
@@ -116,9 +90,26 @@ class _Counters:
 class Hub:
     """The event loop, its thread, and every connection."""
 
-    def __init__(self, parts: HubParts, listen: ListenAddress) -> None:
-        self.parts, self.listen = parts, listen
+    def __init__(
+        self,
+        access: AccessControl,
+        welcome: Welcome,
+        broker: LeaseBroker,
+        verifier: VerificationService,
+        say: Callable[[str], None],
+        worker_supervisor: WorkerSupervisor | None = None,
+    ) -> None:
+        """crew: says what is expected of the workers that it has started."""
+        self.access, self.welcome, self.broker, self.verifier = access, welcome, broker, verifier
+        self.say, self._worker_supervisor = say, worker_supervisor
+        self.listen = access.listener.listen
+        self.inbox: SimpleQueue[FromPort] = SimpleQueue()
+        """What the controller receives."""
         self.peers: dict[int, Peer] = {}
+        self._authors: dict[int, Author] = {}
+        """By worker number, also of workers that are gone."""
+        self._commands: deque[BrokerCommand] = deque()
+        self._is_executing = False
         self.counters = _Counters()
         self.want: Want | None = None
         self.relays = RelayList()
@@ -126,7 +117,6 @@ class Hub:
         """Published and still of use, by number."""
         self.slots = 0
         """Of all workers that can be spoken to; read by the runner's thread."""
-        self._requests, self.door = Requests(self), HubListener()
         self._by_worker: dict[str, int] = {}
         """Id of a worker → its number."""
         self._next_worker = 0
@@ -135,12 +125,16 @@ class Hub:
         self._port: int | None = None
         self._started = Event()
         self._fault: Exception | None = None
+        self._app = web.Application(client_max_size=MAX_FRAME_BYTES)
+        self._app.router.add_get("/worker", self._worker)
         self._thread = Thread(target=self._run, name="hub", daemon=True)
+        verifier.attach(self)
 
     # ---- from other threads ------------------------------------------------------------------------------------------
 
-    def start(self) -> int:
-        """Listen, and return the port. Raises UserError where the address cannot be had."""
+    def start(self, routes: Iterable[web.RouteDef] = ()) -> int:
+        """Listen, and return the port. routes: of plain HTTP. Raises UserError where the address cannot be had."""
+        self._app.add_routes(routes)
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
             raise DeadlineExceeded(f"the hub did not begin to listen at {self.listen.host} in {START_DEADLINE_S:.0f} s")
@@ -173,12 +167,82 @@ class Hub:
         if self._thread.is_alive():
             self._thread.join(START_DEADLINE_S)
 
+    def gone(self, name: str, cause: str) -> None:
+        """The run's own workers of a token have ended: their leases need not wait for them. From any thread."""
+
+        def action() -> None:
+            for worker in self._own_workers(name):
+                self.hang_up(worker, cause)
+                self.execute(self.broker.leave(worker, cause))
+
+        self.call(action)
+
+    def weigh(self, name: str, weight: float) -> None:
+        """The run's own workers of a token are expected to do another share. From any thread."""
+
+        def action() -> None:
+            for worker in self._own_workers(name):
+                self.execute(self.broker.weigh(worker, weight))
+
+        self.call(action)
+
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
+
+    def execute(self, commands: Iterable[BrokerCommand]) -> None:
+        """Carry out the broker's commands, in order.
+
+        What comes of one, such as a worker whose connection is full, is carried out after those that wait.
+        """
+        self._commands.extend(commands)
+        if self._is_executing:
+            return
+        self._is_executing = True
+        try:
+            while self._commands:
+                self._execute(self._commands.popleft())
+        finally:
+            self._is_executing = False
+
+    def _execute(self, command: BrokerCommand) -> None:
+        match command:
+            case SendToWorker(worker=worker, message=message):
+                self.send(worker, message)
+            case SendToController(message=message):
+                self.inbox.put(message)
+            case Disconnect(worker=worker, cause=cause):
+                self.hang_up(worker, cause)
+            case ReportViolation(worker=worker, sentence=sentence):
+                self._violated(worker, sentence)
+            case VerifyTrajectory(lease=lease, trajectory=trajectory, spans=spans):
+                parts = [(self._authors[worker], first, end) for worker, first, end in spans]
+                if not self.verifier.finished(lease, trajectory, parts):
+                    for released in self.broker.release(key_of(lease)):
+                        self._execute(released)
+            case _:
+                assert_never(command)
+
+    def release(self, key: Key) -> None:
+        """A trajectory that was held back may be trained."""
+        self.execute(self.broker.release(key))
+
+    def remake(self, key: Key) -> None:
+        """A trajectory that was held back is to be generated again."""
+        self.execute(self.broker.remake(key))
+
+    def quarantined(self, quarantine_record: QuarantineRecord) -> None:
+        """Hang up on a worker, or on all of its token's, and have everything made again that is not trained."""
+        self.say(f"worker {quarantine_record.shown} is in quarantine: {quarantine_record.verdict.reason}")
+        reasons = {n: self.access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
+        workers = [number for number, reason in reasons.items() if reason is not None]
+        for number in workers:
+            self.hang_up(number, reasons[number] or "", is_final=True)
+            self.execute(self.broker.leave(number, "in quarantine"))
+        self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def relay_announced(self, url: str) -> None:
         """A relay is there; workers are told of a new one at once."""
         if self.relays.announce(url):
-            self.parts.say(f"relay {url} joined")
+            self.say(f"relay {url} joined")
             if self.want is not None:
                 self.announce(self.want)
 
@@ -186,6 +250,7 @@ class Hub:
         """A version is published: have every worker want it."""
         self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.versions[want.version.number] = want.version
+        self.broker.newest_version = max(self.versions)
         for peer in self.peers.values():
             self.send(peer.number, want)
 
@@ -194,7 +259,7 @@ class Hub:
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
             self.hang_up(worker, "takes nothing off its connection")
-            self.parts.broker.leave(worker, "too slow a connection")
+            self.execute(self.broker.leave(worker, "too slow a connection"))
 
     def hang_up(self, worker: int, cause: str, *, is_final: bool = False) -> None:
         """End a worker's connection; unless it is final it may come again, as a new worker."""
@@ -202,7 +267,7 @@ class Hub:
         if peer is None:
             return
         self._by_worker.pop(peer.worker, None)
-        self.parts.say(f"worker {peer.name}: {cause}")
+        self.say(f"worker {peer.name}: {cause}")
         if peer.outgoing is not None:
             peer.outgoing.put(Rejected(cause, is_final))
             peer.outgoing.close()
@@ -226,15 +291,12 @@ class Hub:
             self._stopping.set()
 
     async def _main(self) -> None:
-        app = web.Application(client_max_size=MAX_FRAME_BYTES)
-        app.router.add_get("/worker", self._worker)
-        self._requests.add_routes(app.router)
         try:
-            self._port = await self.door.open(app, self.listen)
+            self._port = await self.access.listener.open(self._app)
             self._started.set()
             await self._tick()
         finally:
-            await self.door.close()
+            await self.access.listener.close()
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
@@ -256,39 +318,41 @@ class Hub:
             last_s = now_s
             for peer in list(self.peers.values()):
                 self._recheck(peer)
-            self.parts.broker.tick(delay_s)
-            self.parts.on_tick(delay_s)
+            self.execute(self.broker.tick(delay_s))
+            self.verifier.tick(delay_s)
 
     def _recheck(self, peer: Peer) -> None:
         """A token may expire, be revoked or be put into quarantine while its worker is connected."""
-        banned = self.parts.is_banned(peer.grant, peer.worker)
-        try:
-            if banned is not None:
-                raise Denied(403, banned, peer.grant.label)
-            for authenticator in self.parts.authenticators:
-                with suppress(Denied):
-                    authenticator.recheck(peer.grant)
-                    return
-            raise Denied(401, "the token is no longer valid", peer.grant.label)
-        except Denied as denied:
-            self.parts.audit.denied(denied, peer.address, "/worker")
-            self.hang_up(peer.number, denied.reason, is_final=True)
-            self.parts.broker.leave(peer.number, "token")
+        reason = self.access.recheck(peer.grant, peer.worker, peer.address)
+        if reason is not None:
+            self.hang_up(peer.number, reason, is_final=True)
+            self.execute(self.broker.leave(peer.number, "token"))
+
+    def _violated(self, worker: int, sentence: str) -> None:
+        """Called when what a worker said could not come from a correct one."""
+        if self.verifier.violated(self._authors[worker], sentence, f"a report of worker {worker}") is None:
+            self.hang_up(worker, sentence, is_final=True)
+            self.execute(self.broker.leave(worker, "in quarantine"))
+
+    def _own_workers(self, name: str) -> list[int]:
+        """Of the run's own workers of a token: another's token of this name is none of theirs."""
+        grants = ((peer.number, peer.grant) for peer in self.peers.values())
+        return [number for number, grant in grants if grant.is_own and grant.name == name]
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     async def _worker(self, request: web.Request) -> web.WebSocketResponse:
-        grant = self._requests.admit(request, {Role.WORKER})
+        grant = self.access.admit(request, {Role.WORKER})
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=1.0, compress=False)
         await socket.prepare(request)
         outgoing = Outgoing()
-        outgoing.put(self.parts.welcome)
+        outgoing.put(self.welcome)
         line = WorkerConnection(
             socket,
             request.transport,
             outgoing,
             lambda size: self.counters.sent("messages", size),
-            lambda: self._requests.delay_s(grant),
+            lambda: self.access.delay_s(grant),
         )
         await line.hold(self._converse(line, grant, request.remote or "", outgoing))
         return socket
@@ -297,13 +361,13 @@ class Hub:
         """Hear a worker out, until it is gone or hung up on."""
         peer: Peer | None = None
         try:
-            hello = await line.read_hello(self.parts.say)
+            hello = await line.read_hello(self.say)
             if hello is None:
                 return
             peer = self._seat(hello, grant, address, outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
-            silence_s = SILENT_HEARTBEATS * self.parts.welcome.heartbeat_s
+            silence_s = SILENT_HEARTBEATS * self.welcome.heartbeat_s
             while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
                 message = await line.read_unless_silent(silence_s)
                 if message is None:
@@ -314,14 +378,14 @@ class Hub:
             outgoing.put(Rejected(str(error), is_final=False))
             if peer is not None and peer.outgoing is outgoing:
                 self.hang_up(peer.number, str(error))
-                self.parts.broker.leave(peer.number, "silent")
+                self.execute(self.broker.leave(peer.number, "silent"))
         except Malformed as error:
             self._complain("malformed", error, grant, address)
             self.counters.malformed += 1
             outgoing.put(Rejected(f"malformed: {str(error)[:300]}", is_final=False))
             if peer is not None and self.peers.get(peer.number) is peer:
-                self.parts.on_malformed(peer, str(error)[:300])
-        except WorkerRefused as error:
+                self._violated(peer.number, f"malformed: {str(error)[:300]}")
+        except Unwanted as error:
             self._complain("unwanted", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=True))
         except Exception as error:  # noqa: BLE001  # no worker's words may end the hub; this worker they do
@@ -329,32 +393,25 @@ class Hub:
             self._complain("fault", error, grant, address)
             if peer is not None:
                 self.hang_up(peer.number, cause)
-                self.parts.broker.leave(peer.number, "fault")
+                self.execute(self.broker.leave(peer.number, "fault"))
         finally:
             if peer is not None and peer.outgoing is outgoing:
                 self._cut(peer)
 
     def _complain(self, event: str, error: Exception, grant: AccessGrant, address: str) -> None:
         status = {"silent": 0, "malformed": 400, "unwanted": 403}.get(event, 500)
-        self.parts.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
+        self.access.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
 
     def _seat(self, hello: Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
         """Give a worker its place, or the one it had before a cut."""
-        if hello.model_digest != self.parts.welcome.model_digest:
+        if hello.model_digest != self.welcome.model_digest:
             raise Malformed(f"it was built for another model ({hello.model_digest[:12]})")
-        refusal = self.parts.admits(hello, grant)
-        if refusal is not None:
-            raise WorkerRefused(refusal)
-        key, keys = hello.key, self.parts.keys
-        worker = keys.worker(grant.digest, key)
-        if worker is None:
-            key = keys.issue(grant.digest)
-            worker = keys.worker(grant.digest, key)
-            assert worker is not None, "a key that was just issued is known"
+        worker, key = self.access.identify(hello, grant)
+        if key != hello.key:
             outgoing.put(Admitted(key))
-        banned = self.parts.is_banned(grant, worker)
+        banned = self.access.quarantine.reason(grant, worker)
         if banned is not None:
-            raise WorkerRefused(banned)
+            raise Unwanted(banned)
         known = self.peers.get(self._by_worker.get(worker, -1))
         if known is not None:
             if known.outgoing is not None:
@@ -366,12 +423,17 @@ class Hub:
             peer = Peer(number, grant, hello, address, time.monotonic(), outgoing, worker, key)
             self.peers[number] = peer
             self._by_worker[worker] = number
-            self.parts.on_joined(peer)
+            self._authors[number] = Author(worker, grant, peer.name, hello.worker_class)
             owner = None if grant.is_own else grant.digest
-            self.parts.broker.join(number, hello.slots, self.parts.weight(grant), hello.worker_class.noise, owner)
-            self.parts.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
+            weight = (
+                self._worker_supervisor.weight(grant.name)
+                if self._worker_supervisor is not None and grant.is_own
+                else 1.0
+            )
+            self.execute(self.broker.join(number, hello.slots, weight, hello.worker_class.noise, owner, name=peer.name))
+            self.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()
-        self.parts.broker.held(peer.number, hello.leases)
+        self.execute(self.broker.held(peer.number, hello.leases))
         self._hear(peer, Heartbeat(hello.serves, peer.stats))
         return peer
 
@@ -380,37 +442,37 @@ class Hub:
         peer.outgoing = None
         self._count_slots()
         if self.peers.get(peer.number) is peer and not self._stopping.is_set():  # else its end has been told already
-            count = self.parts.broker.num_leases(peer.number)
+            count = self.broker.num_leases(peer.number)
             its = f"its {count} leases wait for it to come back, then go to others" if count else "it held no leases"
-            self.parts.say(f"worker {peer.name}: connection lost; {its}")
-        self.parts.broker.hear(peer.number, None, peer.stats.decoded_tokens)
+            self.say(f"worker {peer.name}: connection lost; {its}")
+        self.execute(self.broker.hear(peer.number, None, peer.stats.decoded_tokens))
 
     def _hear(self, peer: Peer, message: FromWorker) -> None:
-        broker, now_s = self.parts.broker, time.monotonic()
         match message:
             case Report():
                 self._alive(peer)
-                broker.report(peer.number, message)
+                self.execute(self.broker.report(peer.number, message))
             case Retry():
-                broker.refuse(peer.number, message)
+                self.execute(self.broker.refuse(peer.number, message))
             case Heartbeat():
+                now_s = time.monotonic()
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
                 self.send(peer.number, HeartbeatAck())
                 if peer.served != before:
-                    self.parts.on_served(self)
+                    self.broker.pace.serve(now_s, (p.served for p in self.peers.values() if p.is_connected))
             case Leaving():
                 self.hang_up(peer.number, "left")
-                broker.leave(peer.number, "left")
+                self.execute(self.broker.leave(peer.number, "left"))
             case Fault(kind=kind, text=text):
                 self.hang_up(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
-                broker.leave(peer.number, "fault")
+                self.execute(self.broker.leave(peer.number, "fault"))
             case Hello():
                 raise Malformed("a second Hello")
 
     def _alive(self, peer: Peer) -> None:
-        self.parts.broker.hear(peer.number, peer.served, peer.stats.decoded_tokens)
+        self.execute(self.broker.hear(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
         """The number of a version that was published by this process, digest and all; None for any other."""

@@ -42,7 +42,8 @@ _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 class HubListener:
     """One listening address. Lives in the thread of its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, listen: ListenAddress) -> None:
+        self.listen = listen
         self.turned_away = 0
         """Connections closed because they were too many or showed no valid token in time."""
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
@@ -55,14 +56,15 @@ class HubListener:
         self._acceptors: list[asyncio.Task[None]] = []
         self._greeters: set[asyncio.Task[None]] = set()
 
-    async def open(self, app: web.Application, listen: ListenAddress) -> int:
+    async def open(self, app: web.Application) -> int:
         """Listen, and return the port. Raises OSError where the address cannot be had."""
         app.middlewares.append(self._close_strangers)
         self._controller = web.AppRunner(
             app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=1.0
         )
         await self._controller.setup()
-        loop, tls, port = asyncio.get_running_loop(), listen.ssl_context(), listen.port
+        listen, loop = self.listen, asyncio.get_running_loop()
+        tls, port = listen.ssl_context(), listen.port
         found = await loop.getaddrinfo(listen.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in {(family, address): None for family, _, _, _, address in found}:
             one = socket.create_server((address[0], port, *address[2:]), family=family, backlog=256)

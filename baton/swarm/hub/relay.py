@@ -105,7 +105,7 @@ class Relay:
         self._flights: dict[str, asyncio.Task[Any]] = {}
         """Fetches under way: whoever else wants the same waits for them."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
-        self._door, self._downloads = HubListener(), Downloads()
+        self._door, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
         self.bytes_out = 0
         self.url = ""
@@ -119,7 +119,7 @@ class Relay:
         connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
         async with aiohttp.ClientSession(connector=connector) as self._http:
             try:
-                port = await self._door.open(app, listen)
+                port = await self._door.open(app)
                 self.url = self._options.public_url or listen.url(port)
                 await self._announce_all_along(until)
             except OSError as error:

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from baton.records.trace import ASIDE, LeaseTrace, Tracer
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm import lease_events as ev
-from baton.swarm.lease_broker import BrokerCallbacks, Check, LeaseBroker
+from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck
 from baton.swarm.leases import LeaseTable
 from baton.swarm.verification.service import LogprobScorer
 from baton.types import Lease, Report, Retry, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerTrace:
-    """What a desk traces by."""
-
-    leases: LeaseTrace
-    name: Callable[[int], str]
-    """A worker that is connected → what it is called."""
-    handed_over: Mapping[int, float]
-    """Version → when the trainer handed it over, while some worker lacks it."""
 
 
 class TracedLeaseBroker(LeaseBroker):
@@ -32,73 +20,76 @@ class TracedLeaseBroker(LeaseBroker):
     worker.
     """
 
-    def __init__(
-        self, table: LeaseTable, outside: BrokerCallbacks, check: Check, clock: Callable[[], float], trace: BrokerTrace
-    ) -> None:
-        def check_and_trace(lease: Lease, grown: Trajectory, report: Report) -> str | None:
-            complaint = check(lease, grown, report)
+    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Callable[[], float], trace: LeaseTrace) -> None:
+        def check_and_trace(lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
+            complaint = check(lease, report, grown=grown, newest_version=newest_version)
             if complaint is None:
-                trace.leases.heard(report)
+                trace.heard(report)
             return complaint
 
-        super().__init__(table, outside, check_and_trace, clock)
+        super().__init__(table, check_and_trace, clock)
         self._trace = trace
         self._names: dict[int, str] = {}
         self._served: dict[int, tuple[int | None, float]] = {}
         """Worker → (version that it serves, since when)."""
 
     def join(
-        self, worker: int, slots: int, weight: float = 1.0, kind: str | None = "", owner: str | None = None
-    ) -> None:
-        self._names[worker] = self._trace.name(worker)
+        self,
+        worker: int,
+        slots: int,
+        weight: float = 1.0,
+        kind: str | None = "",
+        owner: str | None = None,
+        name: str = "",
+    ) -> list[BrokerCommand]:
+        self._names[worker] = name
         self._served[worker] = (None, self._clock())
-        super().join(worker, slots, weight, kind, owner)
+        return super().join(worker, slots, weight, kind, owner, name)
 
-    def hear(self, worker: int, version: int | None, decoded_tokens: int) -> None:
+    def hear(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         before, since_s = self._served.get(worker, (version, 0.0))
         if version is not None and version != before:
             now_s = self._clock()
-            begin_s = max(since_s, self._trace.handed_over.get(version, since_s))
-            tracer = self._trace.leases.tracer
-            tracer.span("fetch", self._names[worker], ASIDE, min(begin_s, now_s), now_s, version=version)
+            begin_s = max(since_s, self.pace.announced.get(version, since_s))
+            self._trace.tracer.span("fetch", self._names[worker], ASIDE, min(begin_s, now_s), now_s, version=version)
             self._served[worker] = (version, now_s)
-        super().hear(worker, version, decoded_tokens)
+        return super().hear(worker, version, decoded_tokens)
 
-    def leave(self, worker: int, cause: str) -> None:
+    def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
         self._end_all(worker)
-        super().leave(worker, cause)
+        return super().leave(worker, cause)
 
-    def held(self, worker: int, leases: Iterable[int]) -> None:
+    def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
         claimed = set(leases)
         known = self.table.workers[worker].leases if worker in self.table.workers else set()
         for lease in known - claimed:
-            self._trace.leases.ended(lease, "lost")
-        super().held(worker, claimed)
+            self._trace.ended(lease, "lost")
+        return super().held(worker, claimed)
 
-    def refuse(self, worker: int, retry: Retry) -> None:
+    def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
         if self.table.knows(retry.lease_id):
-            self._trace.leases.heard(retry)
-        super().refuse(worker, retry)
+            self._trace.heard(retry)
+        return super().refuse(worker, retry)
 
-    def _obey(self, command: ev.Command) -> None:
+    def _apply(self, command: ev.Command) -> BrokerCommand | None:
         match command:
             case ev.DropLease(lease=lease):
-                self._trace.leases.ended(lease, "dropped")
+                self._trace.ended(lease, "dropped")
             case ev.DisconnectWorker(worker=worker):
                 self._end_all(worker)
             case _:
                 pass
-        super()._obey(command)
-        # else it has been hung up on meanwhile
-        if isinstance(command, ev.GrantLease) and command.worker in self._names:
+        found = super()._apply(command)
+        if isinstance(command, ev.GrantLease):
             slots = self.table.workers[command.worker].slots
-            self._trace.leases.given(self._branches[command.lease].lease, self._names[command.worker], slots)
+            self._trace.given(self._branches[command.lease].lease, self._names[command.worker], slots)
+        return found
 
     def _end_all(self, worker: int) -> None:
         self._served.pop(worker, None)
         name = self._names.pop(worker, None)
         if name is not None:
-            self._trace.leases.left(name)
+            self._trace.left(name)
 
 
 class TracedLogprobScorer(LogprobScorer):

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from baton.rollout.rescored import Claim, Rescored
-from baton.swarm.lease_broker import Key
+from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
 from baton.swarm.verification.policy import (
     Author,
@@ -63,6 +63,28 @@ class LogprobScorer(Protocol):
         ...
 
 
+class VerificationClient(Protocol):
+    """The hub, which acts on verdicts. All but `call` belongs to its thread."""
+
+    say: Callable[[str], None]
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Have something done in the hub's thread."""
+        ...
+
+    def release(self, key: Key) -> None:
+        """A trajectory that was held back may be trained."""
+        ...
+
+    def remake(self, key: Key) -> None:
+        """A trajectory that was held back is to be generated again."""
+        ...
+
+    def quarantined(self, quarantine_record: QuarantineRecord) -> None:
+        """A worker is in quarantine."""
+        ...
+
+
 @dataclass(slots=True)
 class VerificationCounters:
     """Of the examiner's life."""
@@ -84,38 +106,41 @@ class VerificationService:
         quarantine: Quarantine,
         *,
         keep_versions: int,
-        to_hub: Callable[[Callable[[], None]], None],
-        on_release: Callable[[Key], None],
-        on_remake: Callable[[Key], None],
-        on_conviction: Callable[[QuarantineRecord], None],
-        say: Callable[[str], None],
+        noise_seed: int,
     ) -> None:
-        """make_scorer: called in the examiner's thread, when there is something to score. to_hub: see `Hub.call`.
+        """make_scorer: called in the examiner's thread, when there is something to score. noise_seed: of batches.
 
-        on_release, on_remake: a trajectory that was held back may be trained, or is to be made again.
+        keep_versions: 0 scores nothing.
         """
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
-        self._on_release, self._on_remake, self._on_conviction = on_release, on_remake, on_conviction
-        self._make_scorer, self._to_hub, self._say = make_scorer, to_hub, say
-        self._keep = keep_versions
+        self._make_scorer, self._keep, self._noise_seed = make_scorer, keep_versions, noise_seed
+        self._hub: VerificationClient
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._cases: SimpleQueue[Case] = SimpleQueue()
         self._executor = SerialExecutor("examiner")
         self._scorer: LogprobScorer | None = None
         verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
 
+    def attach(self, hub: VerificationClient) -> None:
+        """Say who acts on the verdicts; called before anything else."""
+        self._hub = hub
+
     # ---- from the runner's side --------------------------------------------------------------------------------------
 
     def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         """Keep a version to score by; the oldest beyond the bound is let go."""
+        if not self._keep:
+            return
         self._tensors[version.number] = tensors
         while len(self._tensors) > self._keep:
             self._tensors.popitem(last=False)
 
-    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]], noise_seed: int) -> None:
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
         """(group id, sample index) of the trajectories in a batch."""
-        names = tuple(name_of((noise_seed, *pair)) for pair in trajectories)
+        if not self._keep:
+            return
+        names = tuple(name_of((self._noise_seed, *pair)) for pair in trajectories)
         self._tell_from_thread(BatchConsumed(names, step))
 
     def close(self) -> None:
@@ -126,7 +151,9 @@ class VerificationService:
 
     def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[Part]) -> bool:
         """A trajectory is complete; say whether it is held back to be checked."""
-        key = (lease.noise_seed, trajectory.group_id, trajectory.sample_index)
+        if not self._keep:
+            return False
+        key = key_of(lease)
         claim = Claim(trajectory, lease.sampling, lease.noise_seed)
         banned = frozenset(a.worker for a, _, _ in parts if self.quarantine.reason(a.grant, a.worker))
         return bool(self._tell(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
@@ -150,21 +177,21 @@ class VerificationService:
                     self._cases.put(case)
                     self._executor.submit(self._run)
                 case ReleaseTrajectory(key=key):
-                    self._on_release(key)
+                    self._hub.release(key)
                 case RemakeTrajectory(key=key):
-                    self._on_remake(key)
+                    self._hub.remake(key)
                 case QuarantineWorker(quarantine_record=quarantine_record):
                     self.quarantine.add(quarantine_record)
-                    self._on_conviction(quarantine_record)
+                    self._hub.quarantined(quarantine_record)
                 case WarnUser(text=text):
-                    self._say(text)
+                    self._hub.say(text)
         return commands
 
     def _tell_from_thread(self, event: VerificationEvent) -> None:
         def tell() -> None:
             self._tell(event)
 
-        self._to_hub(tell)
+        self._hub.call(tell)
 
     # ---- in the examiner's thread ------------------------------------------------------------------------------------
 

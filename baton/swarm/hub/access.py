@@ -1,0 +1,127 @@
+"""Who may ask a hub for anything: tokens, quarantine, rates, and what a run requires of its workers.
+
+Both the WebSocket of the workers (`hub.py`) and the HTTP routes (`http_routes.py`) ask here. All in the hub's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from baton.swarm.audit import Audit
+from baton.swarm.auth import AccessGrant, Authenticator, Denied, Role
+from baton.swarm.hub.admission import RateLimit
+from baton.swarm.hub.listener import HubListener
+from baton.swarm.identity import WorkerKeys
+from baton.swarm.messages import Hello
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.verification.verify import Calibration, unseen_draws
+
+REQUESTS_PER_S = 4000.0
+"""Messages and requests of one token that are dealt with; more than that waits."""
+BURST = 8000.0
+
+
+class Unwanted(Exception):
+    """A worker that may speak here, but is not of use to this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRequirements:
+    """What a run requires of a worker beside a token."""
+
+    dtype: str
+    """Of its engine."""
+    engine: str
+    """Kind of engine."""
+    on_new_version: str
+    calibration: Calibration
+
+    def refusal(self, hello: Hello, grant: AccessGrant) -> str | None:
+        """Return why a worker is of no use to the run, or None."""
+        if self.on_new_version == "keep" and not grant.is_trusted:
+            return 'on_new_version = "keep" is for trusted workers: baton token create --role worker --trusted'
+        if hello.worker_class.dtype != self.dtype:
+            return f"this run generates in {self.dtype}, not in {hello.worker_class.dtype}"
+        if grant.is_trusted:
+            return None
+        return unseen_draws(hello.worker_class, self.engine) or self.calibration.refusal(hello.worker_class)
+
+
+class AccessControl:
+    """Admits requests and workers, and records whom it refuses."""
+
+    def __init__(
+        self,
+        listener: HubListener,
+        authenticators: tuple[Authenticator, ...],
+        audit: Audit,
+        quarantine: Quarantine,
+        keys: WorkerKeys,
+        requirements: WorkerRequirements | None = None,
+    ) -> None:
+        self.listener, self.authenticators, self.audit = listener, authenticators, audit
+        self.quarantine, self.keys = quarantine, keys
+        self._requirements = requirements
+        self._rate = RateLimit(REQUESTS_PER_S, BURST)
+        self.denied = 0
+        """Requests that were refused."""
+
+    def admit(self, request: web.Request, roles: Collection[Role]) -> AccessGrant:
+        """Return who is asking. Raises HTTPUnauthorized or HTTPForbidden, with a line in the audit."""
+        header = request.headers.get("Authorization")
+        refusals: list[Denied] = []
+        for authenticator in self.authenticators:
+            try:
+                grant = authenticator.check(header, roles)
+            except Denied as error:
+                refusals.append(error)
+                continue
+            banned = self.quarantine.reason(grant)
+            if banned is None:
+                is_owner = grant.role is Role.ADMIN or grant.is_trusted
+                self.listener.identify(request, grant.digest, is_owner=is_owner)
+                return grant
+            refusals.append(Denied(403, banned, grant.label))
+            break
+        denied = max(refusals, key=lambda one: (one.status, one.name is not None))  # who knows the token knows why
+        self.denied += 1
+        route = request.match_info.route.resource
+        self.audit.denied(denied, request.remote or "", route.canonical if route else "")
+        kind = web.HTTPUnauthorized if denied.status == 401 else web.HTTPForbidden
+        raise kind(text=denied.reason)
+
+    def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
+        """Return why a connected worker may stay no longer: its token may have expired, or be in quarantine now."""
+        reason = self.quarantine.reason(grant, worker)
+        denied = Denied(401, "the token is no longer valid", grant.label)
+        if reason is not None:
+            denied = Denied(403, reason, grant.label)
+        else:
+            for authenticator in self.authenticators:
+                with suppress(Denied):
+                    authenticator.recheck(grant)
+                    return None
+        self.audit.denied(denied, address, "/worker")
+        return denied.reason
+
+    def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
+        """Return a worker's id and its key, which is a new one unless it presents one. Raises Unwanted."""
+        refusal = None if self._requirements is None else self._requirements.refusal(hello, grant)
+        if refusal is not None:
+            raise Unwanted(refusal)
+        key = hello.key
+        worker = self.keys.worker(grant.digest, key)
+        if worker is None:
+            key = self.keys.issue(grant.digest)
+            worker = self.keys.worker(grant.digest, key)
+            assert worker is not None, "a key that was just issued is known"
+        return worker, key
+
+    def delay_s(self, grant: AccessGrant) -> float:
+        """Return how long a message or request of a token has to wait for its turn."""
+        return self._rate.delay_s(grant.digest, time.monotonic())

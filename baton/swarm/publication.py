@@ -1,0 +1,84 @@
+"""Publishes versions in the background, announces them to the workers, and removes those that nobody needs any more.
+
+controller's thread           publisher's thread                 hub's thread
+  publish ───────────────────▶ chunks, manifest ──── call ──────▶ announce
+                               collect ◀───────────────────────── versions that workers hold or may want
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from baton.swarm.hub.hub import Hub
+from baton.swarm.messages import Want
+from baton.swarm.serial_executor import SerialExecutor
+from baton.types import PolicyVersion
+from baton.weights.publish import PublishedVersion, Publisher
+from baton.weights.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRetention:
+    """Which versions stay."""
+
+    fetchable: int
+    """The latest so many may be fetched, and scored by."""
+    stored: int
+    """The latest so many stay in the store whatever the workers hold."""
+    pinned: tuple[PolicyVersion, ...] = ()
+    """These stay whatever happens: the base model of adapters."""
+
+
+class Publication:
+    """The versions of one run."""
+
+    def __init__(
+        self, hub: Hub, publisher: Publisher, store: Store, retention: VersionRetention, shared: str = ""
+    ) -> None:
+        """shared: directory in shared memory for this machine's workers; empty for none."""
+        self._hub, self._publisher, self._store = hub, publisher, store
+        self._retention, self._shared = retention, shared
+        self._executor = SerialExecutor("publisher")
+        self._futures: deque[Future[None]] = deque()
+        self.last: PublishedVersion | None = None
+        """The last publication."""
+
+    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Publish in the background; a worker is told of the version when it is whole."""
+        self._futures.append(self._executor.submit(self._publish, tensors, version, time.monotonic()))
+
+    def check(self) -> None:
+        """Raise what has failed in the background."""
+        while self._futures and self._futures[0].done():
+            self._futures.popleft().result()
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self._executor.close()
+
+    def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
+        self._hub.verifier.published(version, tensors)
+        self.last = self._publisher.publish(tensors, version)
+        self._hub.call(lambda: self._announce(version, since_s))
+        self._hub.call(self._let_go)
+
+    def _announce(self, version: PolicyVersion, since_s: float) -> None:
+        self._hub.broker.pace.announced[version.number] = since_s
+        self._hub.announce(Want(version, shared=self._shared))
+
+    def _let_go(self) -> None:
+        """In the hub's thread: let go of versions that nobody has or wants any more."""
+        hub, retention = self._hub, self._retention
+        kept = [hub.versions[number] for number in sorted(hub.versions)[-retention.fetchable :]]
+        held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
+        live = [*kept, *held, *retention.pinned]
+        hub.versions = {number: v for number, v in hub.versions.items() if v in live}
+        self._futures.append(self._executor.submit(self._collect, live))
+
+    def _collect(self, live: list[PolicyVersion]) -> None:
+        self._store.collect(live, keep=self._retention.stored)
