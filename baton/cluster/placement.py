@@ -64,11 +64,6 @@ class Placement(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def ids(self) -> dict[str, str]:
-        """Name → id."""
-        return {name: node for node, name in self.names.items()}
-
-    @property
     def training_machines(self) -> frozenset[str]:
         """Names of those whose loss ends the trainer."""
         return frozenset(post.machine for post in self.ranks)

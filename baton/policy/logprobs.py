@@ -12,17 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
 from baton.policy.head import RequestedScores, find_head, head_scores, score
-from baton.policy.packing import packed_hidden_states
-
-SDPA_FLOAT32 = "sdpa_float32"
-"""Name under which transformers finds `_sdpa_float32`."""
+from baton.policy.packing import packed_hidden_states, prefer_packed_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +30,6 @@ class TokenScores:
     """[N] nats, over the whole vocabulary."""
     hidden: torch.Tensor | None
     """[N, H] what the head turned into logits: of the place before each token. None where the head is not known."""
-
-
-def token_logprobs(
-    model: PreTrainedModel, input_ids_BS: torch.Tensor, *, first: int, temperature: float, with_entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of the tokens at places first … S−1, each given all tokens before it, and the entropy there.
-
-    See `padded_scores`; the entropy carries no gradient, and is None unless asked for.
-    """
-    scores = padded_scores(model, input_ids_BS, first=first, temperature=temperature, with_entropy=with_entropy)
-    return scores.logprobs, scores.entropy
 
 
 def padded_scores(
@@ -135,18 +119,9 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """Let attention run in float32 inside bfloat16 autocast, where that is faster: SDPA on a CPU."""
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(SDPA_FLOAT32, _sdpa_float32)
-        AttentionMaskInterface.register(SDPA_FLOAT32, sdpa_mask)
-        model.set_attn_implementation(SDPA_FLOAT32)
-
-
-def _sdpa_float32(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    with torch.autocast(query.device.type, enabled=False):
-        return sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
+    """Let attention run in float32 inside bfloat16 autocast, where that is faster: SDPA on a CPU (`packing.py`)."""
+    if model.device.type == "cpu":
+        prefer_packed_attention(model)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

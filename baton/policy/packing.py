@@ -25,7 +25,7 @@ _lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
     """Let a model attend to packed rows by themselves, and to padded ones as before. Nothing changes but for SDPA."""
-    if model.config._attn_implementation in ("sdpa", "sdpa_float32"):
+    if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
         AttentionMaskInterface.register(PACKED, _mask)
         model.set_attn_implementation(PACKED)

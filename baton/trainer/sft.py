@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import TrainingDiverged
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import compute_in, prefer_float32_attention, token_logprobs
+from baton.policy.logprobs import compute_in, padded_scores, prefer_float32_attention
 from baton.trainer.optimizer import check_schedule, learning_rate, make_optimizer, set_learning_rate
 from baton.trainer.settings import SftSettings
 
@@ -103,5 +103,5 @@ def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSe
         is_target_BS[place, len(row.prompt_ids) : row.num_tokens] = True
     ids_BS, is_target_BS = ids_BS.to(model.device), is_target_BS.to(model.device)
     with compute_in(torch_dtype(settings.dtype), model.device):
-        logprobs_BK, _ = token_logprobs(model, ids_BS, first=first, temperature=1.0)
+        logprobs_BK = padded_scores(model, ids_BS, first=first, temperature=1.0).logprobs
     return -logprobs_BK[is_target_BS[:, first:]].sum(), ids_BS.numel()

@@ -231,19 +231,15 @@ class _CodedBytes:
     def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
         self._chunks = iter(way.chunks)
         self._gather = gather
-        self._waiting = b""
-        self._at = 0
+        self._waiting = bytearray()
 
     def take(self, size: int) -> bytes:
         """Return the next bytes. A manifest's sizes add up, so that there are as many."""
-        found = bytearray()
-        while len(found) < size:
-            if self._at == len(self._waiting):
-                self._waiting, self._at = self._gather.chunk(next(self._chunks)), 0
-            piece = self._waiting[self._at : self._at + size - len(found)]
-            found += piece
-            self._at += len(piece)
-        return bytes(found)
+        while len(self._waiting) < size:
+            self._waiting += self._gather.chunk(next(self._chunks))
+        found = bytes(self._waiting[:size])
+        del self._waiting[:size]
+        return found
 
 
 def _check_digest(version: PolicyVersion, digest: str) -> None:

@@ -113,9 +113,10 @@ def test_no_machine_is_asked_for_more_than_it_has(world: tuple[object, tuple[obj
     placed = place(plan, there)  # type: ignore[arg-type]
     posts = [*placed.ranks, *placed.workers]
     assert len({post.name for post in posts}) == len(posts)
+    ids = {name: node for node, name in placed.names.items()}
     asked: dict[str, Counter[str]] = {}
     for post in posts:
-        asked.setdefault(placed.ids[post.machine], Counter()).update(post.resources)
+        asked.setdefault(ids[post.machine], Counter()).update(post.resources)
     for machine in there:
         has = dict.fromkeys(machine.units, float(machine.num_gpus))  # type: ignore[attr-defined]
         has["CPU"] = max(has.get("CPU", 0.0), machine.cpus)  # type: ignore[attr-defined]

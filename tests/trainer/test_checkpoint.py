@@ -67,7 +67,7 @@ def test_hugging_face_loads_it(tmp_path):
     assert (tmp_path / "a" / "generation_config.json").is_file()
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["dtype"] == "float32"
-    assert "sdpa_float32" not in (tmp_path / "a" / "config.json").read_text()  # our own name means nothing elsewhere
+    assert "baton_packed" not in (tmp_path / "a" / "config.json").read_text()  # our own name means nothing elsewhere
 
 
 def test_the_state_says_what_made_it(tmp_path):

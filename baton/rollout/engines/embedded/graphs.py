@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +24,8 @@ _WARM_UPS = 2
 """Steps before a capture: kernels are chosen and workspaces made in the first."""
 
 
-class Captured(Protocol):
-    """A step that can be run again on other inputs."""
-
-    def __call__(self, ids_W: Tensor, position_W: Tensor) -> Tensor:
-        """Run it; return the logits [W, V], which the next run overwrites."""
-
-
+Captured = Callable[[Tensor, Tensor], Tensor]
+"""(ids [W], positions [W]) → logits [W, V], which the next run overwrites: a step that can be run on other inputs."""
 Capture = Callable[[Step, Tensor, Tensor, int], Captured]
 
 
