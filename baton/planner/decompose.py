@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.cost.publish import publish_s
 from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
@@ -196,9 +195,7 @@ def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floa
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):
         shares[:, k] = family.split[place] / inputs.model.num_layers
-    latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
-    times: Floats = publish_s(inputs.model, inputs.work, shares, pools.publish_bytes_per_s, latency)
-    return times
+    return sync_table(inputs.model, inputs.work, pools, shares)
 
 
 def _keeping_pace(
@@ -349,7 +346,7 @@ def _realise(
                 shapes.append(Shapes(stage, tp, np.minimum(groups[place] + spare[place], family.most[place][rows])))
             tables.append(evaluated(inputs.model, inputs.work, problem.pools, list(family.order), shapes))
     table = merged_table(problem.pools, tables, is_complete=True)
-    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table)
+    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
     richer = msgspec.structs.replace(problem, table=table, sync_s=sync_s)
     found = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
     return None if found is None else (richer, found)

@@ -71,7 +71,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         pools=pools,
         columns=columns,
         table=table,
-        sync_s=sync_table(model, work, pools, table),
+        sync_s=sync_table(model, work, pools, table.shares),
         step=make_step(work),
         trained_tokens=work.trained_tokens,
         train_rate_bound=np.array(rates),

@@ -90,7 +90,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
         gamma = (low + high) / 2
         found = evaluate_division(problem, program, propose(problem, gamma, rows, scores))
         if found is None:  # one side cannot do its part at all: which one says where to go
-            low = gamma if not _can_train(problem, propose(problem, gamma, rows, scores)) else low
+            low = low if _rows_within(problem, propose(problem, gamma, rows, scores)).any() else gamma
             high = high if low == gamma else gamma
             continue
         train_s = float(problem.table.time_s[found.row])
@@ -103,10 +103,6 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
         else:
             stable += 1
     return best
-
-
-def _can_train(problem: AssignmentProblem, train: Ints) -> bool:
-    return bool(np.any(_rows_within(problem, train)))
 
 
 def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

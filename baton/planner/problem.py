@@ -141,8 +141,8 @@ def make_step(work: Workload) -> StepModel:
     )
 
 
-def sync_table(model: ModelSpec, work: Workload, pools: Pools, table: TrainTable) -> Floats:
-    """Publication times of all candidates, [candidates, pools]."""
+def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
+    """Publication times of candidates whose pools train these shares of the weights, both [candidates, pools]."""
     latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
-    times: Floats = publish_s(model, work, table.shares, pools.publish_bytes_per_s, latency)
+    times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

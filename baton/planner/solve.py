@@ -27,15 +27,12 @@ MOST_GPUS_IN_PARTS = 128
 LEFT_OUT = "its machine's links would slow weights or gradients down by more than it would bring"
 
 
-def make_plan(
-    inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0, prefer: dict[str, str] | None = None
-) -> Plan:
+def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> Plan:
     """Return the best plan of a cluster. Raises UserError naming what binds where there is none.
 
     A pool of several nodes talks at the speed of their links; a plan that keeps to one of its nodes may be faster, so
     each pool is also tried with one node alone, unless a bound says that this cannot be better (in clusters of up to
-    MOST_GPUS_IN_PARTS). `prefer` maps GPUs to
-    the role they have now: among equal seats they keep it.
+    MOST_GPUS_IN_PARTS).
     """
     check_solver()
     started = time.monotonic()
@@ -45,7 +42,7 @@ def make_plan(
         left_s = max(5.0, time_limit_s - (time.monotonic() - started))
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
-            plan = _plan(inputs.on(part), method, left_s, ceiling_s, prefer)
+            plan = _plan(inputs.on(part), method, left_s, ceiling_s)
         except UserError as error:
             refusal = refusal or error
             continue
@@ -94,9 +91,7 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
     return msgspec.structs.replace(plan, idle=idle, price_per_h=cluster.price_per_h)
 
 
-def _plan(
-    inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float, prefer: dict[str, str] | None
-) -> Plan | None:
+def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster all of whose nodes take part, or None where none can beat `ceiling_s`.
 
     Where nodes of one GPU type differ (in links), plans are made for pools of nodes that are alike and for whole types
@@ -107,7 +102,7 @@ def _plan(
         if lower_bound_s(problem) >= ceiling_s:
             return None
         problem, solution = solve(inputs, problem, method, time_limit_s)
-        return describe(inputs, problem, solution, method, prefer)
+        return describe(inputs, problem, solution, method)
     optimistic = make_problem(inputs, "optimistic")
     if lower_bound_s(optimistic) >= ceiling_s:
         return None
@@ -117,7 +112,7 @@ def _plan(
     plans = []
     for view in views:
         problem, solution = solve(inputs, make_problem(inputs, view), method, time_limit_s / 3)
-        plans.append(describe(inputs, problem, solution, method, prefer))
+        plans.append(describe(inputs, problem, solution, method))
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     least_s = solve(inputs, optimistic, "exact", time_limit_s / 3)[1].bound_s
     note = "nodes of one GPU type differ: the bound takes the fastest link of each type for all"

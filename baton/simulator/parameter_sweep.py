@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import msgspec
@@ -72,19 +72,13 @@ def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
 
 
 def sweep(
-    source: SettingSource,
-    simulation_options: SimulationOptions,
-    axes: Sequence[SweepAxis],
-    options: RunOptions,
-    done: Callable[[int], None] | None = None,
+    source: SettingSource, simulation_options: SimulationOptions, axes: Sequence[SweepAxis], options: RunOptions
 ) -> ParameterSweep:
-    """Simulate every combination. `done` hears how many are."""
+    """Simulate every combination."""
     points = []
-    for count, values in enumerate(product(*(axis.values for axis in axes)), start=1):
+    for values in product(*(axis.values for axis in axes)):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
         points.append(_point(source, simulation_options, chosen, options))
-        if done is not None:
-            done(count)
     place, why = recommend(points)
     return ParameterSweep(tuple(axes), tuple(points), place, why)
 
