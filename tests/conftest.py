@@ -106,7 +106,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe
     from baton.run.assemble import build_loop
-    from baton.views.summary import summarise
+    from baton.run.summary import summarise
     from baton.views.terminal.progress import TerminalObserver
 
     root = tmp_path_factory.mktemp("small")

@@ -27,10 +27,11 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
-from baton.cli import swarm as swarm_commands
 from baton.console import Console, LogFormatter, print_json, visible
 from baton.planner.compare import Alternative
+from baton.planner.instance import Inputs
 from baton.planner.more import Marginal
+from baton.planner.request import PlanResult
 from baton.profile.bench import BenchResult
 from baton.recipe.keys import RecipeKey
 from baton.recipe.load import load_recipe
@@ -38,18 +39,19 @@ from baton.recipe.presets import Algorithm
 from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.dry_run import Footprint
+from baton.run.summary import RunReport
 from baton.simulator.parameter_sweep import ParameterSweep
 from baton.simulator.result import Result
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Idle
 from baton.swarm.hub.status import HubStatus
 from baton.tasks.listing import ListedTask
 from baton.views.pages.plan_page import write_plan_page
 from baton.views.pages.simulation import write_result_page
-from baton.views.summary import RunReport
 from baton.views.terminal.algorithms import print_algorithms
 from baton.views.terminal.bench import print_bench
 from baton.views.terminal.keys import print_keys
-from baton.views.terminal.plan import print_answer
+from baton.views.terminal.plan import print_plan
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_dry_run, print_evaluations, print_report
 from baton.views.terminal.simulation import print_result, print_sweep
@@ -166,6 +168,11 @@ def observed(console: Console) -> None:
         observer.evaluated(1, [filled(Evaluation)])
 
 
+def inputs_of(name: str) -> Inputs:
+    """Inputs of which only the cluster is read."""
+    return Inputs(Cluster(name, (), ()), None, None)  # type: ignore[arg-type]
+
+
 def recipe() -> Recipe:
     return load_recipe(Recipe, ROOT / "recipes" / "quickstart.toml", ["run.seed=1"])
 
@@ -176,11 +183,14 @@ WAYS: dict[str, Callable[[Console], None]] = {
     "bench": lambda console: print_bench(console, filled(BenchResult)),
     "eval": lambda console: print_evaluations(console, [filled(Evaluation)]),
     "keys": lambda console: print_keys(console, [filled(RecipeKey)]),
-    "plan": lambda console: print_answer(
+    "plan": lambda console: print_plan(
         console,
-        hostile_plan(),
-        [Alternative(HOSTILE, None, HOSTILE), Alternative(HOSTILE, hostile_plan(), None)],
-        [filled(Marginal)],
+        PlanResult(
+            hostile_plan(),
+            inputs_of(HOSTILE),
+            [Alternative(HOSTILE, None, HOSTILE), Alternative(HOSTILE, hostile_plan(), None)],
+            [filled(Marginal)],
+        ),
     ),
     "report": lambda console: print_report(console, filled(RunReport)),
     "show": lambda console: print_trajectories(console, [filled(ReadableTrajectory)]),
@@ -204,7 +214,9 @@ def test_no_command_prints_what_controls_a_terminal(way: str) -> None:
 
 def status_of(monkeypatch: pytest.MonkeyPatch, status: HubStatus, *arguments: str) -> str:
     body = msgspec.json.encode(msgspec.to_builtins(status)).decode("utf-8", "surrogatepass").encode("utf-8", "replace")
-    monkeypatch.setattr(swarm_commands, "_get", lambda *arguments: body)
+    found = msgspec.json.decode(body, type=HubStatus)
+    monkeypatch.setattr("baton.swarm.status_client.fetch_status", lambda *arguments: found)
+    monkeypatch.setattr("baton.swarm.auth.read_token_file", lambda path: "token")
     result = CliRunner().invoke(cli.app, ["status", "http://127.0.0.1:1", "--token-file", "t", *arguments])
     assert result.exit_code == 0, result.output
     return result.output
@@ -225,7 +237,7 @@ def test_baton_status_says_that_no_worker_has_joined(monkeypatch: pytest.MonkeyP
         msgspec.convert(_replaced(msgspec.to_builtins(filled(HubStatus)), "x"), HubStatus), workers=()
     )
     text = " ".join(status_of(monkeypatch, status).split())
-    assert "no worker has joined yet; one joins by: baton worker http://127.0.0.1:1 --token-file FILE" in text
+    assert "no worker has joined yet; to add one: baton worker http://127.0.0.1:1 --token-file FILE" in text
 
 
 def _replaced(tree: Any, text: str) -> Any:
@@ -260,9 +272,7 @@ def test_pages_hold_texts_from_outside_as_texts(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
     page = tmp_path / "page.html"
     plan = plan_of([stage("H100", "a:0")], [replica("L20", "b:0", share=1.0)], cluster=hostile, model=hostile)
-    from baton.specs.cluster import Cluster
-
-    write_plan_page(page, plan, Cluster(hostile, (), ()), (), (), ())
+    write_plan_page(page, PlanResult(plan, inputs_of(hostile)), ())
     assert "<script>alert" not in page.read_text()
     assert "<img src=x" not in page.read_text()
     result = msgspec.convert(_replaced(msgspec.to_builtins(filled(Result)), hostile), Result)

@@ -25,7 +25,6 @@ from pydantic import BaseModel
 
 import baton
 from baton import files, types
-from baton.cli.token import ShownToken
 from baton.cluster import supervision
 from baton.cost import efficiency, fit
 from baton.errors import Fault
@@ -41,7 +40,7 @@ from baton.rewards import calls
 from baton.rollout import events as rollout_events
 from baton.rollout.processes import protocol
 from baton.run import dry_run as footprint
-from baton.run import loop
+from baton.run import loop, summary
 from baton.run import sft as warmstart
 from baton.simulator import parameter_sweep as simulator_sweep
 from baton.simulator import result as simulator_result
@@ -54,7 +53,6 @@ from baton.swarm.verification import quarantine
 from baton.tasks import listing
 from baton.trainer import checkpoint
 from baton.trainer.parallel import messages as ranks
-from baton.views import summary
 from baton.views.terminal.trajectories import ShownTrajectory
 from baton.weights import manifest
 
@@ -106,7 +104,7 @@ ROOTS: dict[str, Any] = {
     "audit.jsonl": audit.AuditLine,
     # printed as JSON
     "baton status --json": status.HubStatus,
-    "baton token --json": ShownToken,
+    "baton token --json": auth.ShownToken,
     "baton eval --json": evaluation.Evaluation,
     "baton show --json": ShownTrajectory,
     "baton keys --json": keys.RecipeKey,

@@ -7,36 +7,36 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import Commands, Json
+from baton.cli.options import Commands, Json, print_written
 from baton.console import err, out, print_json
 
-cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="What a cluster consists of, for baton plan.")
+cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a cluster for baton plan.")
 
 
 @cluster_app.callback()
 def _cluster() -> None:
-    """A group of commands, though it holds one."""
+    """Keeps `cluster` a group although it has one command."""
 
 
 @cluster_app.command("describe")
 def describe(
-    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="HOST:PORT of the cluster's head, or auto.")],
+    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Address of the Ray head: HOST:PORT or auto.")],
     write_to: Annotated[
-        Path | None, typer.Option("--out", help="Write the cluster TOML there instead of printing it.")
+        Path | None, typer.Option("--out", help="Write the cluster TOML to this file instead of printing it.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="Cluster TOML whose links, prices and GPU types hold.")
+        Path | None, typer.Option("--base", help="Cluster TOML to take links, prices and GPU types from.")
     ] = None,
-    name: Annotated[str, typer.Option("--name", help="What plans call the cluster.")] = "ray",
+    name: Annotated[str, typer.Option("--name", help="Name of the cluster in plans.")] = "ray",
     with_cpus: Annotated[
-        bool, typer.Option("--with-cpus", help="Machines without a GPU too, where others have one: a core is a device.")
+        bool, typer.Option("--with-cpus", help="Include machines without a GPU; each core counts as a device.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write down the machines of a Ray cluster as the file that `baton plan --cluster` reads.
+    """Describe the machines of a Ray cluster in a file for baton plan --cluster.
 
-    GPU types come from Ray (accelerator_type:H100) or from custom resources gpu_type_NAME; a machine whose type is not
-    known is left out and named. Bandwidths Ray does not know: what is assumed is said.
+    GPU types are taken from Ray (accelerator_type:H100) or from custom resources gpu_type_NAME. Machines of unknown
+    type are left out and named. Ray does not report bandwidths: the assumed values are printed.
     """
     from baton.cluster.inventory import as_toml
     from baton.cluster.ray.describe import describe_ray
@@ -52,6 +52,6 @@ def describe(
         content = described.settings.model_dump(exclude_none=True, exclude_defaults=True)
         print_json({**content, "notes": described.notes})
     elif write_to is not None:
-        out.print(f"written: {write_to}", soft_wrap=True)
+        print_written(write_to)
     else:
         out.print(text, end="", soft_wrap=True)

@@ -1,27 +1,75 @@
-"""What several commands have: a group's help, arguments and options declared once."""
+"""Options and arguments that several commands share, and how a command prints its result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
-RecipePath = Annotated[Path, typer.Argument(help="TOML file; recipes/ holds some to begin with.", show_default=False)]
+from baton.console import Console, out, print_json
+
+Shown = TypeVar("Shown")
+
+RecipePath = Annotated[Path, typer.Argument(help="Recipe (TOML); recipes/ has examples.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as trainer.lr=3e-6 run.seed=7.", show_default=False),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text for people.")]
-Html = Annotated[Path | None, typer.Option(help="Write a page with pictures.", show_default=False)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run of this name, and its output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Html = Annotated[Path | None, typer.Option(help="Write an HTML page with charts to this file.", show_default=False)]
+Calibration = Annotated[
+    Path | None, typer.Option(help="Efficiencies by GPU type, as written by baton profile.", show_default=False)
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False)
+]
+_MODEL = typer.Option(
+    help="Hugging Face model directory or its config.json; weights are not needed.", show_default=False
+)
+_WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.", show_default=False)
+Model = Annotated[Path, _MODEL]
+OptionalModel = Annotated[Path | None, _MODEL]
+Workload = Annotated[Path, _WORKLOAD]
+OptionalWorkload = Annotated[Path | None, _WORKLOAD]
+
+HubUrl = Annotated[str, typer.Argument(metavar="URL", help="URL of the hub, such as https://hub.example:7000.")]
+TokenPath = Annotated[
+    Path, typer.Option("--token-file", help="File with your token, as written by baton token create.")
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow plain HTTP to another machine; the token can be intercepted.")
+]
+Authority = Annotated[
+    Path | None, typer.Option("--ca", help="PEM file of the authority that signed the hub's certificate.")
+]
 
 
 class Commands(TyperGroup):
-    """A group whose help has the first sentence of each command whole; click cuts it to fit a line."""
+    """A group whose help shows the whole first sentence of each command; click truncates it to one line."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # typer has a click of its own
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # typer has its own copy of click
         found = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(1000)) for name, each in found if not each.hidden])
+
+
+def show(
+    record: Shown, printer: Callable[[Console, Shown], None], *, as_json: bool, console: Console | None = None
+) -> None:
+    """Print a record as JSON, or for people with `printer`."""
+    if as_json:
+        print_json(record)
+    else:
+        printer(console or out, record)
+
+
+def print_written(*paths: Path | None) -> None:
+    """Name the files that a command wrote."""
+    for path in paths:
+        if path is not None:
+            out.print(f"written: {path}", soft_wrap=True)

@@ -1,123 +1,139 @@
-"""The commands `baton plan` and `baton profile`: options and help. What they do is loaded when they run."""
+"""The command `baton plan`: which GPUs train and which generate."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from baton.cli.options import Html, Json, Overrides, RecipePath
-from baton.console import err, out, print_json, wide_out
-
-Model = Annotated[Path, typer.Option(help="Hugging Face model directory, or its config.json; weights are not needed.")]
-Load = Annotated[Path, typer.Option(help="Workload TOML, or a run's directory to measure it from.")]
-Cluster = Annotated[Path | None, typer.Option(help="Cluster TOML: the GPUs there are.", show_default=False)]
-Offers = Annotated[Path | None, typer.Option(help="Offers TOML: what can be rented.", show_default=False)]
-Budget = Annotated[float | None, typer.Option(help="Price per hour: what to rent of the offers for most throughput.")]
-Target = Annotated[
-    float | None, typer.Option(help="Trained tokens per second: the cheapest of the offers that reaches it.")
-]
-Compare = Annotated[
-    bool, typer.Option("--compare", help="Beside it: one GPU type at equal price, 75/25 and 50/50, taking turns.")
-]
-Colocated = Annotated[bool, typer.Option("--colocated", help="Trainer and engines take turns on the same GPUs.")]
-HowToDivide = Annotated[
-    Literal["exact", "paper"], typer.Option(help="How to divide: exact with a bound, or paper (equation 3).")
-]
-Symmetric = Annotated[
-    bool, typer.Option("--symmetric-only", help="No training pipeline across GPU types (FSDP, Megatron).")
-]
-Rates = Annotated[
-    Path | None,
-    typer.Option(help="Your measured tokens per second and GPU, in place of the model.", show_default=False),
-]
-Calibration = Annotated[
-    Path | None, typer.Option(help="Efficiencies by GPU type, as baton profile writes them.", show_default=False)
-]
-Running = Annotated[
-    Path | None,
-    typer.Option("--from", help="A running plan: the best new one that moves least.", show_default=False),
-]
-Lost = Annotated[
-    str | None, typer.Option(help="Machines of the cluster that are gone, with commas between.", show_default=False)
-]
-Slack = Annotated[float, typer.Option(min=0, help="With --from: share of the step time given up to move less.")]
-Limit = Annotated[float, typer.Option(min=1, help="Seconds of search; then the gap so far is reported.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON.", show_default=False)]
+from baton.cli.options import Calibration, ClusterFile, Html, Json, Model, Workload, print_written
+from baton.console import print_json, wide_out
+from baton.errors import UserError
 
 
 def plan(
     model: Model,
-    workload: Load,
-    cluster: Cluster = None,
-    offers: Offers = None,
-    budget: Budget = None,
-    target_throughput: Target = None,
-    compare: Compare = False,
-    colocated: Colocated = False,
-    method: HowToDivide = "exact",
-    symmetric_only: Symmetric = False,
-    rates: Rates = None,
+    workload: Workload,
+    cluster: ClusterFile = None,
+    offers: Annotated[Path | None, typer.Option(help="Offers TOML: machines for rent.", show_default=False)] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="With --offers: highest throughput within this price per hour.")
+    ] = None,
+    target_throughput: Annotated[
+        float | None, typer.Option(help="With --offers: lowest price that reaches this many trained tokens per second.")
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare with a single GPU type, with fixed splits and with colocation."),
+    ] = False,
+    colocated: Annotated[
+        bool, typer.Option("--colocated", help="Trainer and engines take turns on the same GPUs.")
+    ] = False,
+    method: Annotated[
+        Literal["exact", "paper"], typer.Option(help="Exact search with a bound, or equation 3 of AReaL-Hex.")
+    ] = "exact",
+    symmetric_only: Annotated[
+        bool, typer.Option("--symmetric-only", help="Never train in one pipeline across GPU types.")
+    ] = False,
+    rates: Annotated[
+        Path | None,
+        typer.Option(help="Measured tokens per second of each GPU type (TOML); replaces the cost model."),
+    ] = None,
     calibration: Calibration = None,
-    running: Running = None,
-    lost: Lost = None,
-    slack: Slack = 0.02,
-    time_limit: Limit = 60.0,
-    write_to: Out = None,
+    running: Annotated[
+        Path | None, typer.Option("--from", help="The running plan: find a better one that moves few GPUs.")
+    ] = None,
+    lost: Annotated[str | None, typer.Option(help="Lost machines of the cluster, separated by commas.")] = None,
+    slack: Annotated[
+        float, typer.Option(min=0, help="With --from: share of step time given up to move fewer GPUs.")
+    ] = 0.02,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds of search; afterwards the remaining gap is reported.")
+    ] = 60.0,
+    write_to: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON to this file.")] = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Say which GPUs should train and which generate, how fast that is and what it costs.
+    """Plan which GPUs train and which generate, with the expected speed and cost.
 
-    Nothing is started and no GPU is needed. With --cluster: the best plan of the GPUs there are. With --offers and
-    --budget or --target-throughput: what to rent.
+    Starts nothing and needs no GPU. With --cluster: the best plan for existing GPUs. With --offers and --budget or
+    --target-throughput: what to rent.
     """
-    asked = dict(locals())
-    from baton.cli.plan_request import PlanRequest, run
+    contradictions = {
+        "--budget and --target-throughput exclude each other: fix the price or the throughput": (
+            budget is not None and target_throughput is not None
+        ),
+        "--offers goes with --budget or --target-throughput: what can be rented, and the limit": (
+            (offers is not None) != (budget is not None or target_throughput is not None)
+        ),
+        "give --cluster (existing GPUs), or --offers with --budget or --target-throughput": (
+            (offers is None) == (cluster is None)
+        ),
+        "--from replans a cluster: give --cluster alone with it": running is not None
+        and (offers is not None or colocated),
+        "--colocated and --method apply to a --cluster: use them to plan the rented machines afterwards": (
+            offers is not None and (colocated or method != "exact")
+        ),
+        "--rates and --calibration exclude each other: measured rates replace the cost model": (
+            rates is not None and calibration is not None
+        ),
+        "--lost names machines of a cluster: give --cluster": lost is not None and cluster is None,
+    }
+    for name, value in (("--budget", budget), ("--target-throughput", target_throughput)):
+        if value is not None and not value > 0:
+            raise UserError(f"{name}: got {value:g}, allowed are positive numbers")
+    for sentence, holds in contradictions.items():
+        if holds:
+            raise UserError(sentence)
+    if html is not None:
+        from baton.views.pages.page import check_page
 
-    run(PlanRequest(**asked), wide_out())
+        check_page(html)
 
+    from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
+    from baton.planner.instance import Inputs
+    from baton.planner.market import OffersSettings
+    from baton.planner.replan import without_nodes
+    from baton.planner.request import PlanRequest, run_request
+    from baton.recipe.workload import read_cluster, read_settings, read_workload
+    from baton.specs.cluster import Cluster
+    from baton.specs.model import read_model
+    from baton.specs.plan import read_plan, write_plan
+    from baton.views.terminal.plan import print_plan
 
-FileUnder = Annotated[
-    str | None, typer.Option(help="Name of the catalogue to file it under; the default is this device's.")
-]
-AsLoad = Annotated[bool, typer.Option("--as-load", hidden=True, help="Generate until killed, beside a measurement.")]
-CalibrationOut = Annotated[Path, typer.Option("--out", help="Where the calibration file goes.")]
+    existing = Cluster("none", (), ()) if cluster is None else read_cluster(cluster)
+    if lost is not None:
+        existing = without_nodes(existing, [name.strip() for name in lost.split(",") if name.strip()])
+    inputs = Inputs(
+        cluster=existing,
+        model=read_model(model),
+        work=read_workload(workload),
+        efficiencies=Efficiencies() if calibration is None else read_settings(CalibrationSettings, calibration).build(),
+        rates=None if rates is None else read_settings(RatesSettings, rates),
+        cross_types=not symmetric_only,
+    )
+    request = PlanRequest(
+        inputs,
+        offers=None if offers is None else read_settings(OffersSettings, offers),
+        price_per_h=budget,
+        tokens_per_s=target_throughput,
+        running=None if running is None else read_plan(running),
+        slack=slack,
+        is_colocated=colocated,
+        method=method,
+        compares=compare or html is not None,
+        time_limit_s=time_limit,
+    )
+    result = run_request(request)
+    if write_to is not None:
+        write_plan(result.plan, write_to)
+    if html is not None:
+        from baton.views.pages.plan_page import write_plan_page
 
-
-def profile(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    gpu: FileUnder = None,
-    write_to: CalibrationOut = Path("calibration.toml"),
-    as_json: Json = False,
-    as_load: AsLoad = False,
-) -> None:
-    """Measure this device: decode, prefill and training over batch and context; write a calibration file.
-
-    It takes the recipe's model, engine and trainer, about a minute for the quickstart. The planner reads the file.
-    """
-    from baton.profile import keep_busy, write_calibration
-    from baton.profile import profile as measure
-    from baton.recipe.load import load_recipe
-    from baton.recipe.recipe import Recipe
-
-    loaded = load_recipe(Recipe, recipe, overrides or ())
-    if as_load:
-        keep_busy(loaded)
-
-    def say(text: str) -> None:
-        (err if as_json else out).print(text, soft_wrap=True)
-
-    companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
-    found = measure(loaded, gpu, say, companion)
-    write_calibration(found, write_to)
+        write_plan_page(html, result, result.price_curve())
     if as_json:
-        print_json(found)
-        return
-    for phase in ("decode", "prefill", "train"):
-        errors = [abs(p.predicted_s / p.seconds - 1) for p in found.points if p.phase == phase]
-        say(f"{phase}: the cost model is within {max(errors):.0%} of {len(errors)} measurements")
-    say(f"written: {write_to}; use it with baton plan --calibration {write_to}")
+        print_json(result.public())
+    else:
+        print_plan(wide_out(), result)
+        print_written(write_to, html)

@@ -1,65 +1,132 @@
-"""The command `baton simulate`: options and help. What it does is loaded when it runs."""
+"""The command `baton simulate`: a run in virtual time."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.options import Html, Json, Overrides
+from baton.cli.options import (
+    Calibration,
+    ClusterFile,
+    Html,
+    Json,
+    OptionalModel,
+    OptionalWorkload,
+    Overrides,
+    print_written,
+    show,
+)
 from baton.console import wide_out
+from baton.errors import UserError
 
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan, as baton plan --out writes it.")]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="A recipe, on this machine.")]
-Model = Annotated[Path | None, typer.Option(help="With --plan: the model it was made for.", show_default=False)]
-Load = Annotated[
-    Path | None, typer.Option(help="Workload TOML, or a run's directory to measure it from.", show_default=False)
-]
-ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="With --plan: its links and own GPU types.")]
-Calibration = Annotated[Path | None, typer.Option(help="Efficiencies, as baton profile writes them.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Train steps; the recipe's, or 50.", show_default=False)]
-Faults = Annotated[Path | None, typer.Option(help="Fault TOML: what goes wrong, and when.", show_default=False)]
-Seed = Annotated[int, typer.Option(min=0, help="Of lengths, judges and faults: the same gives the same events.")]
-Correlation = Annotated[float, typer.Option(min=0, max=1, help="Of lengths within a group.")]
-Drift = Annotated[float, typer.Option(help="Share by which lengths grow with each train step.")]
-JudgeCv = Annotated[float, typer.Option(min=0, help="Spread of judging times, over their mean.")]
-Laws = Annotated[bool, typer.Option("--laws", help="Check every law at every event; slower.")]
-SweepAxes = Annotated[
-    list[str] | None,
-    typer.Option("--sweep", help="key=value,value,… of [rollout]; several make a table of all.", show_default=False),
-]
-Trace = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace.", show_default=False)]
-LogFile = Annotated[Path | None, typer.Option("--log", help="Write every event and command.", show_default=False)]
+if TYPE_CHECKING:
+    from baton.simulator.sources import SettingSource
 
 
 def simulate(
     overrides: Overrides = None,
-    plan: PlanFile = None,
-    recipe: RecipeFile = None,
-    model: Model = None,
-    workload: Load = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Plan to simulate, as written by baton plan --out.")
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe to simulate on this machine.")] = None,
+    model: OptionalModel = None,
+    workload: OptionalWorkload = None,
     cluster: ClusterFile = None,
     calibration: Calibration = None,
-    steps: Steps = None,
-    faults: Faults = None,
-    seed: Seed = 0,
-    correlation: Correlation = 0.0,
-    drift: Drift = 0.0,
-    judge_cv: JudgeCv = 0.0,
-    laws: Laws = False,
-    sweep: SweepAxes = None,
-    trace: Trace = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train steps; default: the recipe's, or 50.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="Faults TOML: what fails, and when.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths, reward times and faults.")] = 0,
+    correlation: Annotated[float, typer.Option(min=0, max=1, help="Correlation of lengths within a group.")] = 0.0,
+    drift: Annotated[float, typer.Option(help="Relative growth of lengths per train step.")] = 0.0,
+    judge_cv: Annotated[float, typer.Option(min=0, help="Standard deviation of reward times over their mean.")] = 0.0,
+    laws: Annotated[bool, typer.Option("--laws", help="Check every invariant at every event; slower.")] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="KEY=A,B,…", help="Simulate these values of a [rollout] key; repeatable."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace to this file.")] = None,
     html: Html = None,
-    log: LogFile = None,
+    log: Annotated[Path | None, typer.Option("--log", help="Write every event and command to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Let a run happen in virtual time: how fast, how idle, how stale, what it costs, what a fault does to it.
+    """Simulate a run in virtual time: throughput, idle time, staleness, cost, and the effect of faults.
 
-    Nothing is started and no GPU is needed. The decisions are the live run's own; engines, trainer and links take the
-    times of the cost model.
+    Starts nothing and needs no GPU. Scheduling decisions are made by the code of the real run; engines, trainer and
+    links take the times of the cost model. --plan needs the --model and --workload that it was made for.
     """
-    asked = dict(locals())
-    from baton.cli.simulation_request import SimulationRequest, run
+    from baton.recipe.load import load_recipe
+    from baton.simulator.faults import FaultsSettings
+    from baton.simulator.parameter_sweep import read_axes
+    from baton.simulator.parameter_sweep import sweep as sweep_parameters
+    from baton.simulator.request import SimulationRequest, run_request
+    from baton.simulator.run import RunOptions
+    from baton.simulator.sources import SimulationOptions, recorded_groups
+    from baton.views.terminal.simulation import print_result, print_sweep
 
-    run(SimulationRequest(**asked), wide_out())
+    source = _source(plan, recipe, model, workload, cluster, calibration)
+    simulation_options = SimulationOptions(
+        tuple(overrides or ()),
+        steps,
+        correlation,
+        drift,
+        judge_cv,
+        recorded=recorded_groups(workload) if workload is not None and workload.is_dir() else (),
+        is_detailed=faults is not None or laws,
+    )
+    if html is not None:
+        from baton.views.pages.page import check_page
+
+        check_page(html)
+    failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, faults)
+    options = RunOptions(seed, failing.schedule(seed), laws)
+    if sweep:
+        swept = sweep_parameters(source, simulation_options, read_axes(sweep), options)
+        if html is not None:
+            from baton.views.pages.simulation import write_sweep_page
+
+            write_sweep_page(html, swept)
+        show(swept, print_sweep, as_json=as_json, console=wide_out())
+    else:
+        is_traced = trace is not None or html is not None
+        result, spans = run_request(SimulationRequest(source.setting(simulation_options), options, log, is_traced))
+        if trace is not None:
+            from baton.files import write_whole
+            from baton.records.trace import chrome_trace
+
+            write_whole(trace, chrome_trace(spans))
+        if html is not None:
+            from baton.views.pages.simulation import write_result_page
+
+            write_result_page(html, result, spans)
+        show(result, print_result, as_json=as_json, console=wide_out())
+    if not as_json:
+        print_written(log, html, trace)
+
+
+def _source(
+    plan: Path | None,
+    recipe: Path | None,
+    model: Path | None,
+    workload: Path | None,
+    cluster: Path | None,
+    calibration: Path | None,
+) -> SettingSource:
+    from baton.cost.efficiency import CalibrationSettings, Efficiencies
+    from baton.recipe.workload import read_cluster, read_settings, read_workload
+    from baton.simulator.sources import PlanSource, RecipeSource
+    from baton.specs.model import read_model
+    from baton.specs.plan import read_plan
+
+    efficiencies = None if calibration is None else read_settings(CalibrationSettings, calibration).build()
+    work = None if workload is None else read_workload(workload)
+    if recipe is not None and plan is None:
+        return RecipeSource(recipe, efficiencies, work)
+    if plan is None or recipe is not None:
+        raise UserError("give one of --plan (GPUs, as divided by baton plan) and --recipe (this machine)")
+    found = read_plan(plan)
+    if model is None or work is None:
+        raise UserError("--plan needs --model and --workload: those that the plan was made for")
+    links = None if cluster is None else read_cluster(cluster)
+    return PlanSource(found, read_model(model), work, efficiencies or Efficiencies(), links)

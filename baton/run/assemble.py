@@ -130,6 +130,17 @@ def build_loop(
         raise
 
 
+def train_here(recipe: Recipe, observer: Observer, stop: StopRequest, *, resume: bool, overwrite: bool) -> Loop:
+    """Run a recipe from this process until it ends or `stop` is requested; return the loop, closed."""
+    with stop.interrupting():
+        loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
+    try:
+        loop.train()
+    finally:
+        loop.close()
+    return loop
+
+
 def _build_loop(
     recipe: Recipe,
     observer: Observer,

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
 import msgspec
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from baton.console import Console
 from baton.errors import UserError
 from baton.files import atomic_directory, writing
 from baton.policy.load import end_ids, load_model, torch_device
@@ -34,8 +33,17 @@ from baton.types import Message
 LOSS_WINDOW = 50
 """Latest updates averaged into the loss that is shown, recorded and reported."""
 
-LINES = 20
-"""Lines of progress where the console is no terminal."""
+
+class SftObserver(Protocol):
+    """Receives the progress of a warm start."""
+
+    def stepped(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """An update is done; `loss` is the mean of the latest `LOSS_WINDOW` updates."""
+        ...
+
+    def said(self, text: str) -> None:
+        """A message for the user."""
+        ...
 
 
 class WarmStartReport(msgspec.Struct, frozen=True):
@@ -50,17 +58,17 @@ class WarmStartReport(msgspec.Struct, frozen=True):
     """Held-out accuracy of the result, sampled and greedy; empty where the recipe names no task."""
 
 
-def warm_start(recipe: WarmStart, console: Console, *, overwrite: bool = False) -> WarmStartReport:
+def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
     """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all.
 
     Raises UserError where the run or the output is there already, and is not to be overwritten.
     """
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-    lock = RunLock.take(recipe.run.path, lambda text: console.print(text))
+    lock = RunLock.take(recipe.run.path, observer.said)
     try:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-        return _warm_start(recipe, console, lock)
+        return _warm_start(recipe, observer, lock)
     finally:
         lock.release()
 
@@ -77,7 +85,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         )
 
 
-def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStartReport:
+def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
     if recipe.task:  # refused now, and not by the evaluation after the training
         TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
@@ -88,30 +96,17 @@ def _warm_start(recipe: WarmStart, console: Console, lock: RunLock) -> WarmStart
     begin = time.perf_counter()
     losses: list[float] = []
     tokens = 0
-    with Progress(
-        TextColumn("warm start"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("", total=recipe.sft.steps)
 
-        def on_step(step: int, loss: float, num_tokens: int) -> None:
-            nonlocal tokens
-            losses.append(loss)
-            tokens += num_tokens
-            recent = fmean(losses[-LOSS_WINDOW:])
-            speed = tokens / (time.perf_counter() - begin)
-            bar.update(task, completed=step, description=f"loss {recent:.3f}")
-            metrics.write(step, {"sft/loss": recent, "perf/throughput": speed})
-            last = recipe.sft.steps
-            if not console.is_terminal and (step % max(1, last // LINES) == 0 or step in (1, last)):
-                console.print(f"step {step}/{last}  loss {recent:.4f}  {speed:.0f} tok/s")
+    def on_step(step: int, loss: float, num_tokens: int) -> None:
+        nonlocal tokens
+        losses.append(loss)
+        tokens += num_tokens
+        recent = fmean(losses[-LOSS_WINDOW:])
+        speed = tokens / (time.perf_counter() - begin)
+        metrics.write(step, {"sft/loss": recent, "perf/throughput": speed})
+        observer.stepped(step, recent, speed)
 
-        fine_tune(model, examples, recipe.sft, on_step=on_step)
+    fine_tune(model, examples, recipe.sft, on_step=on_step)
     metrics.close()
     output = Path(recipe.output)
     with atomic_directory(output, before_rename=lock.check) as directory, writing(output):

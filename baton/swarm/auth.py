@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -86,6 +87,28 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.is_revoked:
             return "revoked"
         return "expired" if now >= self.expires else "valid"
+
+
+class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token as `baton token` prints it."""
+
+    name: str
+    role: Role
+    trusted: bool
+    created: str
+    """UTC, ISO 8601."""
+    expires: str
+    state: str
+    """valid, expired or revoked."""
+    token: str | None = None
+    """Its text: only when it is made, and not written to a file."""
+    written_to: str | None = None
+
+    @classmethod
+    def of(cls, token: Token) -> ShownToken:
+        """Show what the file knows of a token now."""
+        created, expires = (datetime.fromtimestamp(at, UTC).isoformat() for at in (token.created, token.expires))
+        return cls(token.name, token.role, token.is_trusted, created, expires, token.state(time.time()))
 
 
 class _Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if "mo
 versions = {"torch": torch.__version__, "transformers": transformers.__version__}
 print(json.dumps({"commit": commit, "processor": names[0], "cores": os.cpu_count(), "load_average": os.getloadavg(), **versions}))
 END
-bench() { python -m baton bench rollout --recipe recipes/quickstart.toml --json "${@:2}" > "$results/$1.json"; }
+bench() { python -m baton bench rollout recipes/quickstart.toml --json "${@:2}" > "$results/$1.json"; }
 async="rollout.mode=async engine.processes=1"
 long="rollout.max_new_tokens=512 engine.max_context_tokens=576"
 bench short --steps 8 $async

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.cli.simulation_request import SimulationRequest, run
 from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
@@ -66,8 +65,8 @@ def planned() -> PlanSource:
 
 
 def call(*arguments: object) -> str:
-    done = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
-    assert done.exit_code == 0, done.output + str(done.exception)
+    done = CliRunner().invoke(app, ["simulate", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     return done.output
 
 
@@ -99,7 +98,7 @@ def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_pat
     beyond = sum(share for lag, share in found["staleness"].items() if int(lag) > 2)
     assert beyond == pytest.approx(found["masked_share"])
     with pytest.raises(UserError, match="needs --model and --workload"):
-        run(SimulationRequest(plan=tmp_path / "plan.json"), None)  # type: ignore[arg-type]
+        call("--plan", tmp_path / "plan.json")
 
 
 def test_a_recipe_is_simulated_as_it_would_run(tmp_path: Path) -> None:
@@ -197,20 +196,20 @@ def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "said"),
+    ("arguments", "said"),
     [
-        (SimulationRequest(), "give --plan"),
-        (SimulationRequest(plan=Path("a"), recipe=Path("b")), "one of the two"),
-        (SimulationRequest(plan=Path("nowhere.json")), "there is no plan"),
-        (SimulationRequest(recipe=Path("nowhere.toml")), "there is no recipe"),
-        (SimulationRequest(recipe=RECIPE, calibration=Path("nowhere.toml")), "nowhere.toml"),
-        (SimulationRequest(recipe=RECIPE, overrides=["rollout.mod=1"]), "rollout.mod"),
-        (SimulationRequest(recipe=RECIPE, html=Path("/no/such/place.html")), "is no place for a page"),
+        ([], "give one of --plan"),
+        (["--plan", "a", "--recipe", "b"], "give one of --plan"),
+        (["--plan", "nowhere.json"], "there is no plan"),
+        (["--recipe", "nowhere.toml"], "there is no recipe"),
+        (["--recipe", RECIPE, "--calibration", "nowhere.toml"], "nowhere.toml"),
+        (["--recipe", RECIPE, "rollout.mod=1"], "rollout.mod"),
+        (["--recipe", RECIPE, "--html", "/no/such/place.html"], "cannot write the page"),
     ],
 )
-def test_a_mistake_is_one_sentence(question: SimulationRequest, said: str) -> None:
+def test_a_mistake_is_one_sentence(arguments: list[object], said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
-        run(question, None)  # type: ignore[arg-type]
+        call(*arguments)
     assert "\n" not in str(caught.value)
 
 

@@ -26,6 +26,7 @@ from baton.records.trace.spans import Span
 from baton.rewards import calls
 from baton.rollout.processes import protocol
 from baton.run.loop import LoopState
+from baton.run.summary import RunReport
 from baton.specs.plan import Plan
 from baton.swarm import messages
 from baton.swarm.audit import AuditLine
@@ -36,7 +37,6 @@ from baton.swarm.verification.quarantine import QuarantineLifted
 from baton.trainer.checkpoint import CheckpointState
 from baton.trainer.parallel import messages as ranks
 from baton.types import Batch, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
-from baton.views.summary import RunReport
 from baton.views.terminal.trajectories import ShownTrajectory
 from tests.golden.canonical import Canonical, members, tag_of
 

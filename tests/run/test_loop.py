@@ -24,9 +24,9 @@ from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
+from baton.run.summary import summarise
 from baton.trainer.checkpoint import list_checkpoints
 from baton.views.pages.report import write_page
-from baton.views.summary import summarise
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_report
 from tests.small_reward import evenness

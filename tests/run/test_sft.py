@@ -24,6 +24,9 @@ from baton.run.sft import warm_start
 from baton.trainer.settings import SftSettings
 from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Message
+from baton.views.terminal.progress import SftProgress
+
+WATCHED = SftProgress(Console(quiet=True), 1)
 
 pytestmark = pytest.mark.numerics
 
@@ -135,7 +138,7 @@ def test_a_generated_warm_start_makes_a_model_that_loads_and_reports_its_accurac
     path = write_warm_start(tmp_path / "warm.toml", "")
     with path.open("a") as file:
         file.write(GENERATED)
-    result = warm_start(load_recipe(WarmStart, path, ["sft.steps=6", "eval.num_prompts=8"]), Console(quiet=True))
+    result = warm_start(load_recipe(WarmStart, path, ["sft.steps=6", "eval.num_prompts=8"]), WATCHED)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     assert result.parameters == sum(p.numel() for p in model.parameters())
     assert model.config.model_type == "qwen3"
@@ -152,7 +155,7 @@ def test_a_warm_start_whose_evaluation_cannot_work_is_refused_before_the_trainin
         file.write(GENERATED)
     one_digit = "task.0.params={ min_terms = 1, max_terms = 1, min_digits = 1, max_digits = 1 }"
     with pytest.raises(TaskExhausted, match="'chain_sum' has only 0 distinct held-out problems"):
-        warm_start(load_recipe(WarmStart, path, [one_digit]), Console(quiet=True))
+        warm_start(load_recipe(WarmStart, path, [one_digit]), WATCHED)
     assert not (tmp_path / "runs").exists()
 
 
@@ -160,7 +163,7 @@ def test_a_warm_start_on_a_file_continues_from_a_model(tmp_path: Path, small) ->
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
     path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
-    result = warm_start(load_recipe(WarmStart, path), Console(quiet=True))
+    result = warm_start(load_recipe(WarmStart, path), WATCHED)
     assert result.evaluations == ()
     rows = read_metrics(tmp_path / "runs" / "warm")
     assert rows[-1]["sft/loss"] < 5.0
@@ -176,7 +179,7 @@ def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tm
     recipe = load_recipe(WarmStart, path, ["sft.steps=3"])
 
     def attempt(**more: bool) -> None:
-        warm_start(recipe, Console(quiet=True), **more)
+        warm_start(recipe, WATCHED, **more)
 
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "thesis.tex").write_text("years of work")
@@ -204,7 +207,7 @@ def test_off_a_terminal_steps_and_loss_are_plain_lines_and_every_step_has_metric
     data.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in ROWS))
     path = write_warm_start(tmp_path / "warm.toml", f'data = "{data}"', f'[model]\npath = "{small.model}"\n')
     out = StringIO()
-    warm_start(load_recipe(WarmStart, path, ["sft.steps=45"]), Console(file=out))
+    warm_start(load_recipe(WarmStart, path, ["sft.steps=45"]), SftProgress(Console(file=out), 45))
     rows = read_metrics(tmp_path / "runs" / "warm")
     assert [row["step"] for row in rows] == list(range(1, 46))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]

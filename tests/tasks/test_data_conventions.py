@@ -24,10 +24,10 @@ from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
+from baton.run.summary import summarise
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.types import FailureCause
 from baton.views.pages.report import render
-from baton.views.summary import summarise
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_report
 

@@ -22,13 +22,12 @@ from baton.errors import UserError
 from baton.policy.tokenizer import load_tokenizer
 from baton.records.evaluation import Evaluation, Interval
 from baton.records.run_directory import RunDirectory
+from baton.run.summary import summarise
 from baton.types import RewardResult
-from baton.views.pages import charts, length_charts
-from baton.views.pages import report as page_module
+from baton.views.pages import charts, length_charts, page
 from baton.views.pages.examples import choose_examples
 from baton.views.pages.history import Curve, evenly
 from baton.views.pages.report import duration, render, short, write_page
-from baton.views.summary import summarise
 from baton.views.terminal.report import print_evaluations, print_report
 from tests.views.report_cases import changeable_run as changeable_run
 from tests.views.report_cases import write_responses
@@ -299,14 +298,14 @@ def test_the_same_run_gives_the_same_page(run: RunDirectory) -> None:
 def test_the_page_is_written_whole_where_it_is_asked_for(run: RunDirectory, tmp_path: Path) -> None:
     write_page(run, tmp_path / "p.html")
     assert (tmp_path / "p.html").read_text().rstrip().endswith("</html>")
-    with pytest.raises(UserError, match="no place for a page"):
+    with pytest.raises(UserError, match="cannot write the page"):
         write_page(run, tmp_path / "nowhere" / "p.html")
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module, "find_spec", lambda name: None if name == "matplotlib" else object())
+    monkeypatch.setattr(page, "find_spec", lambda name: None if name == "matplotlib" else object())
     with pytest.raises(UserError, match=r"matplotlib.*pip install 'baton-rl\[report\]'"):
         render(run)
 

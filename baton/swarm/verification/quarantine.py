@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import msgspec
 
 from baton.errors import UserError
+from baton.swarm.audit import Audit
 from baton.swarm.auth import AccessGrant
 from baton.swarm.verification.policy import QuarantineRecord
 
@@ -101,6 +103,21 @@ class Quarantine:
 
 def _names(one: QuarantineRecord) -> tuple[str, ...]:
     return one.worker, one.label, one.label.rpartition("#")[0]
+
+
+def unquarantine(run: Path, name: str) -> tuple[str, ...]:
+    """Lift the quarantine of a run's workers of this name and record it in the audit log; return them.
+
+    Raises UserError where there are none.
+    """
+    if not run.is_dir():
+        raise UserError(f"there is no directory {run}: give the directory of a run, such as runs/NAME")
+    kept = run / "quarantine.jsonl"
+    if not kept.exists():
+        raise UserError(f"no worker of {run} is in quarantine: there is no {kept}")
+    lifted = Quarantine(kept).lift(name, time.time())
+    Audit(run / "audit.jsonl").record("unquarantined", 0, ", ".join(lifted), "", "baton token unquarantine", name)
+    return lifted
 
 
 def _read(path: Path) -> list[QuarantineRecord]:

@@ -3,60 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 
-from baton.errors import UserError
-from baton.files import write_whole
-from baton.planner.compare import Alternative
 from baton.planner.describe import seconds
-from baton.planner.more import Marginal, PricePoint
-from baton.specs.cluster import Cluster
+from baton.planner.more import PricePoint
+from baton.planner.request import PlanResult
 from baton.specs.plan import Plan
+from baton.views.pages.page import render_template, write_rendered
 from baton.views.terminal.plan import gpu_names, memory, money
 
 
-def write_plan_page(
-    path: Path,
-    plan: Plan,
-    cluster: Cluster,
-    alternatives: Sequence[Alternative],
-    marginals: Sequence[Marginal],
-    spots: Sequence[PricePoint],
-) -> None:
-    """Write the page of a plan. Raises UserError where matplotlib is missing or `path` is no place for a file."""
-    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"--html needs {' and '.join(missing)}, not installed: run `pip install 'baton-rl[plan]'`")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"{path} is no place for a page: allowed is a file in a directory that exists")
-    write_whole(path, _rendered(plan, cluster, alternatives, marginals, spots).encode("utf-8"))
+def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
+    """Write the page of a plan; `curve` is throughput by price."""
+    write_rendered(path, _rendered(result, curve))
 
 
-def _rendered(
-    plan: Plan,
-    cluster: Cluster,
-    alternatives: Sequence[Alternative],
-    marginals: Sequence[Marginal],
-    spots: Sequence[PricePoint],
-) -> str:
-    from jinja2 import Environment, StrictUndefined
-
+def _rendered(result: PlanResult, curve: Sequence[PricePoint]) -> str:
     from baton.views.pages import plan_charts
 
-    place = files("baton.views.pages")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"seconds": seconds, "memory": memory, "gpus": gpu_names}
-    template = environment.from_string((place / "plan.html").read_text(encoding="utf-8"))
-    return template.render(
-        css=(place / "page.css").read_text(encoding="utf-8"),
+    plan, marginals = result.plan, result.marginals
+    return render_template(
+        "plan.html",
+        {"seconds": seconds, "memory": memory, "gpus": gpu_names},
         plan=plan,
         tiles=list(_tiles(plan)),
         keys=plan_charts.colours(plan)[1],
-        drawing=plan_charts.cluster_drawing(plan, cluster),
+        drawing=plan_charts.cluster_drawing(plan, result.inputs.cluster),
         timeline=plan_charts.timeline(plan),
-        curve=plan_charts.curve_drawing(spots, plan) if len(spots) > 1 else "",
+        curve=plan_charts.curve_drawing(curve, plan) if len(curve) > 1 else "",
         more=plan_charts.marginal_drawing(marginals) if marginals else "",
         replicas=_replica_rows(plan),
         alternatives=[
@@ -69,7 +43,7 @@ def _rendered(
                 if alternative.plan
                 else alternative.why_not,
             )
-            for alternative in alternatives
+            for alternative in result.alternatives
         ],
     )
 

@@ -11,8 +11,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +18,14 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from baton.console import visible
-from baton.errors import Damaged, UserError
-from baton.files import write_whole
+from baton.errors import Damaged
 from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
+from baton.run.summary import RunReport, summarise
 from baton.views.pages.examples import Example, choose_examples
 from baton.views.pages.history import MAX_SAMPLED_STEPS, History, read_lengths
-from baton.views.summary import RunReport, summarise
+from baton.views.pages.page import check_installed, check_page, render_template, write_rendered
 
 if TYPE_CHECKING:
     from baton.views.pages.charts import Chart
@@ -67,34 +65,21 @@ class MetricRange(msgspec.Struct, frozen=True):
 
 
 def write_page(run: RunDirectory, path: Path) -> None:
-    """Write the page of a run, finished or not.
-
-    Raises UserError where matplotlib is not installed or `path` is no place for a file.
-    """
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"{path} is no place for a page: allowed is a file in a directory that exists")
-    write_whole(path, render(run).encode("utf-8"))
+    """Write the page of a run, finished or not. Raises UserError: see `check_page`."""
+    check_page(path)
+    write_rendered(path, render(run))
 
 
 def render(run: RunDirectory) -> str:
-    """Return the page of a run as HTML."""
-    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"the page needs {' and '.join(missing)}, which is not installed: run `pip install 'baton-rl[report]'`"
-        )
-    from jinja2 import Environment, StrictUndefined
-
-    place = files("baton.views.pages")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"short": short, "percent": percent, "duration": duration}
-    template = environment.from_string((place / "page.html").read_text(encoding="utf-8"))
+    """Return the page of a run as HTML. Raises UserError: see `check_installed`."""
+    check_installed()
     history = History.read(run)
     recipe = run.recipe()
     summary = None if "sft" in recipe else summarise(run)
     examples = list(choose_examples(run))
-    return template.render(
-        css=(place / "page.css").read_text(encoding="utf-8"),
+    return render_template(
+        "page.html",
+        {"short": short, "percent": percent, "duration": duration},
         name=run.path.absolute().name,
         summary=summary,
         status=_status(summary, history, recipe),

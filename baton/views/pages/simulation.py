@@ -3,70 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from matplotlib.axes import Axes
 
-from baton.files import write_whole
 from baton.planner.describe import seconds
 from baton.records.trace import Span
 from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
 from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, draw
 from baton.views.pages.charts import Chart
+from baton.views.pages.page import render_template, write_rendered
 from baton.views.pages.slots import Picture, slot_pictures
 from baton.views.terminal.plan import money
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>{{ css|safe }}</style>
-</head>
-<body>
-<header>
-  <p class="eyebrow">Baton simulation</p>
-  <h1>{{ title }}</h1>
-  <p class="note">{{ said }}</p>
-</header>
-<section class="tiles" aria-label="At a glance">
-{% for what, number, beside in tiles %}
-  <div class="tile"><p class="what">{{ what }}</p><p class="number">{{ number }}</p>
-  <p class="beside">{{ beside }}</p></div>
-{% endfor %}
-</section>
-<section>
-  <div class="charts">
-{% for chart in charts %}
-    <figure><figcaption>{{ chart.title }}</figcaption>{{ chart.svg|safe }}
-    {% if chart.note %}<p class="note">{{ chart.note }}</p>{% endif %}</figure>
-{% endfor %}
-  </div>
-{% for picture in pictures %}
-  <figure><figcaption>{{ picture.title }}</figcaption>{{ picture.svg|safe }}
-    <p class="note">{{ picture.note }}</p></figure>
-{% endfor %}
-  <div class="wide"><table>
-    <thead><tr>{% for name in heading %}<th>{{ name }}</th>{% endfor %}</tr></thead>
-    <tbody>
-{% for row in rows %}
-      <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-    </tbody>
-  </table></div>
-{% for note in notes %}
-  <p class="note">{{ note }}</p>
-{% endfor %}
-</section>
-</body>
-</html>
-"""
 
 
 def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
@@ -128,11 +78,8 @@ def _write(
     notes: Sequence[str],
     pictures: Sequence[Picture] = (),
 ) -> None:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(_PAGE)
-    css = (files("baton.views.pages") / "page.css").read_text(encoding="utf-8")
-    page = template.render(
-        css=css,
+    page = render_template(
+        "simulation.html",
         title=title,
         said=said,
         tiles=tiles,
@@ -142,7 +89,7 @@ def _write(
         notes=notes,
         pictures=pictures,
     )
-    write_whole(path, page.encode("utf-8"))
+    write_rendered(path, page)
 
 
 def _tiles(result: Result) -> list[tuple[str, str, str]]:

@@ -12,28 +12,22 @@ from baton.console import Console
 from baton.planner.compare import Alternative
 from baton.planner.describe import seconds
 from baton.planner.market import RentalChoice
-from baton.planner.more import Marginal
 from baton.planner.replan import Replanned
+from baton.planner.request import PlanResult
 from baton.specs.plan import Plan, Replica, Stage
 
 
-def print_answer(
-    console: Console,
-    plan: Plan,
-    alternatives: Sequence[Alternative] = (),
-    marginals: Sequence[Marginal] = (),
-    choice: RentalChoice | None = None,
-    replanned: Replanned | None = None,
-) -> None:
+def print_plan(console: Console, result: PlanResult) -> None:
     """Print a plan, what it was compared with, and what led to it."""
+    plan = result.plan
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, soft_wrap=True)
 
-    if choice is not None:
-        _say_choice(console, plan, choice)
-    if replanned is not None:
-        _say_replanned(console, replanned)
+    if result.choice is not None:
+        _say_choice(console, plan, result.choice)
+    if result.replanned is not None:
+        _say_replanned(console, result.replanned)
     shape = ", trainer and engines in turns" if plan.is_colocated else ""
     say(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", "italic")
     console.print(_roles(plan), soft_wrap=True)
@@ -55,12 +49,12 @@ def print_answer(
     say(f"{proof}{' (' + plan.bound.note + ')' if plan.bound.note else ''}")
     for sentence in plan.limits:
         say(f"limit: {sentence}")
-    if alternatives:
-        console.print(_rivals(plan, alternatives), soft_wrap=True)
-        for alternative in alternatives:
+    if result.alternatives:
+        console.print(_rivals(plan, result.alternatives), soft_wrap=True)
+        for alternative in result.alternatives:
             if alternative.plan is None:
                 say(f"{alternative.name}: {alternative.why_not}")
-    for marginal in marginals:
+    for marginal in result.marginals:
         price = money(marginal.price_per_h, plan.currency)
         say(f"one more {marginal.gpu} ({price} per hour) would bring {marginal.gain:+.2%} throughput")
 

@@ -4,39 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from baton.console import Console
 from baton.records.evaluation import Evaluation, shown_share
 
+LINES = 20
+"""Lines that a warm start prints where the console is no terminal."""
 
-class TerminalObserver:
-    """Prints a line per step; on a terminal, a bar shows the stage in between."""
 
-    def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
+class _Progress:
+    """A progress bar over a known number of steps, and lines above it."""
+
+    def __init__(self, console: Console, num_steps: int, columns: Sequence[ProgressColumn], *, is_live: bool) -> None:
         self._console = console
         self._num_steps = num_steps
-        self._is_live = console.is_terminal if is_live is None else is_live
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not self._is_live,
-        )
-        self._steps = self._bar.add_task("train", total=num_steps)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not is_live)
+        self._steps = self._bar.add_task("", total=num_steps)
 
-    def __enter__(self) -> TerminalObserver:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
+
+    def said(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+class SftProgress(_Progress):
+    """Shows the loss of a warm start: on a terminal in a bar, elsewhere in a few lines."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        columns = (
+            TextColumn("warm start"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(),
+        )
+        super().__init__(console, num_steps, columns, is_live=console.is_terminal)
+
+    def stepped(self, step: int, loss: float, tokens_per_s: float) -> None:
+        self._bar.update(self._steps, completed=step, description=f"loss {loss:.3f}")
+        last = self._num_steps
+        if not self._console.is_terminal and (step % max(1, last // LINES) == 0 or step in (1, last)):
+            self.said(f"step {step}/{last}  loss {loss:.4f}  {tokens_per_s:.0f} tok/s")
+
+
+class TerminalObserver(_Progress):
+    """Prints a line per step; on a terminal, a bar shows the stage in between."""
+
+    def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        super().__init__(console, num_steps, columns, is_live=console.is_terminal if is_live is None else is_live)
+        self._bar.update(self._steps, description="train")
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -63,6 +104,3 @@ class TerminalObserver:
             line = Text.assemble((f"held-out accuracy after step {step}", "bold"))
             line.append(f", {result.way}: {shown_share(result.accuracy)} on {result.num_prompts} problems")
             self._console.print(line, soft_wrap=True)
-
-    def said(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tomli_w
@@ -12,11 +13,12 @@ from rich.table import Table
 from baton.console import Console
 from baton.records.evaluation import Evaluation, shown_share
 from baton.records.run_directory import without_none
-from baton.views.summary import RunReport
+from baton.run.summary import RunReport
 
 if TYPE_CHECKING:
     from baton.recipe.recipe import Recipe
     from baton.run.dry_run import Footprint
+    from baton.run.sft import WarmStartReport
 
 
 def print_report(console: Console, report: RunReport) -> None:
@@ -88,6 +90,13 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
         if r.samples > 1:
             table.add_row("", "", f"pass@{r.samples}", shown_share(r.pass_at_k), "", "")
     console.print(table, soft_wrap=True)
+
+
+def print_warm_start(console: Console, report: WarmStartReport, run: Path) -> None:
+    """Print what a warm start made."""
+    if report.evaluations:
+        print_evaluations(console, report.evaluations)
+    console.print(f"model: {report.output}\nrun: {run}", soft_wrap=True)
 
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:

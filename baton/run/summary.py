@@ -19,7 +19,7 @@ WINDOW = 5
 """Steps averaged at either end of the reward curve."""
 
 
-class EvaluationChange(msgspec.Struct, frozen=True):
+class Change(msgspec.Struct, frozen=True):
     """One evaluation at the beginning and the latest one since."""
 
     before: Evaluation
@@ -43,7 +43,7 @@ class RunReport(msgspec.Struct, frozen=True):
     """Train steps done."""
     num_steps: int
     """Train steps the recipe asks for."""
-    changes: tuple[EvaluationChange, ...]
+    changes: tuple[Change, ...]
     evaluated_steps: tuple[int, int] | None
     """The steps after which the first and the last evaluation were made."""
     reward_before: float | None
@@ -93,6 +93,13 @@ def summarise(run: RunDirectory) -> RunReport:
     )
 
 
+def write_summary(run: RunDirectory) -> RunReport:
+    """Write the summary of a run that has ended into its directory, and return it."""
+    report = summarise(run)
+    run.write_report(msgspec.to_builtins(report))
+    return report
+
+
 def _warnings(run: RunDirectory, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     failed = {cause: _total(rows, f"judge/{cause}") for cause in FailureCause}
     failed = {cause: count for cause, count in failed.items() if count}
@@ -114,14 +121,14 @@ def _first_failure(run: RunDirectory, rows: Sequence[dict[str, Any]]) -> str:
     return f"; the first, in step {step}: {failure}" if failure else ""
 
 
-def _changes(run: RunDirectory) -> tuple[EvaluationChange, ...]:
+def _changes(run: RunDirectory) -> tuple[Change, ...]:
     evaluations = run.evaluations()
     if not evaluations:
         return ()
     first, last = evaluations[0].step, evaluations[-1].step
     before = {_key(e.result): e.result for e in evaluations if e.step == first}
     after = {_key(e.result): e.result for e in evaluations if e.step == last != first}
-    return tuple(EvaluationChange(result, after.get(key)) for key, result in before.items())
+    return tuple(Change(result, after.get(key)) for key, result in before.items())
 
 
 def _key(result: Evaluation) -> tuple[str, float]:

@@ -1,0 +1,44 @@
+"""The command `baton bench`: comparisons on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.cli.options import Commands, Json, Overrides, RecipePath, show
+
+bench_app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Measure this machine with a recipe's model and settings."
+)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Keeps `bench` a group although it has one command."""
+
+
+@bench_app.command("rollout")
+def rollout(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    modes: Annotated[str, typer.Option(help="Modes to compare, separated by commas.")] = "sync,partial,async",
+    tail: Annotated[float, typer.Option(min=1.5, help="Longest response over the mean response.")] = 6.0,
+    between: Annotated[float, typer.Option(min=0, help="Spread of the log length between groups.")] = 0.6,
+    within: Annotated[float, typer.Option(min=0, help="Spread of the log length within a group.")] = 0.6,
+    steps: Annotated[int, typer.Option(min=1, help="Measured batches of each mode.")] = 12,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Assume step time is independent of batch size; run no engine.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare the modes of [rollout] on this machine, with responses of scripted lengths."""
+    from baton.profile.bench_recipe import bench_rollout
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+    from baton.views.terminal.bench import print_bench
+
+    loaded = load_recipe(Recipe, recipe, overrides or ())
+    names = [mode.strip() for mode in modes.split(",") if mode.strip()]
+    result = bench_rollout(loaded, names, tail=tail, between=between, within=within, steps=steps, flat=flat)
+    show(result, print_bench, as_json=as_json)

@@ -1,0 +1,23 @@
+"""Hidden commands: the processes that `baton train` starts beside itself."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Descriptor = Annotated[int, typer.Argument(help="File descriptor of the socket to the parent.")]
+
+
+def engine(descriptor: Descriptor) -> None:
+    """Serve a parent process as its engine."""
+    from baton.rollout.processes.engine_process import serve
+
+    serve(descriptor)
+
+
+def rank(descriptor: Descriptor) -> None:
+    """Serve a parent process as a rank of its trainer."""
+    from baton.trainer.parallel.rank_process import serve
+
+    serve(descriptor)

@@ -1,0 +1,36 @@
+"""The command `baton eval`: accuracy of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.options import Json, show
+
+
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(help="A run's directory (its latest checkpoint), a checkpoint or a model directory.")
+    ],
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; default: the run's own.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option("-n", "--num-prompts", min=1, help="Number of held-out prompts.")
+    ] = None,
+    samples: Annotated[int, typer.Option("-k", "--samples", min=1, help="Responses per prompt, the k of pass@k.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 disables.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure a checkpoint's accuracy and pass@k on held-out prompts, with 95 % intervals."""
+    from baton.run.assemble import evaluate_model
+    from baton.views.terminal.report import print_evaluations
+
+    results = evaluate_model(
+        model, recipe, num_prompts=num_prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    show(results, print_evaluations, as_json=as_json)

@@ -1,0 +1,42 @@
+"""The commands that list what a recipe may name: `baton keys`, `baton tasks`, `baton algorithms`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.cli.options import Json, show
+
+
+def keys(
+    section: Annotated[str | None, typer.Argument(help="Only this section, such as rollout.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every key of a recipe with its default and meaning."""
+    from baton.recipe.keys import recipe_keys
+    from baton.views.terminal.keys import print_keys
+
+    show(recipe_keys(section), print_keys, as_json=as_json)
+
+
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="Only this task, with its parameters.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the tasks of reasoning-gym, each with an example."""
+    from baton.tasks.listing import list_tasks
+    from baton.views.terminal.tasks import print_tasks
+
+    show(list_tasks(name), print_tasks, as_json=as_json)
+
+
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="Only this algorithm, with the value of every key.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the algorithms that a recipe may name, with their papers and settings."""
+    from baton.recipe.presets import list_algorithms
+    from baton.views.terminal.algorithms import print_algorithms
+
+    show(list_algorithms(name), print_algorithms, as_json=as_json)

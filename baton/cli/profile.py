@@ -1,0 +1,53 @@
+"""The command `baton profile`: measurements for the cost model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.options import Json, Overrides, RecipePath
+from baton.console import err, out, print_json
+
+
+def profile(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU type to record, a name of the catalogue; default: this device's.")
+    ] = None,
+    write_to: Annotated[Path, typer.Option("--out", help="Calibration file to write.")] = Path("calibration.toml"),
+    as_json: Json = False,
+    as_load: Annotated[
+        bool, typer.Option("--as-load", hidden=True, help="Generate until killed, as load for a measurement.")
+    ] = False,
+) -> None:
+    """Measure decoding, prefill and training on this device, and write a calibration file.
+
+    Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. baton plan --calibration
+    reads the file.
+    """
+    from baton.profile import keep_busy, write_calibration
+    from baton.profile import profile as measure
+    from baton.recipe.load import load_recipe
+    from baton.recipe.recipe import Recipe
+
+    loaded = load_recipe(Recipe, recipe, overrides or ())
+    if as_load:
+        keep_busy(loaded)
+
+    def say(text: str) -> None:
+        (err if as_json else out).print(text, soft_wrap=True)
+
+    companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
+    found = measure(loaded, gpu, say, companion)
+    write_calibration(found, write_to)
+    if as_json:
+        print_json(found)
+        return
+    for phase in ("decode", "prefill", "train"):
+        errors = [abs(p.predicted_s / p.seconds - 1) for p in found.points if p.phase == phase]
+        say(f"{phase}: the cost model is within {max(errors):.0%} of {len(errors)} measurements")
+    say(f"written: {write_to}; use it with baton plan --calibration {write_to}")

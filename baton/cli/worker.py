@@ -1,0 +1,120 @@
+"""The command `baton worker`: generate for a run on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.options import Authority, HubUrl, Insecure, TokenPath
+from baton.console import say
+
+if TYPE_CHECKING:
+    from baton.rollout.engine import Engine
+    from baton.swarm.messages import Welcome
+    from baton.swarm.worker.worker import SwarmWorker
+
+
+def worker(
+    url: HubUrl,
+    token_file: TokenPath,
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=8, help="Concurrent trajectories; default: the recipe's.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Engine: embedded, vllm or sglang; default: the recipe's.")
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option("--engine-option", metavar="KEY=VALUE", help="Engine option, such as tensor_parallel=2."),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Torch threads on a CPU.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    store: Annotated[
+        str | None, typer.Option("--store", help="The run's weights.store, if this machine can read it.")
+    ] = None,
+    patience: Annotated[
+        str | None,
+        typer.Option("--patience", help="Exit after this long without a hub: 90s, 30m, 12h; default: never."),
+    ] = None,
+    insecure: Insecure = False,
+    ca: Authority = None,
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", hidden=True, help="SHA-256 of the hub's certificate, in hex.")
+    ] = None,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Exit when standard input ends.")] = False,
+) -> None:
+    """Join a run's hub, fetch its weights and generate trajectories for it.
+
+    The worker opens the only connection, so it works behind NAT; it reconnects after an outage. Ctrl-C aborts running
+    trajectories, reports their tokens and exits.
+    """
+    from aiohttp import Fingerprint
+
+    from baton.policy.threads import set_up_threads
+    from baton.rollout.engine import EngineSettings
+    from baton.rollout.engines.factory import check_server, chosen, engine_from_skeleton
+    from baton.swarm.auth import parse_duration, read_token_file
+    from baton.swarm.listen import check_url, client_ssl
+    from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
+
+    def choose(settings: EngineSettings) -> EngineSettings:
+        found = chosen(settings, kind=engine, slots=slots, options=engine_option or ())
+        check_server(found, is_own=any(option.startswith("url=") for option in engine_option or ()))
+        return found
+
+    choose(EngineSettings())  # refuses a mistake before the hub is asked
+    base = check_url(url, insecure)
+    options = WorkerOptions(
+        base,
+        read_token_file(token_file),
+        client_ssl(base, ca) if fingerprint is None else Fingerprint(bytes.fromhex(fingerprint)),
+        slots=slots,
+        store=store,
+        device=_device_name(device),
+        engine=engine,
+        patience_s=None if patience is None else parse_duration(patience),
+        say=say,
+    )
+
+    def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
+        set_up_threads(threads)
+        settings = choose(welcome.engine_settings())
+        return engine_from_skeleton(directory, base, settings, device=device, attention=welcome.attention)
+
+    asyncio.run(_run(SwarmWorker(options, make_engine), tied))
+
+
+async def _run(one: SwarmWorker, is_tied: bool) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, one.leave)
+
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            one.leave()
+
+    if is_tied:
+        loop.add_reader(sys.stdin.fileno(), on_input)
+    await one.run()
+
+
+def _device_name(device: str) -> str:
+    """Name of the GPU or processor, which decides how a device rounds."""
+    from baton.records.run_directory import processor_name
+
+    if device == "cpu":
+        return processor_name()
+    import torch
+
+    from baton.policy.load import torch_device
+
+    found = torch_device(device)
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else processor_name()

@@ -1,0 +1,30 @@
+"""Ask a hub for its status."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from ssl import SSLContext
+
+import msgspec
+
+from baton.errors import UserError
+from baton.swarm.hub.status import HubStatus
+
+DEADLINE_S = 10.0
+MAX_BYTES = 16 * 1024 * 1024
+
+
+def fetch_status(base: str, token: str, tls: SSLContext | None) -> HubStatus:
+    """Return the status of the hub at a checked URL. Raises UserError where there is none, or the hub refuses."""
+    request = urllib.request.Request(f"{base}/status", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S, context=tls) as response:
+            return msgspec.json.decode(response.read(MAX_BYTES), type=HubStatus)
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode("utf-8", "replace")
+        raise UserError(f"the hub at {base} answers {error.code}: {said} (baton token create --role admin)") from error
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        raise UserError(f"there is no hub at {base}: {getattr(error, 'reason', error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{base} does not answer with a hub's status ({error}): is it a hub of this Baton?") from error

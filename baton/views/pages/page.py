@@ -1,0 +1,43 @@
+"""How every page is made: from its template, with every value escaped, into one file without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from baton.errors import UserError
+from baton.files import write_whole
+
+
+def check_page(path: Path) -> None:
+    """Raise UserError where matplotlib or jinja2 is missing, or the page cannot be written to `path`."""
+    check_installed()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"cannot write the page {path}: give a file in an existing directory")
+
+
+def check_installed() -> None:
+    """Raise UserError where a package that draws pages is missing."""
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"--html needs {' and '.join(missing)}, not installed: run `pip install 'baton-rl[report]'`")
+
+
+def render_template(template: str, filters: Mapping[str, Callable[..., str]] | None = None, /, **values: Any) -> str:
+    """Return a template of this folder with its values, as HTML."""
+    from jinja2 import Environment, StrictUndefined
+
+    place = files("baton.views.pages")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= filters or {}
+    found = environment.from_string((place / template).read_text(encoding="utf-8"))
+    return found.render(css=(place / "page.css").read_text(encoding="utf-8"), **values)
+
+
+def write_rendered(path: Path, page: str) -> None:
+    """Write a page, whole or not at all."""
+    check_page(path)
+    write_whole(path, page.encode("utf-8"))
