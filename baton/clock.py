@@ -1,4 +1,4 @@
-"""Time: waits between retries, and calls that may hang in threads that never keep the process from ending."""
+"""Retry delays, and calls in daemon threads, which never keep the process alive even if they hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.errors import DeadlineExceeded
 
 
 def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return the wait after `failures` ≥ 1 failures in a row: `first_s`, doubled each time, at most `longest_s`."""
+    """Return the delay after `failures` ≥ 1 consecutive failures: `first_s`, doubled each time, at most `longest_s`."""
     state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
     state.attempt_number = failures
     return float(wait_exponential(multiplier=first_s, max=longest_s)(state))
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 def begin(call: Callable[[], T]) -> Future[T]:
-    """Make a call in a daemon thread of its own."""
+    """Run a call in a new daemon thread."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001  # it is whoever waits for the future who deals with it
+        except BaseException as error:  # noqa: BLE001  # raised again by whoever waits for the future
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -41,16 +41,17 @@ def begin(call: Callable[[], T]) -> Future[T]:
 
 
 def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
-    """Return what a call returns. Raises DeadlineExceeded naming `who` where it takes longer; it is then abandoned."""
+    """Return the result of a call. Raises DeadlineExceeded naming `who` after `timeout_s`; the call's thread is
+    abandoned."""
     future = begin(call)
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        if future.done():  # its own
+        if future.done():  # the call itself raised TimeoutError
             raise
         raise DeadlineExceeded(f"{who} did not answer in {timeout_s:.0f} s") from None
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in a daemon thread of its own and wait for it; when the waiting task is cancelled it is abandoned."""
+    """Run a call in a new daemon thread and await it. If the awaiting task is cancelled, the thread is abandoned."""
     return await asyncio.wrap_future(begin(lambda: call(*arguments)))

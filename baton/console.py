@@ -1,7 +1,7 @@
-"""Everything that a command prints. Text from outside is shown as it is, and controls nothing.
+"""All output of the commands. Untrusted text is escaped before it is printed.
 
-Names of workers, causes of faults, responses of models and rows of data sets may hold escape sequences, marks that
-reorder what is read, and rich's markup. A `Console` spells out the first two and knows no markup, whatever is printed;
+Worker names, error messages, model responses and dataset rows may contain escape sequences, characters that reorder
+displayed text, and rich's markup. A `Console` escapes the first two and does not interpret markup, whatever is printed;
 our own styles are given as `style=` or `rich.text.Text`. tests/test_architecture.py allows no other way to print.
 """
 
@@ -21,7 +21,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 _SEPARATORS = frozenset("\u2028\u2029")
-"""Some programs take them for line ends."""
+"""Line separators that some programs interpret as line breaks. They are in no category that `_is_control` tests."""
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:
@@ -34,7 +34,7 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, for scripts; characters that `visible` spells out become JSON's escapes."""
+    """Print a value as JSON, for scripts. Characters that `visible` escapes become JSON escapes."""
     text = msgspec.json.format(msgspec.json.encode(value, enc_hook=lambda settings: settings.model_dump())).decode()
     try:
         out.file.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
@@ -44,19 +44,19 @@ def print_json(value: Any) -> None:
 
 
 class Console(rich.console.Console):
-    """A console to which any text may be given."""
+    """A console that prints any text safely."""
 
     ends_when_closed = True
-    """Whether the command ends when its standard output is closed, as in `baton tasks | head`."""
+    """Whether the command exits when its standard output is closed, as in `baton tasks | head`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output, because its reader has closed the pipe. May raise SystemExit."""
+        """Discard all further output because the reader closed the pipe. May raise SystemExit."""
         self.quiet = True
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.file.fileno())  # what is still buffered is flushed there at the end of the process
+        os.dup2(null, self.file.fileno())  # buffered output is flushed there when the process exits
         os.close(null)
         if self.stderr:
             return
@@ -64,7 +64,7 @@ class Console(rich.console.Console):
             raise SystemExit(1)
         say("standard output is closed: the command goes on without printing to it")
 
-    def render_str(self, text: str, **options: Any) -> Text:  # before the layout, so that what is spelled out has room
+    def render_str(self, text: str, **options: Any) -> Text:  # before the layout, so that escapes get their width
         return super().render_str(visible(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -73,7 +73,7 @@ class Console(rich.console.Console):
 
 
 class LogFormatter(logging.Formatter):
-    """One line per record, and its traceback if it has one."""
+    """One line per record, followed by its traceback if it has one. Control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
@@ -84,12 +84,12 @@ err = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """Print a line to standard error."""
+    """Print a line to standard error, without wrapping."""
     err.print(text, soft_wrap=True)
 
 
 def wide_out() -> Console:
-    """Return standard output, 120 columns wide where it is no terminal: for wide tables."""
+    """Return standard output; 120 columns wide if it is not a terminal, for wide tables."""
     return out if out.is_terminal else Console(width=120)
 
 

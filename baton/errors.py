@@ -1,4 +1,17 @@
-"""Every error that Baton raises on purpose, and how an error travels from another process."""
+"""Every error that Baton raises on purpose, and how errors are sent between processes.
+
+BatonError
+  ├─ UserError (also a ValueError)
+  │    ├─ TaskExhausted
+  │    └─ Damaged
+  ├─ EngineFault
+  ├─ DeadlineExceeded
+  ├─ TrainingDiverged
+  ├─ RankLost
+  ├─ StorageFault
+  ├─ RunTakenOver
+  └─ WeightsFault
+"""
 
 from __future__ import annotations
 
@@ -8,27 +21,27 @@ import msgspec
 
 
 class BatonError(Exception):
-    """Root of the tree above."""
+    """Base class of all errors in this module."""
 
 
 class UserError(BatonError, ValueError):
-    """A mistake in what the user gave: says what, what was got, what is allowed, and where."""
+    """Invalid user input. The message says what is wrong, what was given, what is allowed, and where."""
 
 
 class TaskExhausted(UserError):
-    """A task holds fewer distinct problems than were asked for."""
+    """A task has fewer distinct problems than were requested."""
 
 
 class Damaged(UserError):
-    """A file is not what was written: it is cut short, or its bits have changed."""
+    """The content of a file is not what was written: it is truncated or corrupted."""
 
 
 class EngineFault(BatonError):
-    """An engine or the worker that holds it failed."""
+    """An engine, or the worker that runs it, failed."""
 
 
 class DeadlineExceeded(BatonError):
-    """A wait ran out; the message names who was waited for and for how long."""
+    """A wait timed out. The message names what was waited for and for how long."""
 
 
 class TrainingDiverged(BatonError):
@@ -36,28 +49,29 @@ class TrainingDiverged(BatonError):
 
 
 class RankLost(BatonError):
-    """A rank of a sharded trainer has ended, or does not answer; the others have been ended too."""
+    """A rank of a sharded trainer has ended or does not answer. The other ranks have been terminated."""
 
 
 class StorageFault(BatonError):
-    """A file could not be written: the disk is full, say."""
+    """A file could not be written, for example because the disk is full."""
 
 
 class RunTakenOver(BatonError):
-    """Another process has taken over the run's directory; this one has written nothing since."""
+    """Another process has taken over the run's directory. This process has written nothing since."""
 
 
 class WeightsFault(BatonError):
-    """A policy version cannot be published, or not be had whole and verified; what was held before is untouched."""
+    """A policy version could not be published, or could not be fetched complete and verified. The version held before
+    is unchanged."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for our own sentence about it: some libraries' texts are pages long."""
+    """Return the first line of an error's text: the texts of some libraries are pages long."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 MAX_TEXT: Final = 2000
-"""Characters of an error's text that are sent."""
+"""Maximum number of characters of an error's text that are sent."""
 
 
 KINDS: Final[dict[str, type[BatonError]]] = {
@@ -66,7 +80,8 @@ KINDS: Final[dict[str, type[BatonError]]] = {
     "TrainingDiverged": TrainingDiverged,
     "EngineFault": EngineFault,
 }
-"""Errors that mean the same in the process that receives them; of any other, that process says who failed."""
+"""Errors that the receiving process raises again with the same type. For others, the receiver names the failed process.
+"""
 
 
 NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {
@@ -79,33 +94,33 @@ NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KIN
     WeightsFault: "WeightsFault",
     OSError: "OSError",
 }
-"""Names under which errors are sent: fixed, so that renaming a class changes no message."""
+"""Names under which errors are sent. They are fixed, so renaming a class changes no message."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
-    """An error: the sender cannot go on, or cannot give the answer that was asked for."""
+    """An error as it is sent: the sender cannot continue, or cannot answer the request."""
 
     kind: str
-    """One of `NAMES`; of an error that is neither Baton's nor an OSError, the name of its class."""
+    """One of `NAMES`; for an error that is neither Baton's nor an OSError, the name of its class."""
     text: str
     errno: int = 0
-    """Of an OSError that has one."""
+    """Error number of an OSError; 0 if it has none."""
 
     def error(self) -> BatonError | OSError | None:
-        """Return the error, where it is one of `KINDS` or an OSError with its number."""
+        """Return the error if it is one of `KINDS`, or an OSError with a number; else None."""
         if self.kind in KINDS:
             return KINDS[self.kind](self.text)
         return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Return an error as it is sent."""
+    """Return an error in the form in which it is sent."""
     errno = (error.errno or 0) if isinstance(error, OSError) else 0
     return Fault(_name_of(type(error)), str(error)[:MAX_TEXT], errno)
 
 
 def _name_of(kind: type[BaseException]) -> str:
-    """A class of Baton's that is not in `NAMES` is sent as its nearest base that is, or that is not Baton's."""
+    """Return the name of the nearest base class that is in `NAMES` or is not defined in Baton."""
     named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
     foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
     return next(named, None) or next(foreign)

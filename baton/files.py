@@ -1,8 +1,8 @@
-"""Files and directories that are whole or absent, whenever the process dies or the power fails.
+"""Atomic, durable writes: after a crash or a power failure a file or directory is complete or absent.
 
-write_whole, atomic_directory   write beside the name, flush to the disk, rename, flush the directory
-append, read_rows               JSON lines: a process may die within the last one, and no other may be damaged
-seal, verify                    digests of a directory's files, written last and compared before they are used
+write_whole, atomic_directory   write under a temporary name, flush to disk, rename, flush the parent directory
+append, read_rows               JSON lines: only the last line may be incomplete after a crash
+seal, verify                    digests of a directory's files, written last and checked before use
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from baton.errors import Damaged
 
 Row = TypeVar("Row")
 SEAL = Path("baton") / "manifest.json"
-"""Within a sealed directory: the digests of its files."""
+"""Path within a sealed directory of the file with the digests."""
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Error numbers of a disk that is full, over quota, damaged or read-only."""
+"""Error numbers of a full, over-quota, damaged or read-only disk."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -37,13 +37,13 @@ class _File(msgspec.Struct, frozen=True):
 
 class _Seal(msgspec.Struct, frozen=True):
     files: dict[str, _File]
-    """By path relative to the directory."""
+    """By path relative to the directory, in POSIX form."""
     blake3: str
-    """Of `files`, as JSON."""
+    """Digest of `files`, encoded as JSON."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file's content in one step: a reader finds the old one or the new one. It outlives a power cut."""
+    """Replace a file's content atomically and durably: a reader finds either the old or the new content."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with writing(path):
         unfinished.write_bytes(data)
@@ -53,16 +53,17 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add bytes to the end of a file. They outlive a kill; a power cut may lose or tear the last ones."""
+    """Append bytes to a file. They survive a kill of the process; a power failure may lose or cut the last ones."""
     with writing(path), path.open("ab", buffering=0) as file:
-        while data:  # a disk that is nearly full takes a part, and refuses the rest
+        while data:  # a nearly full disk accepts a part of the data and then raises
             data = data[file.write(data) :]
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Read a file of JSON lines; there may be none. The last line is left out where a process died within it.
+    """Read a file of JSON lines; return an empty list if it does not exist.
 
-    Raises Damaged for any other line that cannot be read.
+    An undecodable last line is skipped: a process may have died while writing it. Raises Damaged for any other line
+    that cannot be decoded.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     decoder = msgspec.json.Decoder(kind)
@@ -78,13 +79,13 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def memory_directory() -> Path | None:
-    """Return the directory whose files lie in memory, or None where there is none."""
+    """Return the directory whose files are in memory; None if the system has none."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else None
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Make a directory and those above it. They outlive a power cut. Return those that were not there, lowest first."""
+    """Make a directory and its parents durably. Return those that did not exist, deepest first."""
     missing = [each for each in (path, *path.absolute().parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -94,10 +95,10 @@ def make_directory(path: Path) -> list[Path]:
 
 @contextmanager
 def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yield an empty directory beside `path`; when the block ends well, it takes that name in one step.
+    """Yield an empty temporary directory beside `path`; rename it to `path` when the block succeeds.
 
-    What already lay at `path` is replaced. When the block or `before_rename` raises, `path` is as it was and the rest
-    is removed.
+    An existing directory at `path` is replaced. If the block or `before_rename` raises, `path` is unchanged and the
+    temporary directory is removed.
     """
     path = path.absolute()
     make_directory(path.parent)
@@ -114,22 +115,22 @@ def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: Non
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if path.exists():
-        path.rename(replaced)  # a directory cannot be renamed over a full one
+        path.rename(replaced)  # rename cannot replace a directory that is not empty
     unfinished.rename(path)
     flush_to_disk(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory that is whole until it is gone."""
+    """Remove a directory atomically: it is renamed first, so its name never refers to a part of its files."""
     doomed = path.with_name(f".{path.name}.removed")
     path.rename(doomed)
-    flush_to_disk(path.parent)  # else a power cut could bring the name back, with files missing
+    flush_to_disk(path.parent)  # else a power failure could restore the name with some files missing
     shutil.rmtree(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what the functions above left in a directory when a process died within them."""
+    """Remove what a process that died within the functions above left in a directory."""
     for replaced in directory.glob(".*.replaced"):
         path = directory / replaced.name[1 : -len(".replaced")]
         if not path.exists():
@@ -143,7 +144,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have the operating system write a file or directory out."""
+    """Flush a file or directory to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with writing(path):
@@ -153,7 +154,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def seal(directory: Path) -> None:
-    """Write the digests of all files below a directory into it. Call it after all other writes."""
+    """Write the digests of all files below a directory into it. To be called after all other writes."""
     files = {
         path.relative_to(directory).as_posix(): _File(path.stat().st_size, _digest(path))
         for path in sorted(directory.rglob("*"))
@@ -167,9 +168,9 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Compare the files of a directory with the digests that `seal` wrote; one without them is taken as it is.
+    """Check the files of a directory against the digests written by `seal`; a directory without digests passes.
 
-    wanted: which files, by their path relative to the directory. Raises Damaged, naming the first that differs.
+    wanted: selects files by their path relative to the directory. Raises Damaged naming the first file that differs.
     """
     file = directory / SEAL
     if not file.is_file():
@@ -193,14 +194,14 @@ def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _digest(path: Path) -> str:
-    hasher = blake3()  # on one thread: a pool of threads would not outlive a fork
+    hasher = blake3()  # single-threaded: a thread pool would not survive a fork
     hasher.update_mmap(path)
     return hasher.hexdigest()
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Let an OSError of the context name a file, and let it be one where safetensors raises its own error."""
+    """Make an OSError raised in the context name a file, and convert safetensors' own error for I/O to an OSError."""
     try:
         yield
     except SafetensorError as error:

@@ -1,8 +1,9 @@
-"""Frames over a socket pair between two processes of one machine. The parent's side never blocks.
+"""Length-prefixed frames over a socket pair between two processes of one machine. The parent never blocks.
 
-A frame is its length as 8 bytes, big-endian, and then so many bytes. `send` queues what the socket does not accept at
-once, `ready` sends more of it, and `receive` returns a frame only once it is whole: a process that is stopped in the
-middle of a frame, or that does not read, cannot block its parent, which waits in `ready` alone, with a timeout.
+A frame is its length as 8 bytes, big-endian, followed by that number of bytes. `send` queues what the socket does not
+accept at once, `ready` sends more of the queue, and `receive` returns a frame only when it is complete. A child that
+stops in the middle of a frame, or does not read, therefore cannot block its parent, which waits only in `ready`, with a
+timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!Q")
 _MAX_RECEIVE_BYTES = 4 * 1024**2
-"""Read in one call: a frame of gigabytes must not keep the parent from looking at the other processes."""
+"""Maximum read per call, so that a frame of gigabytes does not keep the parent from serving other children."""
 
 
 class FrameSocket:
@@ -33,21 +34,21 @@ class FrameSocket:
         self._in_body = False
 
     def fileno(self) -> int:
-        """Descriptor, for selectors; -1 after `close`."""
+        """File descriptor, for selectors; -1 after `close`."""
         return self._socket.fileno()
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Queued because the other process has not read what was sent before."""
+        """Bytes in the queue that the socket has not accepted yet."""
         return sum(map(len, self._unsent))
 
     def send(self, data: bytes) -> None:
-        """Send a frame, or queue what the socket does not accept. Raises OSError when the other process is gone."""
+        """Send a frame; queue what the socket does not accept. Raises OSError if the other process is gone."""
         self._unsent += (memoryview(_HEADER.pack(len(data))), memoryview(data))
         self.send_more()
 
     def send_more(self) -> None:
-        """Send of the queue what the socket accepts. Raises OSError when the other process is gone."""
+        """Send as much of the queue as the socket accepts. Raises OSError if the other process is gone."""
         while self._unsent:
             try:
                 count = self._socket.send(self._unsent[0])
@@ -59,9 +60,9 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self) -> bytes | None:
-        """Return the next frame, or None while it is not whole. Raises EOFError or OSError when nobody sends any more.
+        """Return the next frame, or None while it is incomplete.
 
-        Also raises OSError for a frame that is too long.
+        Raises EOFError or OSError if the other process is gone, and OSError if the frame is too long.
         """
         while True:
             wanted = self._body if self._in_body else self._header
@@ -86,14 +87,15 @@ class FrameSocket:
             self._body = bytearray(size)
 
     def send_all(self, data: bytes) -> None:
-        """Send a frame and wait until the socket has all of it: for a child, whose wait ends with its parent."""
+        """Send a frame and block until the socket has accepted all of it. For a child: the wait ends if the parent
+        dies."""
         self.send(data)
         while self._unsent:
             _wait_for([(self, selectors.EVENT_WRITE)], None)
             self.send_more()
 
     def receive_next(self) -> bytes:
-        """Wait for the next frame: for a child, whose wait ends with its parent."""
+        """Block until the next frame is complete. For a child: the wait ends if the parent dies."""
         while (frame := self.receive()) is None:
             _wait_for([(self, selectors.EVENT_READ)], None)
         return frame
@@ -104,21 +106,21 @@ class FrameSocket:
 
 
 def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
-    """Make a socket pair: this process' end, and the one to pass to a child."""
+    """Make a socket pair: this process's end, and the end to pass to a child."""
     ours, theirs = socket.socketpair()
     return FrameSocket(ours, max_frame_bytes), theirs
 
 
 def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
-    """Return a child's end, from the descriptor that it was started with."""
+    """Return a child's end from the file descriptor that the child was started with."""
     return FrameSocket(socket.socket(fileno=descriptor), max_frame_bytes)
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[FrameSocket, subprocess.Popen[bytes]]:
-    """Start `python -m baton COMMAND DESCRIPTOR` with so many torch threads, at the other end of a socket pair."""
+    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads and a socket pair to it."""
     ours, theirs = frame_sockets(max_frame_bytes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if threads == 1:  # with more, threads that sleep at once make a step half as long again
+    if threads == 1:  # with more threads a passive wait makes a step about 1.5 times as long
         environment["OMP_WAIT_POLICY"] = "passive"
     process = subprocess.Popen(
         [sys.executable, "-m", "baton", command, str(theirs.fileno())],
@@ -131,7 +133,7 @@ def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[Fr
 
 
 def exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a child that has closed its socket; None where it does not end."""
+    """Return the exit code of a child that has closed its socket; None if it does not end within 2 s."""
     try:
         return process.wait(2.0)
     except subprocess.TimeoutExpired:
@@ -141,7 +143,7 @@ def exit_code(process: subprocess.Popen[bytes]) -> int | None:
 def end_children(
     sockets: Iterable[FrameSocket], processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float
 ) -> None:
-    """Close the sockets, upon which the children end, and see them end; kill those that have not in `grace_s`."""
+    """Close the sockets, which makes the children exit, and wait for them; kill those still running after `grace_s`."""
     for one in sockets:
         one.close()
     deadline_s = time.monotonic() + grace_s
@@ -154,9 +156,9 @@ def end_children(
 
 
 def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]:
-    """Wait until one of the sockets has something to receive or can send more; return those with something to receive.
+    """Wait until a socket can be read or can send more; return the readable ones.
 
-    What they have queued is sent as far as possible. A socket whose process is gone is among those returned: its
+    Queued data is sent as far as the sockets accept it. A socket whose process is gone is among those returned: its
     `receive` raises.
     """
     found = []
@@ -165,7 +167,7 @@ def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]
         if events & selectors.EVENT_WRITE:
             try:
                 one.send_more()
-            except OSError:  # gone: `receive` returns what it has still said, and then raises
+            except OSError:  # gone: `receive` returns what is still buffered, and then raises
                 events |= selectors.EVENT_READ
         if events & selectors.EVENT_READ:
             found.append(one)

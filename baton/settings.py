@@ -1,4 +1,4 @@
-"""The base of every recipe section: each owner declares its own, `recipe/load.py` puts them together."""
+"""Base class of recipe sections. Each section is declared by its owner; `recipe/recipe.py` combines them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """A frozen section of a recipe. Unknown keys are refused; a field's docstring is its documentation."""
+    """A frozen section of a recipe. Unknown keys are refused. The docstring of a field documents its key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())

@@ -1,7 +1,7 @@
-"""A request to stop, made by a signal, and the two ways in which a wait ends because of it.
+"""A request to stop, made by a signal, and the two ways in which it ends a wait.
 
-A wait that holds state which is used afterwards calls `check` about once a second. A wait that may be cut at any point
-(the start of a run, the loading of a version) stands in `with stop.interrupting()`, in which the signal itself raises.
+A wait whose state is used afterwards calls `check` about once a second. A wait that may be cut at any point (the start
+of a run, loading a version) runs in `with stop.interrupting()`, where the signal handler itself raises.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """Somebody has asked to stop. Not an error, and not to be caught as one: see KeyboardInterrupt."""
+    """A stop was requested. It derives from BaseException, as KeyboardInterrupt does, so that `except Exception` does
+    not catch it."""
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM once asks for a clean stop; a second Ctrl-C leaves at once.
+    """Handles SIGINT and SIGTERM as a context manager.
 
-    A cluster's scheduler sends SIGTERM before it takes the machine away, perhaps more than once. As a context it
-    handles both signals.
+    The first signal requests a clean stop; a second Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored: a
+    cluster scheduler may send several before it takes the machine away.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """say: receives a line for people when the request comes."""
+        """say: receives a line for the user when the request arrives."""
         self.signal: int | None = None
-        """The first that came."""
+        """Number of the first signal."""
         self._say = say
         self._interrupts = False
         self._before: dict[int, Any] = {}
 
     @property
     def is_requested(self) -> bool:
-        """Whether to stop."""
+        """Whether a stop was requested."""
         return self.signal is not None
 
     def check(self) -> None:
-        """Raise Stopped if it is time to stop."""
+        """Raise Stopped if a stop was requested."""
         if self.is_requested:
             raise Stopped
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise Stopped in the middle of what this encloses, whatever it waits for."""
+        """Raise Stopped anywhere within the context as soon as a stop is requested."""
         self._interrupts = True
         try:
             self.check()
@@ -52,7 +53,7 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Ask to stop, as a signal of this number does."""
+        """Request a stop as a signal of this number does."""
         if self.signal is None:
             self.signal = number
             self._say("stopping, after the train step if one is running; Ctrl-C again leaves at once")

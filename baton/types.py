@@ -1,7 +1,8 @@
-"""The nouns that flow: prompt → lease → segments → trajectory → group → batch, and the messages between hub and worker.
+"""The types that pass between modules: prompt → lease → segments → trajectory → group → batch, and the hub's and
+workers' messages.
 
-All are frozen msgspec structs, so the same object is passed in memory, sent over a wire and written to disk.
-`L` is the number of tokens of one trajectory after its prompt; `G` is the group size.
+All are frozen msgspec structs: the same object is passed in memory, sent over the network and written to disk. `L` is
+the number of tokens of one trajectory after its prompt; `G` is the group size.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Author(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory is complete; a partial one has none."""
+    """Why a trajectory is complete. A partial trajectory has no finish reason."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -29,27 +30,27 @@ class FinishReason(StrEnum):
 
 
 class FailureCause(StrEnum):
-    """Why a trajectory has no judgement."""
+    """Why a trajectory has no reward."""
 
     TIMEOUT = "timeout"
-    """No answer within the deadline; killed where it could be."""
+    """The scorer did not answer within the deadline; its process is killed where that is possible."""
     CRASHED = "crashed"
-    """The process that judged ended."""
+    """The scorer's process ended."""
     RAISED = "raised"
-    """The judge raised, or refused the request."""
+    """The scorer raised an exception, or refused the request."""
     MALFORMED = "malformed"
-    """The judge gave something that is no judgement: None, NaN, a text, a list of another length."""
+    """The scorer returned something that is no reward: None, NaN, a string, or a list of the wrong length."""
     UNREACHABLE = "unreachable"
-    """A remote judge could not be reached, or was out of order."""
+    """A remote scorer could not be reached, or returned a server error."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True):
     """Identity of one set of weights."""
 
     lineage: str
-    """Changes when a run goes back to a checkpoint: work of a dead lineage is never mistaken for the new one's."""
+    """Changes when a run goes back to a checkpoint, so versions made before and after are never confused."""
     number: int
-    """Train steps since the start of the run; +1 per train step."""
+    """Train steps since the start of the run."""
     digest: str = ""
     """blake3 over the published tensors, hexadecimal."""
 
@@ -65,16 +66,16 @@ class Prompt(msgspec.Struct, frozen=True):
     """One task given to the policy."""
 
     prompt_id: str
-    """Digest of the canonical problem: equal for two wordings of the same problem."""
+    """Digest of the canonical problem; two wordings of one problem have the same id."""
     task: str
-    """Name under which the recipe lists the task."""
+    """Name of the task in the recipe."""
     messages: tuple[Message, ...]
     answer: str | None = None
-    """Reference answer, as the task's scorer wants it."""
+    """Reference answer, in the form that the task's scorer expects."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What judges need besides; plain JSON values. A file's row keeps all its columns here but the prompt."""
+    """Further input of reward scorers, as plain JSON values. For a dataset row: all columns except the prompt."""
     is_conversation: bool = False
-    """Whether the source gave messages; else it gave a text, which is the last message."""
+    """Whether the source contained messages. If False, it contained one text, which is the last message."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -85,11 +86,11 @@ class Segment(msgspec.Struct, frozen=True):
     behavior_logprobs: tuple[float, ...]
     """[L_segment] log π(token) at the sampling temperature over the whole vocabulary; 0.0 for environment tokens."""
     policy_version: int
-    """Number of the weights behind these tokens' logits."""
+    """Number of the version whose weights produced these tokens' logits."""
     author: Author = Author.POLICY
     routing: tuple[bytes, ...] = ()
-    """[L_segment] of a mixture of experts, when the engine reports it: the experts that were chosen where each token's
-    logits come from, one byte each, [routers × experts per token]. Empty when it does not."""
+    """[L_segment] experts that were selected where each token's logits were computed, one byte per expert, [routers ×
+    experts per token]. Empty unless the model is a mixture of experts and the engine reports its routing."""
 
     def __post_init__(self) -> None:
         if self.routing and len(self.routing) != len(self.token_ids):
@@ -102,22 +103,22 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One response being grown. `extended` is the only way it changes, and it only appends."""
+    """One response. `extended` is the only way to change it, and it only appends."""
 
     group_id: int
     """Unique within a run and never reused, also across restarts."""
     sample_index: int
-    """0 ≤ sample_index < G; with the run's seed, group id and token position it keys the sampling noise."""
+    """0 ≤ sample_index < G; with the run's seed, group id and token position it determines the sampling noise."""
     prompt_ids: tuple[int, ...]
-    """[prompt] the exact ids the engine saw."""
+    """[prompt] the exact ids that the engine received."""
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason | None = None
 
     def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
         """Return this trajectory with whole segments appended.
 
-        Adjacent policy segments of one version are merged, so that a segment stays maximal however often it was
-        reported. Raises ValueError when the trajectory is finished, or when a version is older than the last one.
+        Adjacent segments of one author and one version are merged, so a segment stays maximal however many reports it
+        arrives in. Raises ValueError if the trajectory is finished, or if a segment is older than the last one.
         """
         if self.finish_reason is not None:
             raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}) and takes no more segments")
@@ -145,7 +146,7 @@ class Trajectory(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
 
     def segments_between(self, start: int, end: int) -> tuple[Segment, ...]:
-        """Return the segments of the tokens from `start` to `end`, counted after the prompt."""
+        """Return the segments that cover tokens `start` to `end` (exclusive), counted after the prompt."""
         found, offset = [], 0
         for s in self.segments:
             first, last = max(start - offset, 0), min(end - offset, len(s.token_ids))
@@ -162,7 +163,7 @@ class Trajectory(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """L: tokens after the prompt."""
+        """L."""
         return sum(len(s.token_ids) for s in self.segments)
 
     @property
@@ -182,7 +183,7 @@ class Trajectory(msgspec.Struct, frozen=True):
 
     @property
     def routing(self) -> list[bytes]:
-        """[L] experts behind each token, see `Segment`; empty bytes where they are not known."""
+        """[L] experts of each token as in `Segment`; empty bytes where they are not known."""
         return list(chain.from_iterable(s.routing or (b"",) * len(s.token_ids) for s in self.segments))
 
     @property
@@ -192,36 +193,37 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class RewardResult(msgspec.Struct, frozen=True):
-    """What the judges said of one finished trajectory."""
+    """The reward of one finished trajectory, or why it has none."""
 
     reward: float
-    """Weighted sum of `parts`; 0.0 and without meaning where there is a failure."""
+    """Weighted sum of `parts`; 0.0 and meaningless if there is a failure."""
     parts: dict[str, float]
     """Unweighted value of each reward part that applies, by name."""
     is_correct: bool
-    """Whether the task's scorer gave the full score; partial credit is not correct."""
+    """Whether the task's scorer gave the full score; partial credit does not count."""
     answer: str | None = None
-    """What was extracted from the response, or None when the answer format was not met."""
+    """The answer extracted from the response; None if the response does not have the answer format."""
     failure: str | None = None
-    """Why there is no judgement, in a sentence: the trajectory is then neither right nor wrong and is not trained."""
+    """Why there is no reward, as a sentence. Such a trajectory counts as neither correct nor wrong and is not trained
+    on."""
     cause: FailureCause | None = None
-    """The kind of failure."""
+    """The kind of failure; None if there is none."""
 
     @property
     def is_judged(self) -> bool:
-        """Whether reward and correctness mean anything."""
+        """Whether reward and correctness are meaningful."""
         return self.failure is None
 
 
 class ScoredTrajectory(msgspec.Struct, frozen=True):
-    """A finished trajectory with its judgement."""
+    """A finished trajectory with its reward."""
 
     trajectory: Trajectory
     judgement: RewardResult
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The G finished and judged trajectories of one prompt."""
+    """The G finished trajectories of one prompt, with their rewards."""
 
     group_id: int
     prompt: Prompt
@@ -241,7 +243,7 @@ class Batch(msgspec.Struct, frozen=True):
     """What one train step consumes."""
 
     step: int
-    """The train step that consumes it, from 1; it makes version `step`."""
+    """The train step that consumes the batch, from 1; it produces version `step`."""
     groups: tuple[Group, ...]
 
     @property
@@ -250,76 +252,79 @@ class Batch(msgspec.Struct, frozen=True):
         return [member.trajectory for group in self.groups for member in group.members]
 
 
-# ---- messages between the hub's side (runner) and a worker -----------------------------------------------------------
+# ---- messages between the hub (or controller) and a worker -----------------------------------------------------------
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How one trajectory is sampled. The budget counts all tokens after the prompt, whatever the number of resumes."""
+    """How one trajectory is sampled.
+
+    `max_new_tokens` counts all tokens after the prompt, however many times the trajectory is resumed.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 selects greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 means the whole vocabulary."""
+    """0 keeps the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end-of-sequence ids."""
+    """In addition to the model's own end-of-sequence ids."""
     stop: tuple[str, ...] = ()
-    """Strings that end a trajectory once its text contains them; the tokens that complete one are kept."""
+    """A trajectory ends when its text contains one of these strings; the tokens that complete the string are kept."""
 
 
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
-    """One trajectory given to one worker."""
+    """One trajectory assigned to one worker."""
 
     lease_id: int
     trajectory: Trajectory
-    """Prompt ids and the segments so far: a resume sends ids, never text."""
+    """Prompt ids and the segments so far. A resume sends ids, never text."""
     sampling: SamplingParams
     noise_seed: int
-    """The run's seed for sampling noise; with group id, sample index and position it decides every draw."""
+    """Seed of the sampling noise; with group id, sample index and token position it determines every draw."""
     version: int
-    """Policy version asked for."""
+    """The requested policy version."""
     is_exact: bool = True
-    """True: serve exactly this version or say retry. False: at least this version."""
+    """True: serve exactly this version or answer Retry. False: serve this version or a newer one."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="Abort"):
-    """Stop a lease and report what there is. Harmless when the lease has already ended."""
+    """Stop a lease and report its remaining tokens. Has no effect if the lease has already ended."""
 
     lease_id: int
 
 
 class Report(msgspec.Struct, frozen=True, tag="Report"):
-    """What a lease has grown since its last report."""
+    """The tokens that a lease has generated since its last report."""
 
     lease_id: int
     token_offset: int
-    """Tokens after the prompt that the trajectory had before `segments`; appended only where it equals the length."""
+    """Tokens after the prompt before `segments`. The receiver appends only if this equals the trajectory's length."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
-    """The lease has ended without finishing the trajectory."""
+    """The lease ended before the trajectory was finished."""
 
 
 class Retry(msgspec.Struct, frozen=True, tag="Retry"):
-    """A worker's refusal of a lease whose version it does not hold."""
+    """A worker refuses a lease because it does not hold the requested version."""
 
     lease_id: int
     has_version: int
 
 
 class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
-    """Tokens that workers made and that are part of no trajectory."""
+    """Generated tokens that belong to no trajectory."""
 
     cause: str
     num_tokens: int
 
 
 class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
-    """What a trajectory has so far is not to be trusted; its lease, if there is one, has ended."""
+    """The tokens that a trajectory has so far are not trusted. Its lease, if there was one, has ended."""
 
     noise_seed: int
-    """Of its lease: tells a run's own trajectories from those of an evaluation, which have group ids of their own."""
+    """Noise seed of the lease. It separates training from evaluation, whose group ids may be equal."""
     group_id: int
     sample_index: int
     cause: str
@@ -328,7 +333,7 @@ class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
 FromHub = Lease | Abort
 FromWorker = Report | Retry
 FromPort = FromWorker | WorkLost | WorkRevoked
-"""What the runner hears: a swarm says more than one engine does."""
+"""What the controller receives; only a swarm sends WorkLost and WorkRevoked."""
 
 
 def ends_lease(message: FromWorker) -> bool:
