@@ -175,7 +175,7 @@ def held() -> dict[str, float]:
 def assert_nothing_is_left(nodes: Nodes) -> None:
     """No actor, no worker, no reservation, no file in memory."""
     wait_until(lambda: not nodes.own_processes("baton worker"), "workers to end")
-    wait_until(lambda: not nodes.own_processes("ray::RankSeat"), "ranks to end")
+    wait_until(lambda: not nodes.own_processes("ray::RankActor"), "ranks to end")
     ray.init(address=nodes.address, log_to_driver=False)
     try:
         wait_until(lambda: not held(), "resources to be given back")
@@ -211,7 +211,7 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
         witness.await_line(rf"worker-\d on {added[0]}: 1 L20, .* of the work", said)
 
     def kill_a_rank() -> None:
-        os.kill(nodes.own_processes("ray::RankSeat")[-1], signal.SIGKILL)
+        os.kill(nodes.own_processes("ray::RankActor")[-1], signal.SIGKILL)
 
     witness = Witness({1: kill_a_worker, 2: take_a_machine, 4: give_a_machine, 7: kill_a_rank})
     load = loader(tmp_path)
