@@ -1,1 +1,1 @@
-"""One truth about time and memory: what generation, training and publication of weights cost on given GPUs."""
+"""The cost model: time and memory of generation, training and weight publication on given GPUs."""

@@ -1,11 +1,11 @@
-"""What a replica generates: a roofline for prefill and decode, its memory, and what it loses at each new version.
+"""What a replica generates: a roofline for prefill and decode, its memory, and its pause at each new version.
 
 Decode of one token for m trajectories on a stage of l layers takes
 
     overhead + max( weights + m·KV(context) over bandwidth ,  m·FLOPs(context) over FLOP/s ) + tensor-parallel sums
 
-KV reads take the length-biased context (a long trajectory is seen running more often), all query heads share their KV
-head's cache (GQA), and of a layer's experts only those that the batch touches are read.
+KV reads use the length-biased mean context (long trajectories run longer). The query heads of a group share the
+cache of their KV head (GQA). Only the experts that the batch uses are read.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 DRAIN_POINTS = 48
-"""Positions at which the emptying of a batch is integrated."""
+"""Number of positions at which the draining of a batch is integrated."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
-    """GPUs of one type and how they are connected."""
+    """GPUs of one type and their links."""
 
     gpu: Gpu
     link_bytes_per_s: float
-    """Within a node."""
+    """Bandwidth within a node."""
     inter_bytes_per_s: float
-    """Between nodes; the node's own link where there is but one."""
+    """Bandwidth between nodes; with a single node, that of its own link."""
     latency_s: float
     efficiency: Efficiency
 
     @cached_property
     def memory_limit_bytes(self) -> float:
-        """What may be planned of one GPU's memory."""
+        """Memory of one GPU that a plan may use."""
         return self.gpu.hbm_bytes * self.efficiency.memory
 
 
 class ReplicaCost(msgspec.Struct, frozen=True):
-    """One engine of a shape."""
+    """Speed and memory of one engine of a given shape."""
 
     tp: int
     pp: int
     layers: tuple[int, ...]
-    """Of each pipeline stage."""
+    """Layers of each pipeline stage."""
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Lost per train step: prefill of running trajectories under the new version, or the tail without overlap."""
+    """Time lost per train step: prefill of running trajectories under the new version, or the tail without overlap."""
     memory_bytes: float
-    """On the fullest GPU."""
+    """Memory used on the fullest GPU."""
 
     @property
     def num_gpus(self) -> int:
@@ -62,7 +62,8 @@ class ReplicaCost(msgspec.Struct, frozen=True):
 
 
 def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int, ...]:
-    """Share layers among equal stages, the head counting as `head_layers` more on the last one; least maximum."""
+    """Split layers among equal stages to minimise the largest; the head counts as `head_layers` more on the last
+    stage."""
     if stages == 1:
         return (num_layers,)
     best: tuple[float, int] | None = None
@@ -76,12 +77,12 @@ def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int,
 
 
 def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
-    """Layers of each stage of a replica."""
+    """Return the layers of each stage of a replica."""
     return split_layers(model.num_layers, pp, model.embedding_params / model.layer_params)
 
 
 def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
-    """Of the fullest GPU of a replica."""
+    """Return the bytes of weights on the fullest GPU of a replica."""
     full = []
     for stage, count in enumerate(layers):
         tables = (stage == 0) + (stage == len(layers) - 1)
@@ -92,13 +93,15 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
-    """KV cache of one trajectory of this many tokens on the fullest GPU; heads beyond the KV heads repeat them."""
+    """Return the KV cache of one trajectory of this many tokens on the fullest GPU. With tp above the number of KV
+    heads, the heads are replicated."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
 
 def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int) -> tuple[int, float, float]:
-    """Return the KV-limited batch (0 where it does not fit), and the bytes of weights and of the longest trajectory."""
+    """Return the largest batch that the KV cache holds (0 if none), the bytes of weights and of the longest
+    trajectory."""
     layers = replica_layers(model, pp)
     weights = weight_bytes(model, work, tp, layers)
     longest = context_bytes(model, work, tp, layers, work.longest_tokens)
@@ -113,7 +116,8 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Time in which each of `batch` trajectories grows by one token; pipeline stages work on `batch / pp` in turn."""
+    """Return the time in which each of `batch` trajectories gets one token. Pipeline stages process `batch / pp`
+    each."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)
@@ -141,14 +145,14 @@ def decode_s(
 def prefill_s(
     model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
 ) -> float:
-    """Time a replica's slowest stage spends on one sequence; `squared` is the mean square of its tokens."""
+    """Return the time of a replica's slowest stage for one sequence. `squared` is the mean square of its tokens."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)
 
 
 def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int, batch: int) -> ReplicaCost:
-    """Return what a replica of a shape generates with `batch` trajectories at once."""
+    """Return the speed and memory of a replica of a shape that generates `batch` trajectories at once."""
     layers = replica_layers(model, pp)
     weights = weight_bytes(model, work, tp, layers)
     prompt = prefill_s(model, place, tp, layers, work.prompt.mean, work.prompt.moment(2))
@@ -174,10 +178,10 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 
 
 def read_context_tokens(work: Workload, batch: float) -> float:
-    """Positions that a step of a full batch reads for each row: its own at a random time, or, in an engine whose slots
-    are rows of one tensor, those of the longest that runs.
+    """Return the positions that a step of a full batch reads per row: the row's own at a random time, or, if the
+    slots are rows of one tensor, those of the longest running row.
 
-    A row seen at a random time has got beyond x with probability ∫ P(L > y) dy from x on, over E[L].
+    A row observed at a random time is beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
@@ -188,10 +192,10 @@ def read_context_tokens(work: Workload, batch: float) -> float:
 
 
 def prefills_per_trajectory(work: Workload, batch: float) -> float:
-    """Prefills that an engine of a full batch makes, over the trajectories that it takes.
+    """Return the prefills of an engine with a full batch, per trajectory.
 
-    Those that come between two decode steps share one, and so do those that share a prompt. With batch / E[L] of them a
-    step, (1 - exp(-batch / E[L])) steps have any, where they come independently.
+    Trajectories that arrive between two decode steps share one prefill, and so do those that share a prompt. With
+    independent arrivals at a rate of batch / E[L] per step, a share 1 - exp(-batch / E[L]) of the steps has any.
     """
     arrivals = batch / work.output.mean
     return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)
@@ -200,11 +204,12 @@ def prefills_per_trajectory(work: Workload, batch: float) -> float:
 def drain_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: int
 ) -> float:
-    """Time until `batch` trajectories that start together have all ended: the batch empties as they do."""
+    """Return the time until `batch` trajectories that start together have all ended, with a batch that shrinks as
+    they end."""
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
     alive = work.output.survival(list(middle))
-    # probability that any of them still runs: beyond, time counts only as often as it happens
+    # alive is the survival share of one trajectory; any_alive is the probability that the batch still has one
     longest = [1 - (1 - share) ** batch for share in alive]
     total = 0.0
     for position, share, any_alive in zip(middle, alive, longest, strict=True):

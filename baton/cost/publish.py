@@ -1,4 +1,4 @@
-"""What it costs to bring new weights from the trainer's GPUs to the engines."""
+"""The cost of sending new weights from the trainer's GPUs to the engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def publish_s(
     bytes_per_s: NDArray[np.float64],
     latency_s: NDArray[np.float64],
 ) -> Any:
-    """Time until engines at each place have all weights, [..., places].
+    """Return the time until engines in each pool have all weights, [..., pools].
 
-    `shares` [..., places]: of the weights that each place trains; `bytes_per_s` [from, to]: what a publication reaches
-    on each link; `latency_s` [places]: what one from there takes whatever its size. Each part crosses its own link, one
-    after the other; engines behind the first pass it on while they receive, so their number does not matter.
+    `shares` [..., pools]: share of the weights that each pool trains. `bytes_per_s` [from, to]: bandwidth that a
+    publication reaches. `latency_s` [pools]: fixed time of a publication from a pool. The parts are sent one after
+    the other over their own links. Engines forward weights while they receive, so the number of engines does not
+    matter.
     """
     size = model.params * work.weight_bytes
     return shares @ (size / bytes_per_s) + np.max((shares > 0) * latency_s, axis=-1, keepdims=True)

@@ -1,15 +1,16 @@
-"""What a train step costs on a pipeline of stages: FLOPs, pipeline bubble, communication, optimiser, memory.
+"""The cost of a train step on a pipeline of stages: FLOPs, pipeline bubble, communication, optimiser, memory.
 
-A stage s has its own GPU type, data-parallel width dp and tensor-parallel width tp. With M microbatches per update and
-S stages a step takes
+A stage s has its own GPU type, data-parallel width dp and tensor-parallel width tp. With M microbatches per update
+and S stages, a step takes
 
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
-the slowest stage setting the pace (1F1B). M is what the batch holds when a microbatch is one longest trajectory on each
-data-parallel rank. Memory per parameter is 2 (weights, bf16) + 4 (gradient, fp32) + 12 / dp (fp32 master weights and
-two moments, shared among data-parallel ranks): AReaL (2505.24298) table 3.
+under a 1F1B schedule, which runs at the speed of the slowest stage. A microbatch is one longest trajectory per
+data-parallel rank, and M is the number of those in the batch. Memory per parameter is 2 (weights, bf16) + 4
+(gradient, fp32) + 12 / dp (fp32 master weights and two moments, sharded over data-parallel ranks): AReaL
+(2505.24298) table 3.
 
-Everything takes numpy arrays of equal length for tp, dp and layers, so that a search costs as much as its arithmetic.
+All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
 
 from __future__ import annotations
@@ -26,54 +27,55 @@ from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 Array = Any
-"""A number, or an array of numbers."""
+"""A number or an array of numbers."""
 
 OPTIMIZER_BYTES, RESIDENT_BYTES = 12.0, 6.0
 UPDATE_TRAFFIC_BYTES = 32.0
-"""Read and written per parameter by AdamW: gradient 4, master weights and moments 12 in and 12 out, weights 2,
-rounding."""
+"""Bytes read and written per parameter by AdamW: gradient 4, master weights and moments 12 in and 12 out, weights 2;
+rounded up."""
 GRADIENT_BYTES = 6.0
-"""On the wire per parameter: gradient reduced in fp32, weights gathered in bf16."""
+"""Bytes sent per parameter: gradients reduced in fp32, weights gathered in bf16."""
 KEPT_BYTES = 34.0
-"""Activations of a layer per token and hidden unit without recomputation (Korthikanti et al., 2205.05198)."""
+"""Bytes of activations per layer, token and hidden unit without recomputation (Korthikanti et al., 2205.05198)."""
 LOGIT_CHUNK_TOKENS = 1024
-"""Logits are computed in pieces of this many tokens."""
+"""Logits are computed in chunks of this many tokens."""
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Linear terms of a stage of some width; arrays over candidates."""
+    """Terms of a stage of some width that its time and memory are linear in; arrays over candidates."""
 
     per_layer_s: Array
-    """Of the whole batch, per layer: compute and tensor-parallel sums."""
+    """Time per layer for the whole batch: compute and tensor-parallel sums."""
     head_s: Array
     boundary_tokens_bytes: Array
-    """Bytes that cross a stage boundary per step and node of the stage."""
+    """Bytes that cross a stage boundary, per step and node of the stage."""
     gradients_per_layer_s: Array
     optimizer_per_layer_s: Array
     params_bytes_per_param: Array
-    """Of one GPU."""
+    """Bytes per parameter on one GPU."""
     act_bytes_per_layer: Array
-    """Of one GPU and one microbatch in flight."""
+    """Bytes per layer on one GPU, for one microbatch in flight."""
     fixed_bytes: Array
-    """Of one GPU: a layer being computed."""
+    """Bytes on one GPU for the layer being computed."""
     logits_bytes: Array
 
 
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
-    """Forward passes that a train step is worth; a backward pass counts as `backward`, recomputation as one."""
+    """Return the forward passes that a train step is equivalent to. A backward pass counts as `backward`,
+    recomputation as one."""
     update = work.epochs * (1 + work.trained_share * (backward + work.recompute))
     return update * (1 + work.has_critic) + work.has_proximal_forward + work.has_reference + work.has_critic
 
 
 def layer_flops(model: ModelSpec, work: Workload) -> float:
-    """Of one layer, one forward pass over the batch."""
+    """Return the FLOPs of one layer for one forward pass over the batch."""
     tokens, squared = work.prompt.mean + work.output.mean, work.trajectory_squared
     attention = model.attention_flops_per_pair * squared / 2 * (model.seen(tokens) / tokens)
     return work.num_trajectories * (tokens * model.layer_flops_per_token + attention)
 
 
 def microbatches(work: Workload, dp: Array) -> Array:
-    """M: of one update, for the widest data-parallel stage."""
+    """Return M, the microbatches of one update. `dp` is the width of the widest data-parallel stage."""
     per_rank = work.trained_tokens / work.minibatches / np.asarray(dp)
     return np.maximum(1.0, np.floor(per_rank / work.longest_tokens))
 
@@ -115,7 +117,8 @@ def stage_terms(
 
 
 def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
-    """Vocabulary parameters of a stage: the input embedding on the first, the head on the last, once where tied."""
+    """Return the vocabulary parameters of a stage: input embedding on the first, head on the last, counted once if
+    tied."""
     both = np.logical_and(is_first, is_last) & model.is_tied
     return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
 
@@ -123,7 +126,7 @@ def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
 def stage_bytes(
     model: ModelSpec, terms: StageTerms, layers: Array, is_first: Array, is_last: Array, in_flight: Array
 ) -> Array:
-    """Memory of one GPU of a stage. `in_flight`: microbatches whose activations it holds."""
+    """Return the memory used on one GPU of a stage. `in_flight`: microbatches whose activations it holds."""
     params = np.asarray(layers) * model.layer_params + table_params(model, is_first, is_last) + model.other_params
     logits = terms.logits_bytes * np.asarray(is_last, float)
     activations = np.asarray(layers) * terms.act_bytes_per_layer * in_flight
@@ -133,13 +136,13 @@ def stage_bytes(
 def most_layers(
     model: ModelSpec, terms: StageTerms, limit_bytes: float, is_first: Array, is_last: Array, in_flight: Array
 ) -> Array:
-    """Layers that fit on a stage (below 0: not even its tables fit)."""
+    """Return how many layers fit on a stage; negative if even its vocabulary parameters do not fit."""
     none = stage_bytes(model, terms, 0, is_first, is_last, in_flight)
     each = model.layer_params * terms.params_bytes_per_param + terms.act_bytes_per_layer * in_flight
     return np.floor((limit_bytes - none) / each)
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Time of gradients or optimiser of a stage, its vocabulary tables counted as so many layers."""
+    """Return the gradient or optimiser time of a stage; its vocabulary parameters count as layers of equal size."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s

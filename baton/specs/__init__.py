@@ -1,1 +1,1 @@
-"""What the planner speaks of: clusters, models, workloads and plans, in numbers."""
+"""Numeric descriptions that the planner reads and writes: clusters, models, workloads and plans."""

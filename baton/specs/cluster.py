@@ -1,4 +1,4 @@
-"""Hardware as data: GPUs, nodes, links and prices, from a catalogue and a TOML file."""
+"""Hardware as data: GPUs, nodes, links and prices, read from a catalogue and a TOML file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Gpu(msgspec.Struct, frozen=True):
 
     name: str
     flops: float
-    """Dense bf16 FLOP/s at peak."""
+    """Peak dense bf16 FLOP/s."""
     hbm_bytes_per_s: float
     hbm_bytes: float
     link_bytes_per_s: float
-    """To the other GPUs of its node, one direction."""
+    """Bandwidth to the other GPUs of its node, one direction."""
     price_per_h: float
-    """Of one GPU, in `currency`."""
+    """Price of one GPU, in `currency`."""
     currency: str = "USD"
     source: str = ""
 
@@ -43,7 +43,7 @@ class Node(msgspec.Struct, frozen=True):
     gpu: Gpu
     num_gpus: int
     link_bytes_per_s: float
-    """Between two GPUs of the node, one direction."""
+    """Bandwidth between two GPUs of the node, one direction."""
     price_per_gpu_h: float
 
     @property
@@ -58,9 +58,9 @@ class Cluster(msgspec.Struct, frozen=True):
     name: str
     nodes: tuple[Node, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    """[nodes, nodes] bandwidth between two nodes, one direction; the diagonal is without meaning."""
+    """[nodes, nodes] bandwidth between two nodes, one direction; the diagonal is unused."""
     latency_s: float = 2e-5
-    """Of one message between two nodes."""
+    """Latency of one message between two nodes."""
 
     @property
     def num_gpus(self) -> int:
@@ -68,12 +68,12 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def price_per_h(self) -> float:
-        """Of all GPUs, per hour, in `currency`."""
+        """Price of all GPUs, in `currency`."""
         return sum(node.num_gpus * node.price_per_gpu_h for node in self.nodes)
 
     @property
     def currency(self) -> str:
-        """The one currency of all prices."""
+        """The single currency of all prices."""
         return self.nodes[0].gpu.currency
 
     @property
@@ -89,76 +89,76 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 class GpuSettings(Settings):
-    """[gpu.NAME] a GPU type of one's own, or changes to one of the catalogue."""
+    """[gpu.NAME] a new GPU type, or changes to one of the catalogue."""
 
     bf16_tflops: float | None = Field(default=None, gt=0)
-    """Dense bf16, 10^12 FLOP/s."""
+    """Peak dense bf16, 10^12 FLOP/s."""
     hbm_gb_per_s: float | None = Field(default=None, gt=0)
     """Memory bandwidth, 10^9 bytes/s."""
     hbm_gb: float | None = Field(default=None, gt=0)
     """Memory, 10^9 bytes."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """To the other GPUs of its node, one direction, 10^9 bytes/s."""
+    """Bandwidth to the other GPUs of its node, one direction, 10^9 bytes/s."""
     price_per_hour: float | None = Field(default=None, gt=0)
-    """Of one GPU."""
+    """Price of one GPU."""
     currency: str | None = None
-    """Unit of the price."""
+    """Currency of the price."""
     source: str | None = None
-    """Where the figures are from."""
+    """Source of the figures."""
     price_source: str | None = None
-    """Where the price is from."""
+    """Source of the price."""
 
 
 class NodeSettings(Settings):
-    """[[nodes]] equal machines."""
+    """[[nodes]] identical machines."""
 
     gpu: str
     """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
     gpus: int = Field(default=8, ge=1)
-    """GPUs in each machine."""
+    """GPUs per machine."""
     count: int = Field(default=1, ge=1)
-    """How many equal machines."""
+    """Number of identical machines."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the machines, with -0, -1 … behind it where there are several; the default is the GPU's in lower case."""
+    """Name of the machines; with several, -0, -1, … is appended. The default is the GPU's name in lower case."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Between two GPUs of a machine, one direction; the default is the GPU type's."""
+    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the GPU type's."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """The default is the GPU type's."""
+    """Price of one GPU; the default is the GPU type's."""
 
 
 class BetweenSettings(Settings):
     """[[links.between]] bandwidth between two GPU types, or between two named machines."""
 
     ends: tuple[str, str]
-    """Two GPU types or two names of machines; twice the same type means between machines of that type."""
+    """Two GPU types or two machine names; the same type twice means between machines of that type."""
     gb_per_s: float = Field(gt=0)
-    """One direction, 10^9 bytes/s."""
+    """Bandwidth in one direction, 10^9 bytes/s."""
 
 
 class LinkSettings(Settings):
-    """[links] what connects machines."""
+    """[links] bandwidth between machines."""
 
     inter_node_gb_per_s: float | None = Field(default=None, gt=0)
-    """Between two machines of one GPU type, one direction, 10^9 bytes/s."""
+    """Bandwidth between two machines of one GPU type, one direction, 10^9 bytes/s."""
     cross_type_gb_per_s: float | None = Field(default=None, gt=0)
-    """Between machines of different GPU types; the default is inter_node_gb_per_s."""
+    """Bandwidth between machines of different GPU types, 10^9 bytes/s; the default is inter_node_gb_per_s."""
     latency_us: float = Field(default=20.0, ge=0)
-    """Of one message between two machines, microseconds."""
+    """Latency of one message between two machines, microseconds."""
     between: tuple[BetweenSettings, ...] = ()
-    """Exceptions."""
+    """Bandwidth of single pairs; replaces the values above."""
 
 
 class ClusterSettings(Settings):
     """A cluster file."""
 
     name: str
-    """What plans call it."""
+    """Name of the cluster in plans."""
     links: LinkSettings = LinkSettings()
-    """What connects machines."""
+    """Bandwidth between machines."""
     nodes: tuple[NodeSettings, ...] = Field(min_length=1)
     """The machines."""
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
-    """GPU types of one's own, or changes to the catalogue's, by name."""
+    """New GPU types, or changes to the catalogue's, by name."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> ClusterSettings:
@@ -166,7 +166,8 @@ class ClusterSettings(Settings):
         return self
 
     def build(self) -> Cluster:
-        """Return the cluster. Raises UserError for an unknown GPU, a missing link and what contradicts itself."""
+        """Build the cluster. Raises UserError for an unknown GPU, a missing link, duplicate machine names, mixed
+        currencies or contradicting link entries."""
         gpus = gpu_types(self.gpu)
         nodes = tuple(_nodes(self.nodes, gpus))
         names = [node.name for node in nodes]
@@ -184,13 +185,13 @@ class ClusterSettings(Settings):
 
 @cache
 def catalogue() -> Mapping[str, GpuSettings]:
-    """Return the GPU types that come with Baton, by name."""
+    """Return the GPU types that are packaged with Baton, by name."""
     text = (files("baton.specs") / "catalogue" / "gpus.toml").read_text(encoding="utf-8")
     return {name: GpuSettings.model_validate(table) for name, table in tomllib.loads(text).items()}
 
 
 def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
-    """Return all GPU types by name: the catalogue's, changed and joined by a user's own."""
+    """Return all GPU types by name: the catalogue's, with a user's changes and additions."""
     found = {}
     for name in dict.fromkeys([*catalogue(), *(own or {})]):
         base = catalogue().get(name, GpuSettings())
@@ -222,7 +223,7 @@ def _gpu(name: str, settings: GpuSettings) -> Gpu:
 
 
 def find_gpu(name: str, gpus: Mapping[str, Gpu], where: str) -> Gpu:
-    """Return a GPU type by name. Raises UserError naming where the name stands and what is known."""
+    """Return a GPU type by name. `where` is the key that an error names. Raises UserError with the known names."""
     if name not in gpus:
         lower = {known.lower(): known for known in gpus}
         near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""A model in numbers: parameters, bytes and FLOPs, read from any Hugging Face config.json."""
+"""Parameters, bytes and FLOPs of a model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from baton.errors import UserError
 
 WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "gpt_bigcode", "persimmon"}
-"""Model types whose feed-forward layer has two matrices instead of three."""
+"""Model types whose feed-forward layer has two matrices instead of three (no gate)."""
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
 """Model types with a bias in every linear layer and in the norms."""
 QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
-"""Model types with a bias in the projections of queries, keys and values, whatever the config says."""
+"""Model types with a bias in the query, key and value projections, whether or not the config says so."""
 HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
-"""Model types that norm each head's queries and keys."""
+"""Model types that normalise the queries and keys of each head."""
 FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 SYNONYMS = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -30,11 +30,11 @@ SYNONYMS = {
     "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "top_k_experts"),
 }
 NESTED = ("text_config", "llm_config", "language_config")
-"""Where models of several modalities keep the language model's config."""
+"""Keys under which multimodal models nest the config of the language model."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """What time and memory depend on."""
+    """The numbers of a model that time and memory depend on."""
 
     name: str
     num_layers: int
@@ -44,31 +44,32 @@ class ModelSpec(msgspec.Struct, frozen=True):
     head_dim: int
     vocab: int
     is_tied: bool
-    """Whether input embedding and output head share their weights."""
+    """Whether the input embedding and the output head share their weights."""
     attention_params: float
-    """Of one layer, projections and biases; the mean where layers differ."""
+    """Parameters of one layer's attention, with biases; the mean where layers differ."""
     ffn_params: float
-    """Of one layer, all experts, router and shared experts included; the mean where layers differ."""
+    """Parameters of one layer's feed-forward part, with all experts, router and shared experts; the mean where
+    layers differ."""
     active_ffn_params: float
-    """Of one layer, that one token uses."""
+    """Feed-forward parameters of one layer that one token uses."""
     other_params: float
     """Norms and learned positions, of the whole model."""
     kv_values_per_token: float
-    """Numbers kept per token and layer in the KV cache."""
+    """Values kept per token and layer in the KV cache."""
     num_experts: int = 1
     experts_per_token: int = 1
     expert_params: float = 0.0
-    """Of one layer, in routed experts; the mean where layers differ."""
+    """Parameters of one layer's routed experts; the mean where layers differ."""
     window: int = 0
-    """Tokens that a layer with sliding-window attention looks back on."""
+    """Tokens that a layer with sliding-window attention attends to."""
     window_layers: int = 0
-    """Layers with sliding-window attention."""
+    """Number of layers with sliding-window attention."""
     max_context_tokens: int = 0
-    """0 where the config does not say."""
+    """0 if the config does not say."""
 
     @property
     def embedding_params(self) -> int:
-        """V·H: one of the two vocabulary matrices."""
+        """Parameters of one of the two vocabulary matrices, vocab · hidden."""
         return self.vocab * self.hidden
 
     @property
@@ -82,31 +83,31 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def layer_flops_per_token(self) -> float:
-        """Of one layer's matrix products, forward."""
+        """Forward FLOPs of one layer's matrix products."""
         return 2.0 * (self.attention_params + self.active_ffn_params)
 
     @property
     def head_flops_per_token(self) -> float:
-        """Of the output head, forward."""
+        """Forward FLOPs of the output head."""
         return 2.0 * self.embedding_params
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Of one layer, forward, for one query and one key it looks at: 2 products of 2 FLOPs per head dimension."""
+        """Forward FLOPs of one layer for one query and one attended key: 2 products of 2 FLOPs per head dimension."""
         return 4.0 * self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
         return self.kv_values_per_token * self.num_layers * bytes_per_value
 
     def seen(self, context_tokens: float) -> float:
-        """Mean over layers of the tokens that a query at this position looks at."""
+        """Return the number of tokens that a query at this position attends to, averaged over layers."""
         if not self.window_layers:
             return context_tokens
         share = self.window_layers / self.num_layers
         return (1 - share) * context_tokens + share * min(context_tokens, self.window)
 
     def experts_read(self, num_tokens: float) -> float:
-        """Share of a layer's routed experts that a batch touches, each token choosing independently."""
+        """Return the share of a layer's routed experts that a batch uses, if each token chooses independently."""
         if self.num_experts <= 1:
             return 1.0
         return float(1 - (1 - self.experts_per_token / self.num_experts) ** max(num_tokens, 0.0))
@@ -115,7 +116,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 def read_model(path: Path) -> ModelSpec:
     """Read a config.json, or the one in the directory of a model or of an adapter's base model.
 
-    Raises UserError for what is missing in it.
+    Raises UserError if the file or a required key is missing, or a value is invalid.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file() and (adapter := path / "adapter_config.json").is_file():
@@ -133,7 +134,7 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:
-    """Return a model's numbers from its Hugging Face config."""
+    """Compute the numbers of a model from its Hugging Face config. `where` names the config in errors."""
     for key in NESTED:
         if isinstance(config.get(key), Mapping):
             config = {**config, **config[key]}
@@ -175,7 +176,7 @@ def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json")
 
 
 class _Reader:
-    """Values of a config under the names that different families give them."""
+    """Reads values of a config under the names that different model families use."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -198,7 +199,7 @@ class _Reader:
 
 
 def _attention(reader: _Reader, kind: str, hidden: int, heads: int) -> tuple[float, float, int, int]:
-    """Return parameters of a layer, values kept per token, head dimension and number of KV heads."""
+    """Return the parameters of a layer, values kept per token, head dimension and number of KV heads."""
     if reader.has("kv_lora_rank"):
         return _latent_attention(reader, hidden, heads)
     if not reader.has("head_dim") and hidden % heads:
@@ -222,7 +223,8 @@ def _attention(reader: _Reader, kind: str, hidden: int, heads: int) -> tuple[flo
 
 
 def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, float, int, int]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one compressed vector per token is kept."""
+    """Return the same for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), which keeps one compressed
+    vector per token."""
     rank, rope = reader.whole("kv_lora_rank"), reader.whole("qk_rope_head_dim")
     nope, value = reader.whole("qk_nope_head_dim"), reader.whole("v_head_dim")
     query = heads * (nope + rope)
@@ -232,11 +234,12 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, 
     else:
         params = hidden * query
     params += hidden * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * hidden
+    # scores use nope + rope dimensions and outputs use value dimensions: their mean stands for head_dim
     return float(params), float(rank + rope), (nope + rope + value) // 2, 1
 
 
 def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
-    """Return parameters of a layer, those active, experts, experts per token, parameters in experts; means."""
+    """Return means over layers: parameters, active parameters, experts, experts per token, parameters in experts."""
     matrices = 2 if kind in WITHOUT_GATE else 3
     width = reader.whole("intermediate_size", 4 * hidden)
     dense = float(matrices * hidden * width)

@@ -1,4 +1,5 @@
-"""A plan: which GPUs train, which generate, in what shape, and what that is expected to give. JSON both ways."""
+"""A plan: which GPUs train, which generate, in which parallel shape, and the expected times. Read and written as
+JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from baton.files import write_whole
 Method = Literal["exact", "paper"]
 FORMAT = 1
 PROVEN = 1e-6
-"""A gap below this is none."""
+"""A plan whose gap is below this counts as proven optimal."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -21,30 +22,30 @@ class Stage(msgspec.Struct, frozen=True):
 
     gpu: str
     gpu_ids: tuple[str, ...]
-    """`node:index`; the GPUs of each tensor-parallel group stand together."""
+    """`node:index`; the GPUs of one tensor-parallel group are adjacent."""
     dp: int
     tp: int
     layers: tuple[int, int]
-    """First layer, and the one behind the last."""
+    """First layer, and one past the last."""
     memory_bytes: float
-    """Needed on each GPU."""
+    """Memory needed on each GPU."""
     memory_limit_bytes: float
 
 
 class Training(msgspec.Struct, frozen=True):
-    """The trainer's side."""
+    """The training side of a plan."""
 
     stages: tuple[Stage, ...]
     microbatches: int
-    """Of each optimiser update."""
+    """Microbatches per optimiser update."""
     time_s: float
     compute_s: float
-    """Of the slowest stage, without waiting."""
+    """Compute time of the slowest stage, without waiting."""
     bubble_s: float
-    """Waiting for the pipeline to fill and drain."""
+    """Time spent filling and draining the pipeline."""
     comm_s: float
-    """Gradients and parameters between data-parallel ranks; tensor-parallel sums and stage boundaries are in
-    compute."""
+    """Gradient and parameter exchange between data-parallel ranks. Tensor-parallel sums and stage boundaries are
+    part of compute_s."""
     optimizer_s: float
 
     @property
@@ -57,58 +58,60 @@ class Replica(msgspec.Struct, frozen=True):
 
     gpu: str
     gpu_ids: tuple[str, ...]
-    """Stage by stage."""
+    """Ordered by stage."""
     tp: int
     pp: int
     layers: tuple[tuple[int, int], ...]
-    """Of each pipeline stage."""
+    """Layer range of each pipeline stage."""
     batch: int
-    """Trajectories it generates at once."""
+    """Trajectories generated at once."""
     tokens_per_s: float
-    """While it decodes, prefill of new prompts included."""
+    """Rate while decoding, including the prefill of new prompts."""
     pause_s: float
-    """Per train step: prefill of running trajectories under the new version, or the tail of a batch without overlap."""
+    """Time lost per train step: prefill of running trajectories under the new version, or the tail of a batch
+    without overlap."""
     share: float
-    """Of the batch's trajectories."""
+    """Share of the batch's trajectories."""
     trajectories: int
-    """Of the batch; shares rounded by largest remainder."""
+    """Trajectories of the batch; shares are rounded by largest remainder."""
     memory_bytes: float
     memory_limit_bytes: float
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """GPUs without a role."""
+    """GPUs without a role, and the reason."""
 
     gpu_ids: tuple[str, ...]
     why: str
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """Where a step's time goes: step = sync + max(rollout + reward, train), or their sum without overlap."""
+    """Parts of a step's time: step = sync + max(rollout + reward, train), or sync + rollout + reward + train without
+    overlap."""
 
     step_s: float
     sync_s: float
     rollout_s: float
     reward_s: float
-    """Exposed: what judging adds behind rollout."""
+    """Reward time that rollout does not hide."""
     train_s: float
     overlaps: bool
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """How good the plan can be at best."""
+    """A lower bound of the step time."""
 
     step_s: float
-    """No plan of the search space is faster."""
+    """No plan of the search space has a shorter step."""
     gap: float
-    """step_s of the plan over that bound, minus 1."""
+    """step_s of the plan divided by this bound, minus 1."""
     is_proven: bool
-    """Whether the gap is below PROVEN: the plan is an optimum of the search space."""
+    """Whether the gap is below PROVEN, so that the plan is optimal in the search space."""
     note: str = ""
 
     @classmethod
     def of(cls, step_s: float, least_s: float, note: str = "") -> Bound:
-        """Return the bound of a plan with this step time, where no plan is faster than `least_s`."""
+        """Return the bound of a plan with this step time, given that no plan is faster than `least_s`."""
         gap = max(0.0, step_s / least_s - 1)
         return cls(least_s, gap, gap < PROVEN, note)
 
@@ -132,14 +135,14 @@ class Plan(msgspec.Struct, frozen=True):
     currency: str
     bound: Bound
     limits: tuple[str, ...] = ()
-    """What limits the plan, in sentences."""
+    """What limits the plan, one sentence each."""
     is_colocated: bool = False
-    """Trainer and engines take turns on the same GPUs."""
+    """Trainer and engines share the same GPUs and use them alternately."""
     format: int = FORMAT
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens per second: the throughput."""
+        """Trained tokens per second."""
         return self.tokens_per_step / self.breakdown.step_s
 
     @property
@@ -154,7 +157,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan. Raises UserError where the file is none."""
+    """Read a plan. Raises UserError if the file does not exist, is not a plan, or has another format number."""
     if not path.is_file():
         raise UserError(f"there is no plan {path}: `baton plan … --out {path}` writes one")
     try:

@@ -1,4 +1,4 @@
-"""A workload: lengths, batch shape, staleness, algorithm and judges, as far as time and memory depend on them."""
+"""A workload: the lengths, batch shape, staleness, algorithm and rewards that time and memory depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.errors import UserError
 from baton.settings import Settings
 
 QUANTILES = 512
-"""Equally likely lengths that stand for a distribution."""
+"""Number of equally likely lengths that represent a distribution."""
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return float(np.mean(np.asarray(self.values) ** order))
 
     def longest_of(self, count: float) -> float:
-        """E[max of `count` independent lengths]."""
+        """Return E[max of `count` independent lengths]."""
         ranks = np.arange(len(self.values) + 1) / len(self.values)
         return float(np.dot(self.values, np.diff(ranks**count)))
 
@@ -45,14 +45,15 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 def constant(mean: float) -> Lengths:
-    """Every length is the same."""
+    """Return a distribution with one length."""
     return Lengths((float(mean),))
 
 
 def lognormal(mean: float, cv: float, longest: float) -> Lengths:
-    """Lognormal, cut at `longest` (the trajectories that reach it end there); `mean` is that after the cut.
+    """Return a lognormal distribution cut at `longest`: longer trajectories end there. `mean` is the mean after the
+    cut.
 
-    `cv` is standard deviation over mean before the cut.
+    `cv` is the standard deviation over the mean before the cut.
     """
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
@@ -68,7 +69,7 @@ def lognormal(mean: float, cv: float, longest: float) -> Lengths:
 
 
 def measured(counts: Sequence[int]) -> Lengths:
-    """The distribution of lengths that were seen."""
+    """Return the distribution of measured lengths."""
     ordered = np.sort(np.asarray(counts, dtype=float))
     if len(ordered) <= QUANTILES:
         return Lengths(tuple(ordered.tolist()))
@@ -79,7 +80,7 @@ def measured(counts: Sequence[int]) -> Lengths:
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """One train step's work, over and over."""
+    """The work of one train step; every step has the same."""
 
     name: str
     groups: int
@@ -87,11 +88,12 @@ class Workload(msgspec.Struct, frozen=True):
     prompt: Lengths
     output: Lengths
     max_staleness: int = 8
-    """Versions that a trained token may be old; 0 takes turns: no generation while the trainer works."""
+    """Maximum staleness of a trained token; with 0, generation and training alternate."""
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Of trajectories that have an advantage; the others go forward only (a group of equal rewards teaches nothing)."""
+    """Share of trajectories with a nonzero advantage. The others need only a forward pass (equal rewards in a group
+    give no gradient)."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False
@@ -100,12 +102,12 @@ class Workload(msgspec.Struct, frozen=True):
     reward_concurrency: int = 1024
     shared_prefill: bool = True
     reprefills: bool = True
-    """Running trajectories are prefilled again after each new version: their KV cache is thrown away."""
+    """Running trajectories are prefilled again after each new version because their KV cache is discarded."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions an engine has per slot, whatever is in them (the embedded engine's fixed cache); 0: only what is
+    """Positions that an engine allocates per slot, used or not (the embedded engine's fixed cache); 0: only those
     used."""
 
     @property
@@ -114,27 +116,27 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def output_tokens(self) -> float:
-        """Generated per train step."""
+        """Tokens generated per train step."""
         return self.num_trajectories * self.output.mean
 
     @property
     def trained_tokens(self) -> float:
-        """Prompts and outputs of a batch."""
+        """Tokens of the prompts and outputs of a batch."""
         return self.num_trajectories * (self.prompt.mean + self.output.mean)
 
     @property
     def longest_tokens(self) -> float:
-        """Of prompt and output together."""
+        """Maximum tokens of prompt and output together."""
         return self.prompt.longest + self.output.longest
 
     @property
     def live_context_tokens(self) -> float:
-        """Mean length of a running trajectory seen at a random time: long ones run longer."""
+        """Mean length of a running trajectory at a random time. Long trajectories run longer, so they weigh more."""
         return self.prompt.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property
     def live_context_squared(self) -> float:
-        """Mean square of the same."""
+        """Mean square of the length of a running trajectory at a random time."""
         p, mean = self.prompt.mean, self.output.mean
         position, square = self.output.moment(2) / (2 * mean), self.output.moment(3) / (3 * mean)
         return p * p + 2 * p * position + square
@@ -146,16 +148,17 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def updates(self) -> int:
-        """Optimiser updates of a train step."""
+        """Optimiser updates per train step."""
         return self.epochs * self.minibatches
 
     @property
     def max_running(self) -> float:
-        """Trajectories that the staleness gate lets run at once, on average, while the trainer works all the time.
+        """Mean number of trajectories that the staleness gate lets run at once, if the trainer is always busy.
 
-        The gate holds running + buffered + in training ≤ (η + 1)·B. In training is B, buffered grows from 0 to B and is
-        B/2 on average; a group whose longest member runs holds its finished ones: (η − ½)·B·E[L]/E[longest of the
-        group]. Without overlap (η = 0) it is the batch.
+        The gate enforces running + buffered + in training ≤ (η + 1)·B, with staleness bound η and batch B. In
+        training is B; buffered grows from 0 to B and is B/2 on average, which leaves (η − ½)·B. A group occupies the
+        gate until its longest member finishes, so the running share of that is E[L] / E[longest of the group].
+        Without overlap (η = 0) the value is B.
         """
         if self.max_staleness == 0:
             return float(self.num_trajectories)
@@ -167,16 +170,16 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class LengthSettings(Settings):
-    """Token counts: `constant`, `lognormal`, or `measured` ones."""
+    """Token counts: `constant`, `lognormal` or `measured`."""
 
     kind: Literal["constant", "lognormal", "measured"] = "constant"
     """Family of the distribution."""
     mean: float | None = Field(default=None, gt=0)
     """Mean token count (after the cut at `max`)."""
     cv: float = Field(default=0.8, gt=0)
-    """Standard deviation over mean, of `lognormal` before the cut."""
+    """Standard deviation over mean of `lognormal`, before the cut."""
     max: float | None = Field(default=None, gt=0)
-    """Longest length of `lognormal`; those that reach it end there."""
+    """Maximum length of `lognormal`; longer trajectories end there."""
     values: tuple[int, ...] = ()
     """Token counts of `measured`."""
 
@@ -203,68 +206,68 @@ class WorkAlgorithmSettings(Settings):
     """[algorithm] what a train step computes."""
 
     epochs: int = Field(default=1, ge=1)
-    """Times that a train step goes through its batch."""
+    """Passes over the batch per train step."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimiser updates in each."""
+    """Optimiser updates per pass."""
     trained_share: float = Field(default=1.0, gt=0, le=1)
-    """Of trajectories that have an advantage; the others go forward only."""
+    """Share of trajectories with a nonzero advantage; the others need only a forward pass."""
     proximal_forward: bool = True
-    """A forward pass for proximal log-probabilities."""
+    """Compute proximal log-probabilities in a forward pass."""
     reference_model: bool = False
-    """A forward pass of a frozen reference model, held by the trainer's GPUs."""
+    """Run a forward pass of a frozen reference model, kept on the trainer's GPUs."""
     critic: bool = False
-    """A value model of the policy's size is trained too, on the same GPUs."""
+    """Also train a value model of the policy's size on the same GPUs."""
     recompute: bool = True
-    """Activations are recomputed in the backward pass instead of kept."""
+    """Recompute activations in the backward pass instead of keeping them."""
 
 
 class WorkRewardSettings(Settings):
-    """[reward] how long judging takes."""
+    """[reward] how long scoring takes."""
 
     latency_s: float = Field(default=0.0, ge=0)
-    """Of one trajectory."""
+    """Seconds to score one trajectory."""
     concurrency: int = Field(default=1024, ge=1)
-    """Trajectories judged at once."""
+    """Trajectories scored at once."""
 
 
 class WorkEngineSettings(Settings):
-    """[engine] how generation is done."""
+    """[engine] how trajectories are generated."""
 
     shared_prefill: bool = True
-    """A prompt is prefilled once for its group."""
+    """Prefill a prompt once for its group."""
     reprefill: bool = True
-    """Running trajectories are prefilled again after each new version."""
+    """Prefill running trajectories again after each new version."""
     weight_bytes: float = Field(default=2.0, gt=0)
-    """Bytes of a parameter, in the engine and on the wire: 2 is bfloat16."""
+    """Bytes per parameter, in the engine and in transfers; 2 is bfloat16."""
     kv_bytes: float = Field(default=2.0, gt=0)
-    """Bytes of a value in the KV cache."""
+    """Bytes per value in the KV cache."""
     max_batch: int = Field(default=1024, ge=1)
-    """Trajectories that one replica generates at once, at most."""
+    """Maximum number of trajectories that one replica generates at once."""
     context_tokens: int = Field(default=0, ge=0)
-    """Positions that a slot of the engine holds whether used or not; 0: memory is taken as tokens come (paged)."""
+    """Positions that an engine slot allocates, used or not; 0: memory grows with the tokens (paged cache)."""
 
 
 class WorkloadSettings(Settings):
     """A workload file."""
 
     name: str = "workload"
-    """What plans call it."""
+    """Name of the workload in plans."""
     groups: int = Field(ge=1)
-    """Prompts in a batch."""
+    """Prompts per batch."""
     group_size: int = Field(ge=1)
     """Trajectories per prompt."""
     max_staleness: int = Field(default=8, ge=0)
-    """Versions that a trained token may be old; 0: generation and training take turns."""
+    """Maximum staleness of a trained token; with 0, generation and training alternate."""
     prompt_tokens: LengthSettings
-    """Lengths of prompts."""
+    """Prompt lengths."""
     output_tokens: LengthSettings
-    """Lengths of responses."""
+    """Response lengths."""
     algorithm: WorkAlgorithmSettings = WorkAlgorithmSettings()
     """What a train step computes."""
     reward: WorkRewardSettings = WorkRewardSettings()
-    """How long judging takes."""
+    """How long scoring takes."""
     engine: WorkEngineSettings = WorkEngineSettings()
-    """How generation is done."""
+    """How trajectories are generated."""
 
     def build(self) -> Workload:
         algorithm, engine = self.algorithm, self.engine
