@@ -1,4 +1,4 @@
-"""The planner: which GPUs train, which generate, in what shape. Facts in docs/planner.md.
+"""The planner: which GPUs train, which generate, and in which parallel shape. docs/planner.md explains it.
 
 cluster → pools → problem → (exact | paper) → assignment → Plan
 """

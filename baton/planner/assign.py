@@ -1,4 +1,4 @@
-"""From counts to names: which GPU of which node does what."""
+"""Assigns named GPUs of named nodes to the counts of a solution."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from baton.specs.cluster import Cluster
 
 
 class GpuAssignment(msgspec.Struct, frozen=True):
-    """GPUs by name."""
+    """Roles of GPUs by name."""
 
     stages: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
-    """Of the training pipeline, in its order: pool, and its tensor-parallel groups."""
+    """Stages of the training pipeline in order: pool, and its tensor-parallel groups."""
     replicas: tuple[tuple[int, tuple[str, ...]], ...]
-    """Column and GPUs, stage by stage."""
+    """Column and GPUs of each replica, stage by stage."""
     idle: tuple[tuple[int, str], ...]
     """Pool and GPU."""
 
@@ -27,11 +27,11 @@ class _Request(msgspec.Struct, frozen=True):
     count: int
     is_training: bool
     index: int
-    """Stage of the pool, or replica."""
+    """Stage of the pool, or column of the replica."""
 
 
 def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
-    """Pools that train, in the order of the pipeline: the fastest GPU type last."""
+    """Return the pools that train in the order of the pipeline: the fastest GPU type last."""
     used = [k for k, count in enumerate(stages) if count]
     return sorted(used, key=lambda k: (pools.pools[k].place.gpu.flops, pools.pools[k].name))
 
@@ -43,10 +43,10 @@ def seat(
     counts: Sequence[int],
     prefer: dict[str, str] | None = None,
 ) -> GpuAssignment:
-    """Give every training group and replica its GPUs; without a row, replicas only.
+    """Assign GPUs to every training group and replica; without a row, to replicas only.
 
-    Large groups first (then they always fit); training on the emptiest nodes, replicas where they fill nodes up.
-    `prefer` maps GPUs to the role (`train`, or a GPU type's replica) they have now; among equals these keep it.
+    Large groups are placed first, so that all fit. Training uses the emptiest nodes, replicas the fullest. `prefer`
+    maps GPUs to the role (`train` or `rollout`) they have now; where possible they keep it.
     """
     table, pools = problem.table, problem.pools
     staged: dict[tuple[int, int], list[tuple[str, ...]]] = {}
@@ -109,7 +109,8 @@ def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, s
 
 
 def _mutual(cluster: Cluster, nodes: Sequence[int]) -> list[float]:
-    """Of each node: its slowest link into the best-connected half of the pool; training goes where this is high."""
+    """Return, for each node, its slowest link into the best-connected half of the pool. Training prefers high
+    values."""
     found = []
     for a in nodes:
         rates = sorted((cluster.bytes_per_s[a][b] for b in nodes if b != a), reverse=True)

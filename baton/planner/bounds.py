@@ -1,9 +1,9 @@
-"""True bounds: step times that nothing can undercut, cheap enough to order and discard hundreds of thousands of
-candidates.
+"""Lower bounds of the step time, cheap enough to order and discard hundreds of thousands of candidates.
 
-Fractions of GPUs do at least as well as whole replicas: a pool of n GPUs does at most n · φ(T) in time T, φ being the
-best work per GPU of any of its shapes. The staleness gate enters with a price λ per running trajectory: for every λ ≥
-0, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is no less than the best of the integer program (weak duality).
+Fractions of GPUs do at least as well as whole replicas: a pool of n GPUs does at most n · φ(T) in time T, where φ is
+the best work per GPU of any of its shapes. The staleness gate enters with a price λ per running trajectory: for
+every λ ≥ 0, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the integer program (weak
+duality).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from baton.planner.problem import AssignmentProblem, Floats
 
 GRID = 1500
-"""Times at which φ is tabulated; between them it is taken on the chord, above the convex function."""
+"""Number of times at which φ is tabulated. φ is convex, so linear interpolation lies above it and the bound holds."""
 PRICES = 7
 DUALS = 201
-"""Weights between training and rollout that the bound over all divisions tries."""
+"""Number of weights between training and rollout that the bound over all divisions tries."""
 
 
 class RolloutBound:
@@ -46,7 +46,7 @@ class RolloutBound:
         return [0.0, *(highest * 2.0**-power for power in range(PRICES - 1))]
 
     def _table(self, price: float) -> Floats:
-        """[pools, times] best work per GPU."""
+        """Return the best work per GPU, [pools, times]."""
         best = np.zeros((self._num_pools, GRID))
         for column in self._columns:
             work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)
@@ -55,14 +55,15 @@ class RolloutBound:
         return best
 
     def times_s(self, gpus: NDArray[np.int64]) -> Floats:
-        """[candidates, pools] GPUs → [candidates] a time below which they cannot generate a step's tokens."""
+        """Return times below which these GPUs cannot generate a step's tokens: [candidates, pools] GPUs →
+        [candidates]."""
         least = np.zeros(len(gpus))
         for price, table in zip(self.prices, self.tables, strict=True):
             least = np.maximum(least, self._root(gpus.astype(float), table, price * self.gate if price else 0.0))
         return least
 
     def work(self, time_s: float) -> list[Floats]:
-        """[pools] for each price: an upper bound of work per GPU at a time."""
+        """Return an upper bound of the work per GPU in this time: [pools] for each price."""
         return [np.array([np.interp(time_s, self.times, row) for row in table]) for table in self.tables]
 
     def _root(self, gpus: Floats, table: Floats, constant: float) -> Floats:
@@ -83,8 +84,8 @@ class RolloutBound:
 def division_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Sequence[int]) -> float:
     """Return a step time that no division of these GPUs between trainer and rollout undercuts.
 
-    In time T a GPU of pool k trains ρ_k·T batches or generates φ_k(T)/tokens of one. Both must come to 1, so for every
-    weight w in [0, 1]: Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
+    In time T a GPU of pool k trains ρ_k·T batches or generates φ_k(T)/tokens of one. Both sums must reach 1, so for
+    every weight w in [0, 1]: Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
     """
     count = np.array(gpus, dtype=float)
     step = problem.step

@@ -1,7 +1,8 @@
-"""Trainer and engines on the same GPUs, in turns: nothing stands idle by design, nothing overlaps.
+"""Plans in which trainer and engines use the same GPUs alternately, without overlap.
 
-All GPUs generate, then all train. What the trainer keeps (weights, gradients, optimiser) either stays, and leaves less
-for the KV cache, or goes to the machine's memory and comes back: two ways, of which the faster is taken.
+All GPUs generate, then the training shape trains. The trainer's state (weights, gradients, optimiser) either stays
+in GPU memory, which leaves less for the KV cache, or is moved to host memory and back. Both are planned; the faster
+one is used.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.specs.plan import Bound, Idle, Plan
 
 MOST_ROWS = 20
-"""Training shapes tried, fastest first: a slower one may leave more memory."""
+"""Number of training shapes tried, fastest first. A slower shape can leave more memory for engines."""
 
 
 def make_colocated_plan(inputs: Inputs) -> Plan:
-    """Return the best plan in which trainer and engines take turns. Raises UserError where there is none."""
+    """Return the best plan in which trainer and engines alternate. Raises UserError if there is none."""
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
     problem = make_problem(serial, "alike" if are_alike(inputs.cluster) else "pessimistic")
@@ -53,7 +54,7 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
 
 
 def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
-    """[pools] what the trainer keeps on a GPU between steps: everything but activations."""
+    """Return the bytes that the trainer keeps on a GPU between steps, without activations, [pools]."""
     table, model = problem.table, inputs.model
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:
@@ -68,7 +69,7 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
 
 
 def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
-    """Return the fastest replicas on all GPUs beside what the trainer keeps there, and the publication to them."""
+    """Return the fastest replicas on all GPUs beside the trainer's state, and the publication time to them."""
     pools = problem.pools.pools
     columns = tuple(
         column

@@ -1,4 +1,4 @@
-"""A plan beside others: GPUs of one type at the same price, fixed splits, taking turns, the published method."""
+"""Alternatives to a plan: one GPU type at the same price, fixed splits, colocation, the published method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.specs.plan import Plan
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another way to spend the money."""
+    """Another way to use the cluster or its price."""
 
     name: str
     plan: Plan | None
@@ -28,7 +28,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 def alternatives(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Alternative]:
-    """Return what a plan of this cluster is to be compared with."""
+    """Return the alternatives to a plan of this cluster."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
         ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
         ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),
@@ -65,7 +65,7 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:
-    """Return a cluster of `count` GPUs in nodes like one, the last one smaller where it does not divide."""
+    """Return a cluster of `count` GPUs in nodes like `node`; the last node is smaller if `count` is not a multiple."""
     sizes = [node.num_gpus] * (count // node.num_gpus) + ([count % node.num_gpus] if count % node.num_gpus else [])
     nodes = tuple(
         msgspec.structs.replace(node, name=f"{node.gpu.name.lower()}-{index}", num_gpus=size)
@@ -76,9 +76,9 @@ def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: f
 
 
 def split_plan(inputs: Inputs, train_share: float) -> Plan:
-    """Return the plan in which this share of every GPU type trains, each side planned as well as it can be.
+    """Return the plan in which this share of every GPU type trains, with the best shapes on each side.
 
-    Raises UserError where a side cannot do its part.
+    Raises UserError if a side has no shape that fits.
     """
     problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
     train = np.array([round(pool.num_gpus * train_share) for pool in problem.pools.pools], dtype=np.int64)

@@ -1,10 +1,11 @@
-"""Many GPUs of several types: pipelines that cross types are too many to enumerate, so they are decomposed.
+"""Pipelines that span GPU types, decomposed: with many GPUs of several types they are too many to enumerate.
 
-For a step time T everything but the layers is separable. Take a structure (stages and tp on each pool of a pipeline)
-and a split of the layers among its pools. Then each pool has a least number of GPUs with which its stages keep the pace
-that T leaves, and what remains must generate a step's tokens in T, for which there is a bound. If no structure and
-split passes, T is out of reach of every crossing pipeline: a true bound. Those that pass at a T just below the best
-plan are where to look for a better one. Each number of GPUs is taken too small, never too large, so a bound stays one.
+For a fixed step time T everything but the layers is separable. Fix a structure (stages and tp on each pool of a
+pipeline) and a split of the layers among its pools. Each pool then has a least number of GPUs with which its stages
+are fast enough for T, and the remaining GPUs must generate a step's tokens in T, for which there is a bound. If no
+structure and split passes, no crossing pipeline reaches T, which proves a lower bound. Those that pass at a T just
+below the best plan are candidates for a better one. Every number of GPUs is underestimated, never overestimated, so
+the bound stays valid.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ Bools = NDArray[np.bool_]
 
 ROUNDS = 12
 TARGET_GAP = 0.002
-"""The search ends when the bound is this near."""
+"""The search ends when the gap to the bound is below this."""
 MOST_CANDIDATES = 40_000
-"""Structures and splits that a round turns into shapes."""
+"""Maximum number of structures and splits that a round turns into shapes."""
 MOST_SPLITS = 4000
 SPARE = (0, 1, 2)
-"""Groups that a pool gets beyond its least number when a split is turned into shapes."""
+"""Numbers of groups that a pool gets beyond its minimum when a split is turned into shapes."""
 PASSES = 4
 
 
 class _Family(msgspec.Struct, frozen=True):
-    """All structures and splits of one set of pools; arrays over them, one for each pool in the pipeline's order."""
+    """All structures and splits of one set of pools. Each list has one array per pool, in the order of the pipeline."""
 
     order: tuple[int, ...]
     stages: list[Ints]
     tp: list[Ints]
     layers: list[Floats]
-    """Of the fullest stage of each pool, the head counted as layers on the last."""
+    """Layers of the fullest stage of each pool; the head counts as layers on the last."""
     split: list[Ints]
     """Layers of each pool, all stages together."""
     most: list[Ints]
-    """Groups that each pool has room for."""
+    """Maximum number of groups of each pool."""
     one: list[StageTerms]
     """Terms at dp = 1."""
     head_layers: Floats
@@ -59,9 +60,9 @@ class _Family(msgspec.Struct, frozen=True):
 def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return a better solution where crossing pipelines give one, with a bound that covers all of them.
+    """Return a better solution if a crossing pipeline gives one, with a bound that covers all of them.
 
-    The problem comes back with the table that the solution's row is of.
+    The returned problem has the table that the solution's row refers to.
     """
     started = time.monotonic()
     bound = RolloutBound(problem)
@@ -79,7 +80,7 @@ def improve(
             continue
         found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
         if found is None:
-            high = middle  # undecided below: the bound stays, the search goes on lower
+            high = middle  # no plan found, none ruled out: only a lower time can raise the bound
             continue
         problem, best = found
         solved_s = best.step_s
@@ -88,7 +89,7 @@ def improve(
 
 
 def _enumerated_bound_s(inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Bound of the pipelines on one pool, which the table holds all of."""
+    """Return a bound of the pipelines on a single pool, all of which are in the table."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
         return np.inf
@@ -137,16 +138,17 @@ def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
 
 
 def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
-    """Groups of tp GPUs that each stage can have at most."""
+    """Return the maximum number of groups of tp GPUs per stage."""
     by_level = {level: pool.capacity(level) for level in pool.levels}
     room: Ints = np.array([by_level[int(width)] for width in np.unique(tp)])[np.searchsorted(np.unique(tp), tp)]
     return room // (stages * tp)
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
-    """[splits, parts] all ways to give each part at least one layer; evenly thinned where they are too many to keep.
+    """Return [splits, parts] all ways to give each part at least one layer, thinned if there are too many.
 
-    Thinned splits merge neighbours downwards (each part at its least within a cell), so that needs stay too small.
+    Thinning rounds every part down within a cell, so the computed needs are underestimated and the bound stays
+    valid.
     """
     edges = combinations(range(1, num_layers), parts - 1)
     rows = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
@@ -165,8 +167,8 @@ def _passing(
 ) -> tuple[Ints, list[Ints]]:
     """Return the structures and splits that a step time does not rule out, and the groups (dp) of each pool.
 
-    First with the publication to the pool that weights reach soonest; what passes, then, with engines on that pool and
-    those reached no later than each of the others.
+    The first pass uses the shortest publication time of each row. Rows that pass are tested again for each pool,
+    with the publication time to that pool and engines only on pools that weights reach no later.
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)
@@ -190,7 +192,8 @@ def _passing(
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
-    """[structures and splits, pools] publication; the layers of each pool are its share of the weights."""
+    """Return publication times, [structures and splits, pools]. The layers of each pool are its share of the
+    weights."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):
@@ -234,7 +237,8 @@ def _generating(
     left_s: Floats,
     reached: Bools | None,
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose other GPUs may generate a step's tokens within `left_s` [all rows], where weights reach."""
+    """Return the rows whose other GPUs may generate a step's tokens within `left_s` [all rows]. With `reached`, only
+    pools that weights reach in time count."""
     if not len(rows):
         return rows, groups
     pools, step = problem.pools.pools, problem.step
@@ -254,7 +258,7 @@ def _generating(
 def _least_groups(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
-    """Least dp with which a pool's stages keep a pace; at least `groups`, which is known."""
+    """Return the least dp with which a pool's stages take at most `pace` each. `groups` is a known lower bound."""
     k = family.order[place]
     pool = problem.pools.pools[k]
     slowest = np.where(family.stages[place][alive] > 1, pool.place.inter_bytes_per_s, np.inf)
@@ -268,15 +272,13 @@ def _least_groups(
     work_s = family.layers[place][alive] * np.asarray(family.one[place].per_layer_s)[alive]
 
     def asked(nodes: Floats) -> Floats:
-        """Groups wanted where a stage spans so many nodes: the more, the faster its boundary is crossed."""
+        """Return the groups needed if a stage spans `nodes` nodes. More nodes cross the stage boundary faster."""
         left = pace - crossing / nodes / rate
         with np.errstate(divide="ignore"):
             return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
     need = np.maximum(groups, asked(np.full(len(alive), float(len(pool.sizes)))))
-    for _ in range(
-        PASSES
-    ):  # either the nodes these groups span are enough for some more groups, or it takes a node more
+    for _ in range(PASSES):  # the nodes that these groups span suffice for some more groups, or one node more is needed
         nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / node))
         need = np.maximum(need, np.minimum(asked(nodes), nodes * node // tp + 1))
     return need
@@ -285,7 +287,7 @@ def _least_groups(
 def _tail_s(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints, groups: Sequence[Floats]
 ) -> Floats:
-    """Time of the gradients at least, of the stage where they take longest; the vocabulary left out."""
+    """Return a lower bound of the gradient time of the slowest stage, without vocabulary parameters."""
     longest = np.zeros(len(alive))
     for place, k in enumerate(family.order):
         pool = problem.pools.pools[k]
@@ -302,8 +304,8 @@ def _tail_s(
 
 
 def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
-    """Whether layers fit into memory at the widest dp there is room for; tables count where a pool has but one
-    stage."""
+    """Whether the layers fit into memory at the largest possible dp. Vocabulary parameters count only on pools with
+    one stage."""
     fits = np.ones(len(alive), dtype=bool)
     depth = np.sum([stage[alive] for stage in family.stages], axis=0)
     widest = np.max([most[alive] for most in family.most], axis=0)
@@ -331,7 +333,7 @@ def _realise(
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
-    """Turn what passes into training shapes, each pool with a few groups more, and solve with those."""
+    """Turn the rows that pass into training shapes, also with a few groups more per pool, and solve with those."""
     share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):

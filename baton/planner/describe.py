@@ -1,4 +1,4 @@
-"""A solution as a complete plan: every GPU's role, layers, memory, times, and what limits it."""
+"""Turns a solution into a complete plan: every GPU's role, layers, memory, times, and what limits the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe_seated(
     training_seats: GpuAssignment,
     seats: GpuAssignment,
 ) -> Plan:
-    """Return the plan of a solution in which trainer and replicas have these GPUs."""
+    """Return the plan of a solution with given GPUs for trainer and replicas."""
     training = describe_training(inputs, problem, solution.row, training_seats)
     step = problem.step
     rollout_s = needed_s(problem, solution.rollout.counts)
@@ -68,7 +68,8 @@ def describe_seated(
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
-    """The time these replicas need, which the solver may have left at a time below which it does not matter."""
+    """Return the time that these replicas need. The solver may return a longer one, where a shorter one changes
+    nothing."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
@@ -82,7 +83,7 @@ def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
 
 
 def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:
-    """Return the trainer's side of a plan."""
+    """Return the training side of a plan."""
     table, pools = problem.table, problem.pools
     order = pipeline_order(pools, table.stages[row])
     if inputs.rates is not None:
@@ -118,7 +119,8 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
 
 
 def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
-    """Layers of each stage in order; where the balance has room for more than there are, the fullest give first."""
+    """Return the layers of each stage in order. If the balance has room for more layers than the model has, the
+    stages with most layers give some up."""
     found: list[int] = []
     for place, count in enumerate(stages):
         first, between, last = (int(each[0]) for each in balance.stage_layers[place])
@@ -209,10 +211,10 @@ def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown
 
 
 def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
-    """Versions between a trajectory's first token and its training, by Little's law; an estimate.
+    """Estimate the versions between a trajectory's first token and its training, by Little's law.
 
-    Where training sets the pace, the gate is full: max_staleness. Else running trajectories over a batch, and half a
-    step in the buffer.
+    If training is slower than rollout, the gate is full and the value is max_staleness. Otherwise it is the number
+    of running trajectories over the batch, plus half a step in the buffer.
     """
     work = inputs.work
     if not breakdown.overlaps:
@@ -224,7 +226,7 @@ def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Break
 
 
 def limits(inputs: Inputs, problem: AssignmentProblem, plan: Plan) -> list[str]:
-    """What holds the plan back, in sentences."""
+    """Return what limits the plan, one sentence each."""
     b = plan.breakdown
     filled = b.rollout_s + b.reward_s
     found = []
@@ -257,5 +259,5 @@ def limits(inputs: Inputs, problem: AssignmentProblem, plan: Plan) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """A time with three digits, never in powers of ten."""
+    """Format a time with three digits, never in powers of ten."""
     return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"

@@ -1,9 +1,10 @@
-"""Phase 2, `exact`: best first over training shapes, each with its best rollout; a proven optimum or a reported gap.
+"""Phase 2, `exact`: best-first search over training shapes, each with its best rollout. Proves optimality or reports
+a gap.
 
-Every candidate training shape has a bound on the step time from the GPUs it leaves. In the order of that bound the
-integer program decides whether a candidate beats the best plan so far; when the next bound is no better, the rest
-cannot be. Where not all shapes were enumerated (many GPUs of many types), or where nodes of a type differ,
-`division_bound_s` covers the rest.
+Every candidate training shape has a lower bound on the step time from the GPUs that it leaves. Candidates are
+visited in the order of that bound, and the integer program decides whether a candidate beats the best plan so far.
+The search ends when the next bound is no better. If not all shapes were enumerated (many GPUs of many types),
+`division_bound_s` covers the others.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Solution(msgspec.Struct, frozen=True):
     sync_s: float
     step_s: float
     bound_s: float
-    """No division is faster."""
+    """No division has a shorter step."""
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """(candidate, publication no slower than this): engines stand only on pools that it reaches in time."""
+    """Candidates with a limit on publication time: engines run only on pools that weights reach within it."""
 
     rows: Ints
     sync_s: Floats
@@ -40,7 +41,7 @@ class _Entries(msgspec.Struct, frozen=True):
 def solve_exact(
     problem: AssignmentProblem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf
 ) -> Solution | None:
-    """Return the division with the least step time, or None where there is none faster than `ceiling_s`."""
+    """Return the division with the shortest step, or None if none is faster than `ceiling_s`."""
     started = time.monotonic()
     bound = RolloutBound(problem)
     entries = _entries(problem, bound)
@@ -94,7 +95,7 @@ def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
 def _try(
     problem: AssignmentProblem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
 ) -> tuple[Solution | None, float]:
-    """Return the candidate's plan where it beats `step_s`, and a step time that it cannot undercut."""
+    """Return the candidate's solution if it beats `step_s`, and a step time that the candidate cannot undercut."""
     table, step = problem.table, problem.step
     row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
     train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])

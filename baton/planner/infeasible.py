@@ -1,4 +1,4 @@
-"""Why there is no plan: which family of constraints binds, with the bytes needed and available."""
+"""Errors for infeasible inputs: which constraint binds, with the bytes needed and available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise UserError: no replica shape fits into memory anywhere."""
+    """Raise UserError: no replica shape fits into memory on any pool."""
     lines = []
     for pool in pools.pools:
         needs = [
@@ -44,7 +44,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise UserError: no training shape fits into memory anywhere."""
+    """Raise UserError: no training shape fits into memory on any pool."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
@@ -53,7 +53,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoR
 
 
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
-    """The least a GPU of this pool would have to hold, with all of the pool's GPUs training."""
+    """Describe the least memory per GPU that training would need if all GPUs of this pool trained."""
     best: tuple[float, int, int, int] | None = None
     for tp in tensor_widths(model, pool):
         for stages in (1, 2, 4, 8):
@@ -74,7 +74,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 
 def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
-    """Raise UserError: trainer and rollout fit one by one, but not side by side, or the gate admits too few."""
+    """Raise UserError: trainer and rollout fit separately but not together, or the gate admits too few trajectories."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:

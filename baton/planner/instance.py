@@ -1,4 +1,4 @@
-"""From a user's inputs to a problem: with the cost model, or with a table of measured rates in its place."""
+"""Builds the planner's problem from a user's inputs, with the cost model or with a table of measured rates."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from baton.specs.workload import Workload
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """What is to be planned."""
+    """What to plan."""
 
     cluster: Cluster
     model: ModelSpec
     work: Workload
     efficiencies: Efficiencies = Efficiencies()
     rates: RatesSettings | None = None
-    """Measured rates in place of the cost model."""
+    """Measured rates; they replace the cost model."""
     cross_types: bool = True
-    """Whether one training pipeline may cross GPU types (Megatron and FSDP cannot: then False)."""
+    """Whether one training pipeline may span GPU types. False for trainers that do not support it (Megatron, FSDP)."""
 
     def on(self, cluster: Cluster) -> Inputs:
         return msgspec.structs.replace(self, cluster=cluster)
 
 
 def make_problem(inputs: Inputs, view: View = "alike") -> AssignmentProblem:
-    """Return the problem of a view of the cluster. Raises UserError where no shape fits, with the bytes needed."""
+    """Return the problem of a view of the cluster. If no shape fits, raises UserError with the bytes needed."""
     pools = make_pools(inputs.cluster, inputs.efficiencies, view)
     return make_rate_problem(inputs, pools) if inputs.rates is not None else make_cost_problem(inputs, pools)
 
 
 def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem as the cost model sees it."""
+    """Return the problem under the cost model."""
     model, work = inputs.model, inputs.work
     columns = replica_columns(model, work, pools)
     table = train_table(model, work, pools, cross_types=inputs.cross_types)
@@ -83,9 +83,9 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
 
 
 def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem of a table of rates: a replica is one GPU, training adds up the rates of its GPUs.
+    """Return the problem of a table of rates: a replica is one GPU, and the training rates of GPUs add up.
 
-    Memory and shapes are the table's matter: it was measured with some that fit.
+    Memory and shapes are not modelled: the rates were measured with shapes that fit.
     """
     rates, work = inputs.rates, inputs.work
     assert rates is not None, "there is a table of rates"
@@ -140,7 +140,7 @@ def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
-    """Every pool trains as a whole or not at all, but one, of which any number does: the basic solutions of the LP."""
+    """Return divisions in which every pool but one trains completely or not at all: the basic solutions of the LP."""
     rows = set()
     for split in range(len(pools)):
         others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]

@@ -1,4 +1,4 @@
-"""Integer programs on HiGHS: maximise c·y, A·y ≤ b, y whole and not negative."""
+"""Integer programs, solved with HiGHS: maximise c·y subject to A·y ≤ b, with y non-negative integers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 
 class IntegerSolution(msgspec.Struct, frozen=True):
-    """The best found, and what cannot be exceeded."""
+    """The best solution found, and an upper bound of the optimum."""
 
     counts: tuple[int, ...]
     value: float
@@ -23,15 +23,15 @@ class IntegerSolution(msgspec.Struct, frozen=True):
 
 
 def check_solver() -> None:
-    """Raise UserError where HiGHS is not installed."""
+    """Raise UserError if HiGHS is not installed."""
     if find_spec("highspy") is None:
         raise UserError("planning needs highspy, which is not installed: run `pip install 'baton-rl[plan]'`")
 
 
 def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float = 20.0) -> IntegerSolution:
-    """Solve one integer program; `rows` is [constraints, columns], not negative as `gains` and `limits` are.
+    """Solve one integer program. `rows` is [constraints, columns]; `gains`, `rows` and `limits` are non-negative.
 
-    Within the time limit the answer is an optimum (relative gap 10⁻⁹), else `bound` says what is left.
+    Within the time limit the solution is optimal (relative gap 10⁻⁹); otherwise `bound` shows the gap.
     """
     check_solver()
     import highspy

@@ -1,7 +1,8 @@
-"""What to rent: most throughput for a budget, or the cheapest cluster that reaches a throughput.
+"""What to rent: the most throughput for a budget, or the cheapest cluster that reaches a throughput.
 
-Offers are machines with a price. Every choice of numbers of machines is a cluster; a bound on its throughput (a
-division of fractions of GPUs, all choices at once) decides the order, and which choices need no plan at all.
+Offers are machines with a price. Every combination of machine counts is a cluster. A bound on its throughput (with
+fractional GPUs, computed for all combinations at once) gives the search order and discards combinations without
+planning.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ class OfferSettings(Settings):
     gpu: str
     """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
     gpus: int = Field(default=8, ge=1)
-    """GPUs in each machine."""
+    """GPUs per machine."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """The default is the GPU type's."""
+    """Price of one GPU; the default is the GPU type's."""
     max_nodes: int | None = Field(default=None, ge=1)
-    """Machines on offer; the default is what the budget buys."""
+    """Number of machines on offer; the default is what the budget buys."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Between two GPUs of a machine; the default is the GPU type's."""
+    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the GPU type's."""
 
 
 class OffersSettings(Settings):
-    """A file of offers: what `baton plan --budget` and `--target-throughput` may rent."""
+    """A file of offers for `baton plan --budget` and `--target-throughput`."""
 
     name: str = "rented"
-    """What plans call the cluster."""
+    """Name of the cluster in plans."""
     links: LinkSettings
-    """What connects rented machines."""
+    """Bandwidth between rented machines."""
     offers: tuple[OfferSettings, ...] = Field(min_length=1)
     """Machines on offer."""
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
-    """GPU types of one's own, by name."""
+    """New GPU types, or changes to the catalogue's, by name."""
 
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
         nodes = tuple(
@@ -80,20 +81,20 @@ class RentalChoice(msgspec.Struct, frozen=True):
     plan: Plan
     inputs: Inputs
     spots: list[PricePoint]
-    """All clusters that were planned on the way."""
+    """All clusters that were planned during the search."""
     num_choices: int
     num_planned: int
     bound: float
-    """Budget: tokens per second that no choice within it exceeds. Target: the lowest price that may still reach it."""
+    """Budget: tokens per second that no affordable choice exceeds. Target: the lowest price that may still reach it."""
 
 
 class _Market(msgspec.Struct, frozen=True):
     offers: OffersSettings
     inputs: Inputs
     problem: AssignmentProblem
-    """Of everything on offer at once: for bounds."""
+    """Problem of all offers at once, for bounds."""
     prices: Floats
-    """Of one machine of each offer, per hour."""
+    """Price of one machine of each offer, per hour."""
     pool_of: list[int]
     gpus: Floats
 
@@ -104,7 +105,7 @@ class _Market(msgspec.Struct, frozen=True):
 def rent_for_budget(
     inputs: Inputs, offers: OffersSettings, budget: float, *, time_limit_s: float = 120.0
 ) -> RentalChoice:
-    """Return the cluster with most throughput for a price per hour. `inputs.cluster` is not looked at."""
+    """Return the cluster with the most throughput for a price per hour. `inputs.cluster` is ignored."""
     prices = _prices(offers)
     if budget < prices.min():
         raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")
@@ -164,7 +165,9 @@ def rent_for_target(
             counts = tuple(choices[place].tolist())
             return RentalChoice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
         if found[1].tokens_per_step / found[1].bound.step_s >= target:
-            open_price = min(open_price, float(costs[place]))  # its gap leaves it open
+            open_price = min(
+                open_price, float(costs[place])
+            )  # its plan is not proven optimal: a better plan of this cluster may reach the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
     late = ", and time ran out: allow more with --time-limit" if np.isfinite(open_price) else ""
     raise UserError(
@@ -184,7 +187,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """[choices, offers] numbers of machines within a budget; `only_full`: those to which no machine can be added."""
+    """Return [choices, offers] machine counts within a budget. `only_full`: only those that no machine can be added
+    to."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(
@@ -203,7 +207,9 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices:
     whole = inputs.on(offers.cluster_settings(most).build())
     problem = make_problem(whole, "optimistic")
     links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
-    if inputs.rates is None:  # a single machine publishes within itself
+    if (
+        inputs.rates is None
+    ):  # a cluster of one machine publishes over its own link, which is faster than those between nodes
         size = inputs.model.params * inputs.work.weight_bytes
         latency = min(pool.place.efficiency.publish_latency_s for pool in problem.pools.pools)
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))
@@ -222,7 +228,7 @@ def _pool_counts(market: _Market, choices: Ints) -> Floats:
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Whether a choice may reach a step time; see `division_bound_s`, of which this is the same for many at once."""
+    """Whether a choice may reach a step time: `division_bound_s` for many choices at once."""
     problem, counts = market.problem, _pool_counts(market, choices)
     bound, step = RolloutBound(problem), problem.step
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s
@@ -243,7 +249,7 @@ def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarr
 
 
 def _bounds_s(market: _Market, choices: Ints) -> Floats:
-    """[choices] step times that none undercuts."""
+    """Return lower bounds of the step time, [choices]."""
     low = np.full(len(choices), market.problem.sync_bound_s)
     slowest_s = max(float(RolloutBound(market.problem).times[-1]), 1 / float(market.problem.train_rate_bound.min()))
     high = np.full(len(choices), slowest_s * 4 + market.problem.sync_bound_s)

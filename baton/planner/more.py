@@ -1,4 +1,4 @@
-"""What if: one more GPU of each type, fewer machines; what these would bring and cost."""
+"""What-if plans: one more GPU of each type, or fewer machines, with throughput and price."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from baton.planner.solve import make_plan, restricted
 from baton.specs.cluster import Cluster
 
 NOTHING = 1e-6
-"""A gain below this is none."""
+"""A smaller relative gain counts as 0."""
 
 
 class Marginal(msgspec.Struct, frozen=True):
-    """What one more GPU would bring."""
+    """Throughput and price of one more GPU."""
 
     gpu: str
     tokens_per_s: float
-    """Of the cluster with it."""
+    """Throughput of the cluster with it."""
     gain: float
-    """Over the throughput without it, less 1."""
+    """Throughput relative to the cluster without it, minus 1."""
     price_per_h: float
-    """Of that GPU."""
+    """Price of that GPU."""
 
 
 class PricePoint(msgspec.Struct, frozen=True):
-    """One cluster on the curve of price against throughput."""
+    """One cluster on the curve of throughput over price."""
 
     counts: dict[str, int]
     """GPUs by type."""
     price_per_h: float
     tokens_per_s: float
     is_efficient: bool = False
-    """Whether no cheaper or equally priced one is faster."""
+    """Whether no cheaper or equally priced cluster is faster."""
 
 
 def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0) -> list[Marginal]:
-    """Return what one more GPU of each type would bring, on a machine of its own that is linked like others of its
-    type."""
+    """Return the throughput with one more GPU of each type, on its own machine with links like others of its type."""
     found = []
     for name in inputs.cluster.gpu_types:
         place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
@@ -53,7 +52,7 @@ def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0
 
 
 def with_one_more(cluster: Cluster, place: int) -> Cluster:
-    """Return the cluster with one more machine of one GPU, linked as the machine at `place` is."""
+    """Return the cluster with one more machine of one GPU, linked like the machine at index `place`."""
     like = cluster.nodes[place]
     same = [k for k, node in enumerate(cluster.nodes) if node.gpu.name == like.gpu.name and k != place]
     others = [rate for k, rate in enumerate(cluster.bytes_per_s[place]) if k != place]
@@ -70,7 +69,7 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 
 def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -> list[PricePoint]:
-    """Return throughput and price of this cluster with fewer of its machines; the efficient ones are marked."""
+    """Return throughput and price of this cluster with fewer machines, with the efficient points marked."""
     started = time.monotonic()
     cluster = inputs.cluster
     by_type = [
@@ -99,7 +98,7 @@ def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -
 
 
 def marked(spots: list[PricePoint]) -> list[PricePoint]:
-    """Return spots in order of price, with the efficient ones marked."""
+    """Return points sorted by price, with the efficient ones marked."""
     best, result = 0.0, []
     for spot in sorted(spots, key=lambda s: (s.price_per_h, -s.tokens_per_s)):
         is_efficient = spot.tokens_per_s > best * (1 + 1e-9)

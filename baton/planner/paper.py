@@ -1,8 +1,10 @@
-"""Phase 2, `paper`: equation 3 and bisection on γ, as AReaL-Hex (2511.00796) sections 4.3 and algorithm 1 publish it.
+"""Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm
+1.
 
-A baseline, never the default: equation 3 prefers many GPUs with fast links to those that train well (on the paper's own
-56 GPUs it would train on 40 H20 rather than on 8 H800). What the paper leaves open is settled thus: the training's
-share of FLOP/s need only be within half a step of γ, both sides keep a GPU, the best plan met on the way is returned.
+A baseline, never the default: equation 3 prefers many GPUs with fast links to GPUs that train well (on the paper's
+own 56 GPUs it would train on 40 H20 rather than on 8 H800). The paper leaves some points open. Here the training
+share of FLOP/s must be within half a step of γ, both sides keep at least one GPU, and the best plan found during the
+search is returned.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.replicas import CLOSE, RolloutProgram
 
 STABLE = 20
-"""Iterations without change after which the paper stops (K)."""
+"""Iterations without improvement after which the search stops (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Divisions that are looked at; beyond, nodes stay whole, and then several of them."""
+"""Maximum number of divisions; beyond it, whole nodes are divided, then groups of nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
-    """Equation 3 of each division: share of link bandwidth within training plus share of memory bandwidth in rollout.
+    """Return equation 3 of each division: share of link bandwidth within training plus share of memory bandwidth in
+    rollout.
 
-    All pairs of GPUs count; of each pool the first `rows[:, k]` GPUs train, node by node.
+    All pairs of GPUs count. The first `rows[:, k]` GPUs of each pool train, node by node.
     """
     everything = np.array([[pool.num_gpus for pool in problem.pools.pools]], dtype=np.int64)
     links = _pair_sums(problem, rows) / _pair_sums(problem, everything)
@@ -47,14 +50,15 @@ def _pair_sums(problem: AssignmentProblem, rows: Ints) -> Floats:
 
 
 def _inner_pairs(pool: GpuPool) -> Floats:
-    """[GPUs + 1] pairs within a node among the first so many GPUs of a pool."""
+    """Return the pairs within a node among the first n GPUs of a pool, [GPUs + 1]."""
     new = [float(place) for size in pool.sizes for place in range(size)]
     pairs: Floats = np.cumsum([0.0, *new])
     return pairs
 
 
 def divisions(problem: AssignmentProblem) -> Ints:
-    """[divisions, pools] GPUs that may train: by GPU where these are few enough, else by node or several nodes."""
+    """Return the GPUs that may train, [divisions, pools]: by GPU if these are few enough, else by one or several
+    nodes."""
     pools = problem.pools.pools
     steps = [list(range(pool.num_gpus + 1)) for pool in pools]
     stride = 1
@@ -69,7 +73,7 @@ def divisions(problem: AssignmentProblem) -> Ints:
 
 
 def propose(problem: AssignmentProblem, gamma: float, rows: Ints, scores: Floats) -> Ints:
-    """Return the division that equation 3 likes best among those whose share of FLOP/s is nearest to γ."""
+    """Return the division with the highest equation 3 among those whose share of FLOP/s is nearest to γ."""
     flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
     share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
     reach = np.sort(np.unique(np.round(share, 9)))
@@ -80,7 +84,7 @@ def propose(problem: AssignmentProblem, gamma: float, rows: Ints, scores: Floats
 
 
 def solve_paper(problem: AssignmentProblem) -> Solution | None:
-    """Return the best division that equation 3 and bisection on γ meet."""
+    """Return the best division found by equation 3 and bisection on γ."""
     rows = divisions(problem)
     scores = objectives(problem, rows)
     program = RolloutProgram(problem)
@@ -89,7 +93,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
     while stable < STABLE and high - low > 1 / (4 * total):
         gamma = (low + high) / 2
         found = evaluate_division(problem, program, propose(problem, gamma, rows, scores))
-        if found is None:  # one side cannot do its part at all: which one says where to go
+        if found is None:  # one side has no feasible shape: move γ towards that side
             low = low if _rows_within(problem, propose(problem, gamma, rows, scores)).any() else gamma
             high = high if low == gamma else gamma
             continue
@@ -106,7 +110,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
 
 
 def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Training shapes that fit into the first `train[k]` GPUs of each pool."""
+    """Return which training shapes fit into the first `train[k]` GPUs of each pool."""
     table = problem.table
     fits = np.ones(len(table), dtype=bool)
     for k, pool in enumerate(problem.pools.pools):
@@ -119,7 +123,7 @@ def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[in
 
 
 def taken_sizes(pool: GpuPool, count: int) -> list[int]:
-    """GPUs of each node among the pool's first `count`."""
+    """Return the GPUs of each node among the pool's first `count`."""
     found, left = [], count
     for size in pool.sizes:
         found.append(min(size, left))
@@ -128,7 +132,7 @@ def taken_sizes(pool: GpuPool, count: int) -> list[int]:
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
-    """Phase 1 on a fixed division: the best training shape on one side, the best replicas on the other."""
+    """Run phase 1 on a fixed division: the best training shape on one side, the best replicas on the other."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):
         return None

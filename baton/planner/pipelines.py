@@ -1,9 +1,9 @@
-"""Phase 1, trainer's side: every training shape on given pools, and its time.
+"""Phase 1, training side: every training shape on given pools, and its time.
 
-A pipeline has `stages` equal stages on each pool that takes part, each of `dp` tensor-parallel groups of `tp` GPUs: TP
-and DP stay within a GPU type, only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Types stand in order of their
-speed, the fastest last, where the output head is. Layers go where they make the slowest stage fastest, as far as memory
-allows.
+A pipeline has `stages` equal stages on each pool that takes part, each of `dp` tensor-parallel groups of `tp` GPUs.
+TP and DP stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Types are ordered by
+speed, with the fastest last because the last stage has the output head. Layers are distributed to minimise the
+slowest stage, within memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 STAGES = (1, 2, 4, 8)
-"""Pipeline stages where one pool trains."""
+"""Pipeline stages if a single pool trains."""
 CROSSING_STAGES = (1, 2)
-"""Pipeline stages on each pool where several train."""
+"""Pipeline stages on each pool if several train."""
 MAX_CROSSED = 3
-"""Pools that one pipeline crosses, at most."""
+"""Maximum number of pools that one pipeline crosses."""
 MAX_SHAPES = 400_000
-"""Combinations of one set of pools that are all looked at; beyond, a part of them is."""
+"""If a set of pools has more combinations than this, only some of them are evaluated."""
 SATURATED_SHAPES = 3
-"""In that part: shapes of each pool that trains with all its GPUs."""
+"""In that case: number of shapes of each pool that trains with all its GPUs."""
 
 
 Rows = tuple[Ints, Ints, Ints, Floats, Floats]
@@ -52,13 +52,13 @@ class Shapes(msgspec.Struct, frozen=True):
 
 
 class LayerBalance(msgspec.Struct, frozen=True):
-    """Layers of pipelines and what follows from them; arrays over candidates."""
+    """Layers of pipelines and the resulting times; arrays over candidates."""
 
     pace_s: Floats
-    """Of the slowest stage, whole batch; infinite where memory does not hold the model."""
+    """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
-    """Of each pool: layers of its first stage in the pipeline, of those between, of the last (0 where there is
-    none)."""
+    """For each pool: layers of the pipeline's first stage, of stages in between, and of its last stage (0 if there
+    is none)."""
     compute_s: Floats
     bubble_s: Floats
     gradients_s: Floats
@@ -71,7 +71,7 @@ class LayerBalance(msgspec.Struct, frozen=True):
 
 
 def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
-    """Return every training shape that fits into memory; is_complete says whether all were looked at."""
+    """Return every training shape that fits into memory. `is_complete` says whether all were evaluated."""
     alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
     tables = []
     is_complete = True
@@ -96,7 +96,7 @@ def pipeline_orders(pools: Pools, most: int) -> list[list[int]]:
 
 
 def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> TrainTable:
-    """Put what `evaluated` returned into one table."""
+    """Concatenate results of `evaluated` into one table."""
     merged = [np.concatenate(arrays) for arrays in zip(*tables, strict=True)]
     train_overhead = max(pool.place.efficiency.train_overhead_s for pool in pools.pools)
     return TrainTable(merged[0], merged[1], merged[2], merged[3] + train_overhead, merged[4], is_complete)
@@ -117,7 +117,7 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield combinations of the pools' shapes: all of them, or those in which all pools but one train as a whole."""
+    """Yield combinations of the pools' shapes: all, or those in which every pool but one trains with all its GPUs."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return
@@ -137,7 +137,7 @@ def _product(parts: Sequence[Shapes]) -> list[Shapes]:
 
 
 def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]) -> Rows:
-    """Return stages, tp, dp, times and shares of layers of those pipelines that fit into memory."""
+    """Return stages, tp, dp, times and shares of layers of the pipelines that fit into memory."""
     total = sum(part.stages for part in shapes)
     shapes = [part.take(np.asarray(total <= model.num_layers)) for part in shapes]
     balance = balanced(model, work, pools, order, shapes)
@@ -155,7 +155,7 @@ def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[in
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """Equal stages: `count` of them, each taking `base_s + layers · per_layer_s`."""
+    """`count` equal stages, each of which takes `base_s + layers · per_layer_s`."""
 
     count: Ints
     base_s: Floats
@@ -166,10 +166,10 @@ class _Kind(msgspec.Struct, frozen=True):
 def balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Give layers to stages so that the slowest one is fastest, and return the times that follow.
+    """Distribute layers to minimise the slowest stage, and return the resulting times.
 
-    The pace only takes values at which some stage finishes a whole number of layers: start at the pace at which
-    fractions would do, and go to the next value until all layers have a place.
+    The pace takes only values at which some stage completes a whole number of layers. Start at the pace that
+    fractional layers would allow, and go to the next value until all layers are placed.
     """
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
@@ -218,7 +218,8 @@ def _kinds(
     terms: Sequence[StageTerms],
     in_flight: Floats,
 ) -> list[list[_Kind]]:
-    """Of each pool: its stages that are first in the pipeline, between, last; one that is both counts as last."""
+    """Return for each pool its stages that are first in the pipeline, in between, and last. A single stage counts as
+    last."""
     found = []
     depth = np.sum([part.stages for part in shapes], axis=0)
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):

@@ -1,12 +1,12 @@
-"""Pools: GPUs of one type that nothing tells apart, so that a search counts them instead of naming them.
+"""Pools of interchangeable GPUs of one type, so that a search counts GPUs instead of naming them.
 
-Nodes are alike when they have the same GPU type and link, and the same bandwidth to every other node. Where nodes of a
-type are not alike, a pool of the whole type is either pessimistic (its slowest links: what it plans can be had) or
-optimistic (its fastest links: what it cannot reach, no plan can).
+Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. If the nodes
+of a type are not alike, one pool of the whole type is either pessimistic (slowest links: its plans are feasible) or
+optimistic (fastest links: it bounds what any plan reaches).
 
-Tensor-parallel groups have 2^i GPUs of one node. Groups of such sizes fit into nodes if and only if, for every size g,
-the GPUs in groups of at least g are at most g · Σ_nodes ⌊GPUs / g⌋ (place the large ones first: what they leave in a
-node is that node's GPUs less a multiple of g). So packing needs no node names either.
+Tensor-parallel groups have 2^i GPUs of one node. Groups of such sizes fit into nodes if and only if, for every size
+g, the GPUs in groups of at least g are at most g · Σ_nodes ⌊GPUs / g⌋. (Place the large groups first: they leave in
+a node its GPUs less a multiple of g.) Packing therefore needs no node names either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
-"""Beyond, pools of whole types are planned with: a search over subsets of pools would not end."""
+"""With more pools than this, only pools of whole types are planned: a search over subsets of pools takes too long."""
 
 
 class GpuPool(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class GpuPool(msgspec.Struct, frozen=True):
 
     name: str
     nodes: tuple[int, ...]
-    """Places in the cluster's nodes."""
+    """Indices into the cluster's nodes."""
     sizes: tuple[int, ...]
     """GPUs of each node."""
     place: DeviceClass
@@ -51,33 +51,33 @@ class GpuPool(msgspec.Struct, frozen=True):
         return tuple(2**i for i in range(max(self.sizes).bit_length()))
 
     def capacity(self, level: int) -> int:
-        """GPUs that can stand in groups of `level`."""
+        """Return the number of GPUs that can be used in groups of `level`."""
         return level * sum(size // level for size in self.sizes)
 
 
 class Pools(msgspec.Struct, frozen=True):
-    """All pools of a cluster, and the links between them."""
+    """All pools of a cluster and the links between them."""
 
     pools: tuple[GpuPool, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    """[pools, pools] between nodes; the diagonal is within the pool."""
+    """[pools, pools] bandwidth between nodes; the diagonal is within the pool."""
     view: View
 
     @property
     def publish_bytes_per_s(self) -> NDArray[np.float64]:
-        """[from, to] what a publication of weights reaches."""
+        """[from, to] bandwidth that weight publication reaches."""
         rates = np.array(self.bytes_per_s)
         reached: NDArray[np.float64] = rates * np.array([[pool.place.efficiency.publish] for pool in self.pools])
         return reached
 
 
 def are_alike(cluster: Cluster) -> bool:
-    """Whether nothing but their number tells nodes of one type apart."""
+    """Whether all nodes of each GPU type are alike."""
     return len(_alike(cluster)) == len(cluster.gpu_types)
 
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
-    """Group a cluster's nodes: those that are alike, or by type as seen pessimistically or optimistically."""
+    """Group a cluster's nodes: nodes that are alike, or whole types under the pessimistic or optimistic view."""
     if view == "alike":
         groups = _alike(cluster)
     else:

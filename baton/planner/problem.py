@@ -1,4 +1,4 @@
-"""What phase 1 and phase 2 search over: candidate training shapes in a table, replica shapes in columns."""
+"""The search space: candidate training shapes in a table, replica shapes as columns of an integer program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLICA_STAGES = (1, 2, 4)
 
 
 class ReplicaShape(msgspec.Struct, frozen=True):
-    """A replica shape on a pool: a column of the integer program."""
+    """A replica shape on a pool; a column of the integer program."""
 
     pool: int
     cost: ReplicaCost
@@ -29,12 +29,12 @@ class ReplicaShape(msgspec.Struct, frozen=True):
         return self.cost.num_gpus
 
     def work(self, time_s: float) -> float:
-        """Tokens generated in this time, its pause taken off."""
+        """Return the tokens generated in this time, less the pause."""
         return self.cost.tokens_per_s * max(0.0, time_s - self.cost.pause_s)
 
 
 class TrainTable(msgspec.Struct, frozen=True):
-    """Candidate training shapes. A pool that takes no part has 0 stages."""
+    """Candidate training shapes. A pool that does not train has 0 stages."""
 
     stages: Ints
     """[candidates, pools]"""
@@ -45,7 +45,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     time_s: Floats
     """[candidates]"""
     shares: Floats
-    """[candidates, pools] of the layers."""
+    """[candidates, pools] share of the layers."""
     is_complete: bool
     """Whether these are all shapes of the search space."""
 
@@ -64,30 +64,31 @@ class TrainTable(msgspec.Struct, frozen=True):
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """How a step's time is put together."""
+    """How the parts of a step add up to its time."""
 
     output_tokens: float
-    """To generate per step."""
+    """Tokens generated per step."""
     max_running: float
-    """Trajectories at once over all replicas; infinite where batches are not modelled."""
+    """Trajectories that may run at once over all replicas; infinite if batches are not modelled."""
     judge_s: float
-    """Judging all trajectories of a batch."""
+    """Time to score all trajectories of a batch."""
     latency_s: float
-    """Judging the last one."""
+    """Time to score the last trajectory."""
     overlaps: bool
-    """Whether generation goes on while the trainer works."""
+    """Whether generation continues while the trainer works."""
 
     def step_s(self, sync_s: float, rollout_s: float, train_s: float) -> float:
-        """sync + max(rollout + reward, train), or their sum without overlap."""
+        """Return sync + max(rollout + reward, train), or their sum without overlap."""
         filled = rollout_s + self.reward_s(rollout_s)
         return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
 
     def reward_s(self, rollout_s: float) -> float:
-        """What judging adds behind rollout: it goes on beside it, the last one comes behind."""
+        """Return the scoring time that rollout does not hide. Scoring runs during rollout, except for the last
+        trajectory."""
         return max(0.0, self.judge_s - rollout_s) + self.latency_s
 
     def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
-        """The longest rollout with which a step takes `step_s`; negative where there is none."""
+        """Return the longest rollout with which a step takes `step_s`; negative if there is none."""
         left = step_s - sync_s - self.latency_s - (0.0 if self.overlaps else train_s)
         is_possible = left >= self.judge_s and (not self.overlaps or sync_s + train_s <= step_s)
         return left if is_possible else -1.0
@@ -100,17 +101,18 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     columns: tuple[ReplicaShape, ...]
     table: TrainTable
     sync_s: Floats
-    """[candidates, pools] publication from a candidate's trainer to engines of a pool."""
+    """[candidates, pools] time of publication from a candidate's trainer to engines of a pool."""
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] batches per second and GPU that no training shape exceeds: for bounds where the table is not complete."""
+    """[pools] upper bound of the batches per second and GPU of any training shape, for bounds if the table is
+    incomplete."""
     sync_bound_s: float
-    """No publication is faster."""
+    """Lower bound of the publication time."""
 
 
 def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[ReplicaShape, ...]:
-    """Return every replica shape that fits, at its largest batch and at halves of it."""
+    """Return every replica shape that fits, at its largest batch and at repeated halves of it."""
     found = []
     for index, pool in enumerate(pools.pools):
         for tp in tensor_widths(model, pool):
@@ -125,12 +127,12 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Rep
 
 
 def tensor_widths(model: ModelSpec, pool: GpuPool) -> list[int]:
-    """Tensor-parallel widths: powers of two within a node that divide the attention heads."""
+    """Return the tensor-parallel widths: powers of two within a node that divide the number of attention heads."""
     return [level for level in pool.levels if model.num_heads % level == 0]
 
 
 def make_step(work: Workload) -> StepModel:
-    """Return how the steps of a workload are put together."""
+    """Return the step model of a workload."""
     at_once = min(work.reward_concurrency, work.num_trajectories)
     return StepModel(
         output_tokens=work.output_tokens,
@@ -142,7 +144,8 @@ def make_step(work: Workload) -> StepModel:
 
 
 def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
-    """Publication times of candidates whose pools train these shares of the weights, both [candidates, pools]."""
+    """Return publication times of candidates whose pools train these shares of the weights, both [candidates,
+    pools]."""
     latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
     times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

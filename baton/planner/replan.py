@@ -1,9 +1,9 @@
-"""Machines came or went: the best new plan that moves least.
+"""Replanning after machines were lost or added: a good new plan that moves few GPUs.
 
-Four ways are planned: everything anew; the training shape kept; that and the surviving replicas kept, free GPUs filled;
-the surviving replicas kept, training anew on the rest. Of those within `slack` of the fastest, the one with fewest
-moves wins. A GPU moves when it was there before and has another job now: another role, another training shape, another
-replica shape.
+Up to four plans are made: without regard to the running one; with the training shape kept; with the training shape
+and the surviving replicas kept and the free GPUs filled; with the surviving replicas kept and training on the rest.
+Of the plans within `slack` of the fastest, the one with the fewest moves is chosen. A GPU moves if it was in the
+cluster before and now has another role, another training shape or another replica shape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECTIONS = 50
 
 
 class ReplanOption(msgspec.Struct, frozen=True):
-    """One way to go on."""
+    """One new plan and the GPUs that it moves."""
 
     name: str
     plan: Plan
@@ -40,17 +40,17 @@ class ReplanOption(msgspec.Struct, frozen=True):
 
 
 class Replanned(msgspec.Struct, frozen=True):
-    """The way chosen, and those it was chosen from."""
+    """The chosen option, and all options."""
 
     chosen: ReplanOption
     options: tuple[ReplanOption, ...]
     lost: tuple[str, ...]
-    """GPUs of the running plan that are gone."""
+    """GPUs of the running plan that are no longer in the cluster."""
     added: tuple[str, ...]
 
 
 def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
-    """Return the cluster less some machines. Raises UserError for a name it does not have."""
+    """Return the cluster without some machines. Raises UserError for an unknown name, or if no machine is left."""
     known = [node.name for node in cluster.nodes]
     for name in names:
         if name not in known:
@@ -61,7 +61,7 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 
 def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
-    """Return the best plan of the cluster as it is now that moves least from the running one."""
+    """Return the plan of the current cluster that moves fewest GPUs among those within `slack` of the fastest."""
     check_solver()
     problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
@@ -98,7 +98,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """What each GPU does, in words that are equal where nothing changes for it."""
+    """Return a description of each GPU's job; it is equal in two plans if nothing changes for the GPU."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
     for replica in plan.replicas:
@@ -109,7 +109,7 @@ def jobs(plan: Plan) -> dict[str, str]:
 
 
 def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
-    """GPUs that were there, are there, and do something else."""
+    """Return the GPUs that were and are in the cluster and have another job."""
     return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
 
 
@@ -119,7 +119,7 @@ def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:
 
 
 def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> list[int]:
-    """Of each column: how many of the running plan's replicas are of this shape and whole."""
+    """Return, for each column, how many replicas of that shape in the running plan still have all their GPUs."""
     counts = [0] * len(problem.columns)
     for replica in running.replicas:
         pool = _pool_of(problem, replica.gpu)
@@ -131,7 +131,8 @@ def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> li
 
 
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
-    """The row of the running plan's training shape, where all of its GPUs are still there."""
+    """Return the row of the running plan's training shape, or None if one of its GPUs is gone or the shape is not in
+    the table."""
     if not set(running.training.gpu_ids) <= there:
         return None
     wanted = np.zeros((3, len(problem.pools.pools)), dtype=np.int64)
@@ -152,7 +153,7 @@ def _only(problem: AssignmentProblem, row: int) -> AssignmentProblem:
 
 
 def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
-    """Keep replicas and a training shape, and put more replicas on what is free."""
+    """Keep a training shape and replicas, and place more replicas on the free GPUs."""
     table = problem.table
     left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
     rollout = _beside(problem, program, left, kept)
@@ -167,7 +168,7 @@ def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept:
 def _beside(
     problem: AssignmentProblem, program: RolloutProgram, left: tuple[int, ...], kept: list[int]
 ) -> RolloutAllocation | None:
-    """The fastest rollout that has at least the kept replicas: by bisection on its time."""
+    """Return the fastest rollout that includes the kept replicas, by bisection on its time."""
     rest = program.less(left, kept)
     running = sum(count * column.cost.batch for count, column in zip(kept, problem.columns, strict=True))
     if min(rest, default=0) < 0 or running > problem.step.max_running:
@@ -197,7 +198,7 @@ def _beside(
 
 
 def _trained_beside(problem: AssignmentProblem, program: RolloutProgram, kept: list[int]) -> Solution | None:
-    """Keep replicas; of the training shapes that fit beside them take the one with the fastest step."""
+    """Keep replicas, and choose the training shape beside them with the fastest step; tries the 8 fastest that fit."""
     table = problem.table
     shapes = zip(table.gpus.tolist(), table.tp.tolist(), strict=True)
     rows = np.nonzero([min(program.less(program.left(*shape), kept)) >= 0 for shape in shapes])[0]

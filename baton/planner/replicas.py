@@ -1,9 +1,9 @@
 """Phase 1, rollout side: how many replicas of which shape, as an integer program.
 
-AReaL-Hex's equation 2 is bilinear as printed (work times count of each shape), but its optimum is closed: with work in
-proportion to speed all replicas end together, so Θ = tokens / Σ y·h, and what is left is max Σ y·h under the GPUs there
-are — a knapsack in as many dimensions as there are pools. A replica that pauses r seconds per step does h·(Θ − r); then
-the least Θ with max Σ y·h·(Θ − r) ≥ tokens is found by Newton's iteration, each step of which is such a knapsack.
+AReaL-Hex's equation 2 is bilinear as printed (work times count of each shape), but its optimum has a closed form:
+with work in proportion to speed all replicas end together, so Θ = tokens / Σ y·h. What remains is max Σ y·h under
+the available GPUs, a knapsack with one dimension per pool. A replica that pauses r seconds per step does h·(Θ − r);
+then Newton's iteration finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens, and each of its steps is such a knapsack.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from baton.planner.integer import IntegerSolution, maximise
 from baton.planner.problem import AssignmentProblem, Floats, Ints, ReplicaShape
 
 CLOSE = 1e-9
-"""Relative difference below which two times are the same."""
+"""Relative difference below which two times count as equal."""
 
 
 class RolloutAllocation(msgspec.Struct, frozen=True):
-    """Replicas and what they need for a step's tokens."""
+    """Replicas and the time they need for a step's tokens."""
 
     counts: tuple[int, ...]
-    """Of each column of the problem."""
+    """Number of replicas of each column of the problem."""
     time_s: float
     least_s: float
-    """No choice of replicas is faster (it equals time_s unless the solver ran out of time)."""
+    """No choice of replicas is faster. Equals time_s unless the solver ran out of time."""
 
 
 class RolloutProgram:
-    """The integer programs of one problem, each solved once."""
+    """The integer programs of one problem; results are cached."""
 
     def __init__(self, problem: AssignmentProblem) -> None:
         self._step, self._columns, self._pools = problem.step, problem.columns, problem.pools.pools
@@ -46,14 +46,14 @@ class RolloutProgram:
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """GPUs that training leaves, at each level of each pool, where it takes `gpus` in groups of `tp`."""
+        """Return the GPUs left at each level of each pool if training uses `gpus` in groups of `tp`."""
         return tuple(
             self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
             for pool, level in self._rows
         )
 
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
-        """What replicas leave of GPUs that are free; negative where they do not fit."""
+        """Return the free GPUs that these replicas leave; negative if they do not fit."""
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
@@ -65,9 +65,9 @@ class RolloutProgram:
         return self._most[key]
 
     def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
-        """Return the replicas that generate a step's tokens soonest, or None where there can be none.
+        """Return the replicas that generate a step's tokens soonest, or None if there are none.
 
-        `least_s` is a time below which it is known not to be, or not to matter.
+        `least_s` is a lower limit: the rollout cannot be shorter, or a shorter one does not shorten the step.
         """
         key = (left, tuple(allowed), least_s)
         if key not in self._best:
@@ -122,9 +122,9 @@ class RolloutProgram:
         return IntegerSolution(tuple(counts.tolist()), answer.value, answer.bound)
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
-        """Leave out a column where another of its pool takes no more GPUs, in no larger groups, and does no less.
+        """Drop a column if another of its pool uses no more GPUs, in no larger groups, and generates no less.
 
-        While the gate binds, another must not run more trajectories either.
+        If the gate may bind, the other column must not run more trajectories either.
         """
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(
@@ -150,7 +150,7 @@ def _used(column: ReplicaShape, pool: int, level: int) -> float:
 
 
 def rounded_shares(shares: Sequence[float], total: int) -> list[int]:
-    """Share whole trajectories in proportion, by largest remainder."""
+    """Round shares of `total` to whole numbers by largest remainder."""
     exact = [share * total for share in shares]
     counts = [int(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])

@@ -1,4 +1,4 @@
-"""What the planner can be asked, and its result: plan a cluster, rent machines, or plan a running cluster anew."""
+"""Requests to the planner and their results: plan a cluster, choose machines to rent, or replan a running cluster."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from baton.specs.plan import Method, Plan
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """What to plan: by default the cluster of `inputs`."""
+    """What to plan; by default the cluster of `inputs`."""
 
     inputs: Inputs
     offers: OffersSettings | None = None
-    """Machines for rent, in place of a cluster; then one of the two limits below is given."""
+    """Machines for rent, in place of a cluster. Then one of the two limits below is required."""
     price_per_h: float | None = None
     tokens_per_s: float | None = None
     running: Plan | None = None
-    """The plan to replace with few moves."""
+    """The running plan, to be replaced with few moves."""
     slack: float = 0.02
-    """With `running`: share of the step time given up to move fewer GPUs."""
+    """With `running`: relative increase of the step time that is accepted to move fewer GPUs."""
     is_colocated: bool = False
     method: Method = "exact"
     compares: bool = False
@@ -37,11 +37,11 @@ class PlanRequest(msgspec.Struct, frozen=True):
 
 
 class PlanResult(msgspec.Struct, frozen=True):
-    """A plan, and how it was found."""
+    """A plan and how it was found."""
 
     plan: Plan
     inputs: Inputs
-    """What was planned: of rented machines, the chosen ones."""
+    """Inputs of the plan; for rented machines, with the chosen cluster."""
     alternatives: Sequence[Alternative] = ()
     marginals: Sequence[Marginal] = ()
     spots: Sequence[PricePoint] = ()
@@ -49,7 +49,7 @@ class PlanResult(msgspec.Struct, frozen=True):
     replanned: Replanned | None = None
 
     def price_curve(self) -> Sequence[PricePoint]:
-        """Return throughput by price, of what was planned and of smaller clusters."""
+        """Return price and throughput of the planned cluster and of smaller ones."""
         return marked([*self.spots, *price_curve(self.inputs)])
 
     def public(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class PlanResult(msgspec.Struct, frozen=True):
 
 
 def run_request(request: PlanRequest) -> PlanResult:
-    """Plan what was asked for. Raises UserError where nothing fits."""
+    """Plan what the request describes. Raises UserError if nothing fits."""
     result = _plan(request)
     if not request.compares:
         return result

@@ -1,4 +1,4 @@
-"""The planner's front: one question, one plan."""
+"""The entry point of the planner: returns one plan for one request."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
 
 MOST_GPUS_IN_PARTS = 128
-"""Beyond, plans that keep to one of a type's machines are not looked at: they would leave most of the type idle."""
+"""In larger clusters, plans that use one machine of a GPU type are not tried: most GPUs of that type would be idle."""
 LEFT_OUT = "its machine's links would slow weights or gradients down by more than it would bring"
 
 
 def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> Plan:
-    """Return the best plan of a cluster. Raises UserError naming what binds where there is none.
+    """Return the best plan of a cluster. If there is none, raises UserError with the binding constraint.
 
-    A pool of several nodes talks at the speed of their links; a plan that keeps to one of its nodes may be faster, so
-    each pool is also tried with one node alone, unless a bound says that this cannot be better (in clusters of up to
-    MOST_GPUS_IN_PARTS).
+    A pool of several nodes communicates at the speed of the links between them, so a plan that uses only one of its
+    nodes can be faster. In clusters of up to MOST_GPUS_IN_PARTS, each pool is therefore also tried with a single
+    node, unless a bound shows that this cannot be better.
     """
     check_solver()
     started = time.monotonic()
@@ -58,7 +58,8 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
 
 
 def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster; where it is not too large, then parts in which some GPU types keep only their largest node."""
+    """Yield the cluster and, if it is not too large, parts of it in which some GPU types keep only their largest
+    node."""
     yield cluster
     if cluster.num_gpus > MOST_GPUS_IN_PARTS:
         return
@@ -74,7 +75,7 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def restricted(cluster: Cluster, places: list[int]) -> Cluster:
-    """Return the cluster with some of its nodes only."""
+    """Return the cluster with only these nodes."""
     return msgspec.structs.replace(
         cluster,
         nodes=tuple(cluster.nodes[place] for place in places),
@@ -83,7 +84,7 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan of a part of the cluster as one of the whole: the rest is idle, and paid for."""
+    """Return a plan of a part of the cluster as one of the whole cluster; the other GPUs are idle, but paid for."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)
@@ -92,10 +93,10 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
-    """Return the plan of a cluster all of whose nodes take part, or None where none can beat `ceiling_s`.
+    """Return the plan of a cluster in which all nodes take part, or None if no plan can beat `ceiling_s`.
 
-    Where nodes of one GPU type differ (in links), plans are made for pools of nodes that are alike and for whole types
-    at their slowest links; the better one is taken, and the bound is that of whole types at their fastest links.
+    If nodes of one GPU type differ in their links, plans are made for pools of nodes that are alike and for whole
+    types at their slowest links. The better plan is returned with the bound of whole types at their fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)
@@ -120,16 +121,16 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 
 
 def lower_bound_s(problem: AssignmentProblem) -> float:
-    """A step time that no division of the problem's GPUs undercuts, in milliseconds of work."""
+    """Return a step time that no division of the problem's GPUs undercuts. Takes milliseconds."""
     return division_bound_s(problem, RolloutBound(problem), [pool.num_gpus for pool in problem.pools.pools])
 
 
 def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution of a problem by a method, and the problem whose table it points into.
+    """Return the solution of a problem by a method, and the problem whose table the solution refers to.
 
-    The solution of `paper` carries the bound of `exact`.
+    The solution of `paper` has the bound of `exact`.
     """
     best = solve_exact(problem, time_limit_s=time_limit_s / 2)
     if best is None:
