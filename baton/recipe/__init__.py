@@ -1,1 +1,1 @@
-"""What users set: a recipe's sections, its keys, overrides and presets."""
+"""The settings that users give: sections of a recipe, keys, overrides and presets."""

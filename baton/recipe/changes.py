@@ -1,4 +1,4 @@
-"""Which keys of a recipe a resumed run may change, and what follows from a change."""
+"""Which keys of a recipe a resumed run may change, and the effect of each change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from baton.errors import UserError
 
 REMOVED = {"weights.path": "workers always fetch versions as chunks"}
-"""Keys of earlier recipes, with the reason why nothing replaces them."""
+"""Keys of earlier recipes that were removed, with the reason."""
 
 
 MAY_CHANGE = (
@@ -30,7 +30,7 @@ MAY_CHANGE = (
     "weights.anchor_every",
     "inspection",
 )
-"""Keys, or whole sections, that a resumed run may change and stay what it was."""
+"""Keys, or whole sections, that a resumed run may change without any effect on its results."""
 
 
 FROM_NEXT_STEP = (
@@ -51,7 +51,7 @@ FROM_NEXT_STEP = (
     "algorithm.kl_coef",
     "reward.N.weight",
 )
-"""Keys that a resumed run may change: a new value holds from its next train step on. N is any index."""
+"""Keys that a resumed run may change, with effect from the next train step. N stands for any index."""
 
 
 CHANGES_BITS = (
@@ -68,20 +68,20 @@ CHANGES_BITS = (
     "trainer.tensor_parallel",
     "trainer.shard_gradients",
 )
-"""Keys that a resumed run may change, at the price of other last bits."""
+"""Keys that a resumed run may change, but the last bits of its results may differ."""
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return old and new value of each key in which two resolved recipes differ; None where a key is absent."""
+    """Return the old and new value of each key in which two resolved recipes differ; None for a key that is absent."""
     old, new = _leaves(before), _leaves(now)
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in REMOVED]
     return {key: (old.get(key), new.get(key)) for key in keys}
 
 
 def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a sentence for each key whose change makes a resumed run differ from one never stopped.
+    """Return a sentence for each change that makes a resumed run differ from an uninterrupted one.
 
-    Both are resolved recipes. Raises UserError naming the keys that may not change within a run, and those that may.
+    Both arguments are resolved recipes. Raises UserError naming the keys that may not change, and those that may.
     """
     said, refused = [], []
     for key, (old, new) in changes_of(before, now).items():
@@ -103,7 +103,7 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved recipe of a run, which an earlier Baton may have written, without `REMOVED` keys."""
+    """Return a run's resolved recipe, which an older version of Baton may have written, without `REMOVED` keys."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Every key of a recipe, read from the settings themselves, so that the list is never behind the code."""
+"""All keys of a recipe, read from the settings classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.errors import UserError
 from baton.recipe.recipe import Recipe, WarmStart
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
-"""Sections of which a recipe may have several."""
+"""Sections that may appear several times."""
 
 
 class RecipeKey(msgspec.Struct, frozen=True):
@@ -25,12 +25,12 @@ class RecipeKey(msgspec.Struct, frozen=True):
     key: str
     type: str
     default: str | None
-    """None where the key must be given."""
+    """None if the key is required."""
     meaning: str
 
 
 def recipe_keys(section: str | None = None) -> list[RecipeKey]:
-    """Return the keys of one section or of all, those of `baton train` before those only `baton sft` knows."""
+    """Return the keys of one section or of all; keys that only `baton sft` has come last."""
     found = list(dict.fromkeys([*_keys(Recipe), *_keys(WarmStart)]))
     if section is None:
         return found

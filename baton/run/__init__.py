@@ -1,1 +1,1 @@
-"""From a recipe to a running system: loop, parts, evaluation, resume, dry run, supervised warm start."""
+"""From a recipe to a running system: loop, assembly, evaluation, resume, dry run, hub, supervised warm start."""

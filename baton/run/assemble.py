@@ -1,4 +1,4 @@
-"""From a recipe to running parts: the one place where every actor is made and introduced to the others."""
+"""Assembly: makes every part of a run from its recipe and connects them."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ from baton.types import PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
-"""(how many, torch threads of each) → the ranks of a trainer."""
+"""(number of ranks, torch threads per rank) → the ranks of a trainer."""
 
 
 def set_up_torch(threads: int, *, busy: int = 0) -> int:
-    """Fix the number of threads and switch deterministic algorithms on; return the number of threads.
+    """Set the number of torch threads and enable deterministic algorithms; return the number of threads.
 
-    threads: 0 takes all cores but those that are `busy` with something else.
+    threads: 0 takes all available cores except `busy`, the number used by other processes.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
@@ -80,7 +80,7 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
 
 
 def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:
-    """Make the recipe's worker: an engine in this process, or a pool of engine processes."""
+    """Make the recipe's worker transport: one engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
         return LocalTransport(build_engine(recipe, path, version), trace)
     start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
@@ -103,11 +103,11 @@ def build_loop(
     worker_supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
-    """Make every part of a run, from its beginning or from its latest checkpoint.
+    """Make every part of a run, from the start or from its latest checkpoint.
 
-    stop: ends every wait of the loop. crew and start_ranks: workers and trainer ranks that somebody else starts, on
-    other machines. Raises UserError for all that can be seen to be wrong before the first step, and leaves what was
-    there as it was.
+    stop: ends every wait of the loop. worker_supervisor and start_ranks: start workers and trainer ranks on other
+    machines. Raises UserError for every mistake that can be detected before the first step; the run's directory is then
+    unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -204,7 +204,8 @@ def _build_loop(
 
 
 def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observer: Observer) -> list[Prompt]:
-    """Have prompts left out that are too long, and return the held-out ones; say what there is less of than asked."""
+    """Exclude prompts that are too long; return the held-out prompts. Reports excluded prompts, and a held-out set that
+    is smaller than requested."""
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
         for lengths in measure(mixture, tokenizer.num_tokens, room, seed=seed, on_measured=measured):
@@ -217,7 +218,7 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observe
 
 
 def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
-    """Let the trainer leave a device that it shares, before an engine is made on it: the engine's turn is first."""
+    """Put a colocated trainer to sleep: an engine is made next on the same device, and it is the first to use it."""
     if recipe.rollout.is_colocated:
         assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
         trainer.rest()
@@ -225,7 +226,7 @@ def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
 
 
 def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSharing | None:
-    """Make the turns of a device that engine and trainer share."""
+    """Make the object that switches a shared device between engine and trainer; None if they do not share one."""
     if not recipe.rollout.is_colocated:
         return None
     engine = port.engine if isinstance(port, LocalTransport) else None
@@ -245,7 +246,10 @@ def _open(
     trace: TraceWriter,
     worker_supervisor: WorkerSupervisor | None,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
-    """Start whoever generates, and open the run's directory and files. The hub of a swarm keeps its own files there."""
+    """Start the workers' side, and open the run's directory and files.
+
+    The order differs by transport: local engines are made before the directory is changed; a hub keeps its files in it.
+    """
     with ExitStack() as undo:
         undo.callback(trainer.close)
         if not recipe.swarm.is_on:
@@ -271,7 +275,7 @@ def _rollout_side(
     journal: Journal,
     stop: StopRequest,
 ) -> tuple[EvalRollout, RolloutController]:
-    """Make the two who lease to the worker: for evaluations, and for training."""
+    """Make the two parts that send leases to the workers: one for evaluations, one for training."""
     lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
     timeout_s, room = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
     parts = RolloutParts(
@@ -327,7 +331,7 @@ def evaluate_model(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> list[Evaluation]:
-    """Evaluate a run's latest checkpoint, a checkpoint or any model directory on a recipe's held-out prompts."""
+    """Evaluate a run's latest checkpoint, a given checkpoint or any model directory on a recipe's held-out prompts."""
     run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
     if recipe_path is None and run is None:
         raise UserError(f"{path} is not part of a run, so its tasks are unknown: name a recipe with --recipe")

@@ -1,12 +1,12 @@
-"""One device that trainer and engine use in turn (`rollout.placement = "colocated"`).
+"""One device that trainer and engine use alternately (`rollout.placement = "colocated"`).
 
-      engine  ████████████ generate, evaluate ░ rests ░░░░░░░░░░░░░░ ████████
-      trainer ░ rests ░░░░░░░░░░░░░░░░░░░░░░░ ████████ train step ██ ░ rests ░ → publish, save: from the host
-                                            turn                    turn
+      engine  ████████████ generate, evaluate ░ sleep ░░░░░░░░░░░░░░ ████████
+      trainer ░ sleep ░░░░░░░░░░░░░░░░░░░░░░░ ████████ train step ██ ░ sleep ░ → publish, save: from host memory
+                                            switch                 switch
 
-Whoever has its turn is awake, the other rests: whoever leaves does so before the other comes, so that the device holds
-the larger of the two and never their sum. The engine leaves with no lease in its hands: what was put down has been
-reported. It wakes without a version, and serves the one that it is given next.
+One of them is awake and the other sleeps. The one that is awake leaves the device before the other returns to it, so
+the peak memory is the larger of the two, not their sum. The engine goes to sleep without leases: aborted trajectories
+have been reported. It wakes without weights, and serves the version that it loads next.
 """
 
 from __future__ import annotations
@@ -15,55 +15,56 @@ from typing import Protocol
 
 
 class Resident(Protocol):
-    """Somebody who can leave the device to another, and come back."""
+    """A part that can move off the device and back."""
 
     def rest(self) -> None:
-        """Leave the device; does nothing at rest."""
+        """Free the device memory. Does nothing if already asleep."""
         ...
 
     def wake(self) -> None:
-        """Come back; does nothing where it is awake."""
+        """Move back to the device. Does nothing if already awake."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the device that it holds now."""
+        """Bytes of device memory held now."""
         ...
 
 
 class DeviceOwner(Resident, Protocol):
-    """The resident that knows the device."""
+    """The part that can measure the device's memory."""
 
     def take_peak_bytes(self) -> int | None:
-        """Return the most bytes of the device that this process held since the last call; None where nobody counts."""
+        """Return this process's peak device memory in bytes since the last call; None if the device does not measure
+        it."""
         ...
 
 
 class DeviceSharing:
-    """Who has the device. The engine, at the beginning."""
+    """Switches the device between engine and trainer. The engine has it first."""
 
     def __init__(self, engine: Resident, trainer: DeviceOwner) -> None:
-        """Let the trainer rest and the engine wake."""
+        """Put the trainer to sleep and wake the engine."""
         self._engine, self._trainer = engine, trainer
         self._peak_bytes = self._engine_bytes = self._trainer_bytes = 0
         self.to_engine()
 
     def to_engine(self) -> None:
-        """Let the engine have the device. Does nothing where it has."""
+        """Give the device to the engine. Does nothing if it has the device."""
         self._look()
         self._trainer.rest()
         self._engine.wake()
         self._look()
 
     def to_trainer(self) -> None:
-        """Let the trainer have the device. Does nothing where it has."""
+        """Give the device to the trainer. Does nothing if it has the device."""
         self._look()
         self._engine.rest()
         self._trainer.wake()
         self._look()
 
     def metrics(self) -> dict[str, float]:
-        """Return what each of them, and both together, held at most since the last call."""
+        """Return the peak bytes of engine, trainer and both together since the last call."""
         measured = self._trainer.take_peak_bytes()
         peak = self._peak_bytes if measured is None else measured
         values = {

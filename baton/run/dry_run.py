@@ -1,4 +1,4 @@
-"""What a recipe will need, as far as it can be known before starting: `baton train --dry-run`."""
+"""Estimate the memory and work of a recipe before it starts: `baton train --dry-run`."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from baton.trainer.optimizer import check_schedule
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """What a recipe will need, as far as it can be known before starting."""
+    """The estimated memory and work of a recipe."""
 
     example_prompt: str
-    """The first training prompt as the engine will see it, special tokens included."""
+    """The first training prompt as the engine receives it, special tokens included."""
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """float32 master weights, gradients and two AdamW moments of what is trained; a frozen model's weights. Of
-    each rank, where there are several."""
+    """Per rank: float32 master weights, gradients and two AdamW moments of the trained parameters, and the weights of
+    frozen models."""
     gradient_bytes: int
-    """Of these, what a trainer at rest does not keep."""
+    """Part of the trainer's bytes: the gradients, which a sleeping trainer frees."""
     engine_bytes: int
     """The engine's weights and its whole KV cache."""
     cache_bytes: int
-    """Of these, the KV cache."""
+    """Part of the engine's bytes: the KV cache."""
     available_bytes: int | None
-    """Of the device that the trainer is on; None where that is on other machines."""
+    """Free memory of the trainer's device; None if the trainer runs on other machines."""
     device: str
     max_positions: int | None
-    """The longest context that the model was made for; None where its configuration does not say."""
+    """The model's maximum context, tokens; None if its configuration does not say."""
     prompts: tuple[PromptLengths, ...]
-    """By task."""
+    """One per task."""
     held_out_prompts: int
-    """What an evaluation uses of `eval.num_prompts`."""
+    """Held-out prompts that an evaluation uses, at most `eval.num_prompts`."""
     trajectories_per_step: int
     max_generated_tokens_per_step: int
     updates_per_step: int
     experimental: tuple[str, ...]
-    """What no test covers of this run (`support.toml`)."""
+    """The parts of this run that no test covers (`support.toml`)."""
 
 
 def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
-    """Work out memory and work of a recipe; opens its tasks as a start would, and of its weights only the headers.
+    """Estimate the memory and work of a recipe. Opens its tasks as a start does, but reads only the headers of the
+    weights.
 
-    is_here: whether trainer and engine will be on this machine. Raises UserError for all that a start would refuse.
+    is_here: whether trainer and engine run on this machine. Raises UserError for everything that a start refuses.
     """
     trainer = recipe.trainer
     check_schedule(warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
@@ -94,7 +95,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def _engine_bytes(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, int]:
-    """Return the bytes of the weights and of the slots, in the engine's dtype."""
+    """Return the bytes of the weights and of the KV cache, in the engine's dtype."""
     width = torch_dtype(recipe.engine.dtype).itemsize
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
@@ -105,9 +106,9 @@ def _engine_bytes(recipe: Recipe, config: PretrainedConfig, model: PreTrainedMod
 
 
 def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
-    """Return the bytes of the trainer, and those of its gradients among them.
+    """Return the bytes of the whole trainer, and those of its gradients among them.
 
-    Weights, gradients and moments of the policy or its adapter, of a separate critic, and a reference model.
+    Counts weights, gradients and moments of the policy or its adapter and of a separate critic, and a reference model.
     """
     whole = sum(p.numel() for p in model.parameters())
     trained, needed = whole, 16 * whole
@@ -125,17 +126,18 @@ def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _rank_bytes(recipe: Recipe, trainer_bytes: int, gradient_bytes: int) -> int:
-    """What one rank has of it: a shard of everything; until an update's end whole gradients, unless they are cut."""
+    """Return the bytes of one rank: a shard of everything, plus the rest of the gradients, which stay whole until the
+    end of an update unless `trainer.shard_gradients` is set."""
     ranks = recipe.trainer.ranks
     whole = 0 if recipe.trainer.shard_gradients or ranks == 1 else gradient_bytes - gradient_bytes // ranks
     return -(-trainer_bytes // ranks) + whole
 
 
 def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Return a model's configuration and shapes. Raises UserError where it or the machine is too small for a recipe.
+    """Return a model's configuration and its shapes. Raises UserError if the model or the machine is too small.
 
-    is_here: whether trainer and engine will be on this machine. Activations come on top of what is counted here, so
-    that what is let through may still be too much.
+    is_here: whether trainer and engine run on this machine. Activations are not counted, so a recipe that passes may
+    still run out of memory.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
     try:
@@ -159,13 +161,13 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
 
 
 def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
-    """Return what a run is on the axes of `support.toml`, its model and this machine included."""
+    """Return the run's values on the axes of `support.toml`, including its architecture and this machine's platform."""
     device = torch_device(recipe.model.device).type
     return {**recipe.choices(), "architecture": (str(config.model_type),), "platform": (device,)}
 
 
 def _max_positions(config: PretrainedConfig) -> int | None:
-    """The longest context of a model, as far as its configuration says, stretched as its rotary embedding is."""
+    """Return the model's maximum context including rotary scaling; None if its configuration does not say."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
@@ -202,12 +204,12 @@ def _gib(num_bytes: int) -> str:
 
 
 def _check_turns(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> None:
-    """Raise UserError where one device cannot hold what trainer or engine has in its turn."""
+    """Raise UserError if the shared device cannot hold the engine alone or the trainer alone."""
     engine = sum(_engine_bytes(recipe, config, model))
     trainer, gradients = _trainer_bytes(recipe, model)
     device, host = torch_device(recipe.model.device), torch.device("cpu")
     resting = trainer - gradients
-    if device.type == "cpu":  # there is nowhere to go: at rest it stays where it is
+    if device.type == "cpu":  # on a CPU a sleeping trainer stays in the same memory
         engine += resting
     else:
         _check_fits(resting, host, "what the trainer keeps in host memory while it rests")

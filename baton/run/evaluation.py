@@ -11,7 +11,7 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
-"""Noise seed of evaluations: the same draws each time, so that two checkpoints differ by their weights alone."""
+"""Noise seed of all evaluations: two checkpoints get the same draws, so results differ only by their weights."""
 
 
 def evaluate(
@@ -25,9 +25,9 @@ def evaluate(
     version: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[list[Evaluation], list[Group]]:
-    """Generate `samples` responses to each prompt and judge them; results by task, then over all as task `all`.
+    """Generate and score `samples` responses to each prompt; return the results by task, then over all tasks as `all`.
 
-    Raises Stopped where the sweep is to stop.
+    Raises Stopped if a stop is requested.
     """
     requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]

@@ -1,10 +1,10 @@
-"""From a recipe to a running hub: tokens, store, publisher, broker, checks, and this machine's own workers.
+"""From a recipe to a running hub: tokens, store, publisher, broker, verification, and this machine's own workers.
 
-    model ─▶ what workers get of it ─▶ LeaseBroker, VerificationService ─┐
-    tokens, quarantine, requirements ─▶ AccessControl ───────────────────┴─▶ Hub
+    model ─▶ model files for workers ─▶ LeaseBroker, VerificationService ─┐
+    tokens, quarantine, requirements ─▶ AccessControl ────────────────────┴─▶ Hub
     Hub ─▶ Publication ─▶ HubOverview ─▶ HttpRoutes ─▶ SwarmTransport
 
-Each is made of those before it.
+Each object is constructed from those before it.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from baton.weights.store import Store
 LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400
 _SECRET_BYTES = 32
 HEARTBEATS = 6
-"""In the time after which a silent worker is taken for dead."""
+"""Heartbeats per heartbeat timeout: a worker is considered dead after this many are missing."""
 
 
 def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = None) -> ListenAddress:
-    """Look at everything that can be seen to be wrong before a run begins. Raises UserError.
+    """Check the swarm's settings before a run starts. Raises UserError.
 
-    With a crew others need not be able to join: the token file may be missing.
+    With a worker supervisor the token file may be missing: no other worker needs to join.
     """
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
@@ -101,7 +101,7 @@ def open_swarm(
     tracer: Tracer,
     worker_supervisor: WorkerSupervisor | None = None,
 ) -> SwarmTransport:
-    """Start a hub for a run whose directory is there, and the run's own workers. Raises UserError."""
+    """Start the hub of a run whose directory exists, and the run's own workers. Raises UserError."""
     listen, scratch = check_swarm(recipe, worker_supervisor), Scratch(run / "scratch.txt")
     files = _Files(run, scratch.directory(), _shared_memory(scratch))
     store = Store(recipe.weights.store or run / "weights")
@@ -140,7 +140,7 @@ def open_swarm(
 def _start_workers(
     recipe: Recipe, files: _Files, hub: Hub, own_token: str, worker_supervisor: WorkerSupervisor | None
 ) -> LocalWorkerSupervisor:
-    """Start this machine's workers, and those of a crew."""
+    """Start this machine's workers and those of the worker supervisor."""
     assert hub.port is not None, "the hub listens"
     token, url = files.scratch / "token", hub.listen.url(hub.port)
     write_private(token, own_token.encode())
@@ -166,21 +166,22 @@ def _start_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where the parts of a hub have their files."""
+    """Where the hub's parts keep their files."""
 
     run: Path
     scratch: Path
-    """Gone with this process."""
+    """Removed when this process exits."""
     shared: Path | None
-    """In shared memory, where this machine has that."""
+    """Directory in shared memory; None if this machine has none."""
 
     def token(self, name: str) -> str:
-        """Make the token of a worker of ours."""
+        """Make the token of one of the run's own workers."""
         own = TokenFile(self.scratch / "tokens.json")
         return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
 
     def secret(self) -> bytes:
-        """Return the run's secret, made at its first start: with it a restarted hub checks the same draw."""
+        """Return the run's secret, generated at its first start. A restarted hub draws the same reports to verify with
+        it."""
         path = self.run / "inspection.secret"
         if path.exists() and len(known := path.read_bytes()) == _SECRET_BYTES:
             return known
@@ -191,7 +192,7 @@ class _Files:
 
 @dataclass(frozen=True, slots=True)
 class _CrewAccess:
-    """What a crew may ask of the hub."""
+    """The hub's interface to a worker supervisor."""
 
     url: str
     certificate: str
@@ -218,12 +219,12 @@ def _shared_memory(scratch: Scratch) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _ServedModel:
-    """What workers get of the model beside its versions."""
+    """The model as workers receive it, without its versions."""
 
     files: bytes
-    """Configuration and tokenizer."""
+    """Configuration and tokenizer, packed."""
     base: PolicyVersion | None
-    """The weights that adapters go on."""
+    """The version that holds the base weights of adapters; None without LoRA."""
     limits: ReportLimits
 
 
@@ -266,7 +267,7 @@ def _welcome(recipe: Recipe, model: _ServedModel) -> Welcome:
     )
 
 
-# ---- who may join, and who is believed -------------------------------------------------------------------------------
+# ---- access and verification -----------------------------------------------------------------------------------------
 
 
 def _access(
@@ -288,7 +289,8 @@ def _access(
 
 
 def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: bool) -> VerificationService:
-    """Make the checks. What was generated while weights changed in flight cannot be scored again."""
+    """Make the verification service. It is off for `on_new_version = "keep"`: tokens generated while weights changed
+    cannot be scored again."""
     inspection = recipe.inspection
     is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
     is_on = is_on and (inspection.own or has_strangers) and recipe.rules().on_new_version != "keep"
@@ -303,7 +305,8 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
-    """In the engines' dtype: then honest tokens are mostly scored to the same bits, and small lies stand out."""
+    """Return a scorer in the engines' dtype: correct tokens then mostly get identical bits, so small deviations are
+    visible."""
     dtype, attention = torch_dtype(recipe.engine.dtype), recipe.model.attention
     device = torch_device(recipe.inspection.device)
     if recipe.lora is not None:
@@ -314,12 +317,13 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
 
 
 def _num_fetchable(recipe: Recipe) -> int:
-    """Return how many published versions a token in flight may be of, and are kept to score by."""
+    """Return how many published versions are kept: those that a token in flight may have, which
+    verification needs too."""
     return recipe.rules().max_staleness // recipe.swarm.publish_every + 2
 
 
 class _TracedPublisher(Publisher):
-    """A publisher whose time is in the trace."""
+    """A publisher that records its time in the trace."""
 
     def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None, tracer: Tracer) -> None:
         super().__init__(store, settings, shared=shared)

@@ -1,4 +1,4 @@
-"""The live run: the control flow of train steps. The scheduler decides what is generated when."""
+"""The control flow of train steps in a live run. The scheduler decides what is generated when."""
 
 from __future__ import annotations
 
@@ -37,71 +37,72 @@ from baton.trainer.trainer import Trainer
 from baton.types import Batch, Group, Prompt, SamplingParams
 
 PUT_DOWN_S = 5.0
-"""What the worker has at the end of the run to report what it has made."""
+"""Seconds that the workers have at the end of the run to report their remaining tokens."""
 
 
 class LoopState(msgspec.Struct, frozen=True):
-    """What a resume needs besides the trainer's own state."""
+    """The state that a resume needs in addition to the trainer's."""
 
     step: int = 0
-    """Train steps done."""
+    """Completed train steps."""
     next_group_id: int = 0
     position: dict[str, int] = msgspec.field(default_factory=dict)
-    """Draws made from each task's training stream."""
+    """Number of draws from each task's training stream."""
     best_step: int = 0
-    """Train step of the best held-out accuracy so far; 0 is the model the run began with."""
+    """Train step with the best held-out accuracy so far; 0 is the initial model."""
     best_accuracy: float = -1.0
-    """Of the sampled responses, over all tasks."""
+    """Accuracy of the sampled responses over all tasks."""
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint that was just written, and which of the others may be gone back to."""
+    """A checkpoint that was just written, and the oldest one that is still kept."""
 
     path: Path
     oldest_step: int
-    """Of the latest checkpoints that are kept."""
+    """Step of the oldest of the latest `checkpoint.keep` checkpoints, to which the run may go back."""
 
 
 class Observer(Protocol):
-    """Whoever watches a run: the terminal, or nobody."""
+    """Receives the events of a run, for example to print them."""
 
     def phase(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Enter a phase of `total` units; the context is a function that counts units done."""
+        """Enter a phase of `total` units. The context value is a function to be called with the number of
+        units done."""
         ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """A train step is done."""
+        """A train step is complete."""
         ...
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
-        """A held-out evaluation is done."""
+        """A held-out evaluation is complete."""
         ...
 
     def said(self, text: str) -> None:
-        """Something worth a line has happened."""
+        """A line for the user."""
         ...
 
 
 @dataclass(slots=True)
 class Loop:
-    """The parts of a run, and the state between its steps."""
+    """The parts of a run, and its state between steps."""
 
     run: RunDirectory
     lock: RunLock
-    """Of the run's directory, until `close`."""
+    """Lock of the run's directory, released by `close`."""
     stream: PromptStream
     held_out: Sequence[Prompt]
     judge: RewardScorer
     tokenizer: Tokenizer
     port: WorkerTransport
     sweep: EvalRollout
-    """For evaluations."""
+    """Generates for evaluations."""
     controller: RolloutController
-    """For training."""
+    """Generates for training."""
     journal: Journal
     trainer: Trainer
     save_checkpoint: Callable[[LoopState], SavedCheckpoint]
-    """Writes a checkpoint of the trainer and this state, whole or not at all."""
+    """Writes a checkpoint of the trainer and the given state atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -110,36 +111,36 @@ class Loop:
     num_steps: int
     state: LoopState
     publish_every: int = 1
-    """Versions of which one is published; above 1 only with a swarm."""
+    """Every n-th version is published; above 1 only with a swarm."""
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
     turns: DeviceSharing | None = None
-    """Of trainer and engine, where they share a device."""
+    """Set if trainer and engine share a device."""
     clock: StageTimer = field(default_factory=StageTimer)
     stats: EngineStats = field(default_factory=EngineStats)
-    """The engine's counters when the last step ended."""
+    """The engine's counters at the end of the last step."""
     has_begun: bool = False
-    """Whether the runner is at work; before, recorded batches are replayed."""
+    """Whether the controller has started. Before that, recorded batches are replayed."""
     has_failed: bool = False
     """Whether `train` has raised."""
     newest_group_id: int = -1
-    """Among the batches that this process has seen."""
+    """Largest group id in the batches that this process has recorded or replayed."""
     saved_step: int = field(init=False)
-    """That of the last checkpoint."""
+    """Step of the last checkpoint."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps and the last evaluation are done."""
+        """Whether all steps and the last evaluation are complete."""
         return self.state.step >= self.num_steps and not self._lacks_evaluation()
 
     def train(self) -> list[Evaluation]:
         """Run from the current state to the last step, or until `stop` is requested; return the last evaluation.
 
-        Raises TrainingDiverged and StorageFault naming the last good checkpoint. Whenever the process dies, a resume
-        from that checkpoint makes the same steps again: what was written after it is cut or written over.
+        Raises TrainingDiverged and StorageFault naming the last good checkpoint. If the process dies, a resume from
+        that checkpoint repeats the same steps: what was written after it is cut or overwritten.
         """
         try:
             return self._train()
@@ -186,23 +187,23 @@ class Loop:
             self._save()
         if self.has_begun:
             try:
-                self.controller.put_down(PUT_DOWN_S)  # so that what the worker has not reported yet is in the journal
+                self.controller.put_down(PUT_DOWN_S)  # else the journal lacks what the worker has not reported yet
             except (EngineFault, DeadlineExceeded) as error:
                 self.observer.said(f"what the worker has not reported yet will be generated again: {error}")
             self.journal.settle()
         return results
 
     def _evaluated(self) -> list[Evaluation]:
-        """Evaluate, and keep the best version."""
+        """Evaluate; if this is the best version so far, save a checkpoint of it."""
         best = self.state.best_step
         results = self.evaluate()
         if self.state.best_step != best:
-            self.saved_step = -1  # a checkpoint also says which is the best
+            self.saved_step = -1  # save again: a checkpoint also records which step is the best
             self._save()
         return results
 
     def close(self) -> None:
-        """End the worker and the trainer, and close the files. What fails here hides no error of `train`."""
+        """Stop the worker and the trainer, and close all files. An error here does not replace an error of `train`."""
         try:
             with ExitStack() as parts:
                 parts.callback(self.lock.release)
@@ -253,7 +254,7 @@ class Loop:
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
     def _lacks_evaluation(self) -> bool:
-        """Whether the evaluation of the current step is still to be made: the run was stopped before or in it."""
+        """Whether the evaluation of the current step is missing because the run was stopped before it was complete."""
         step = self.state.step
         if step == 0:
             return self.eval.at_start
@@ -263,7 +264,8 @@ class Loop:
         return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
 
     def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
-        """The batch of a step that a process made before it died, judgements included; None where there is none."""
+        """Return the batch that an earlier process recorded for a step, with its rewards and counts; None if there is
+        none."""
         if self.has_begun or not self.run.has_groups(step):
             return None
         groups = self.run.groups(step)
@@ -273,7 +275,7 @@ class Loop:
         return groups, counted
 
     def _next_batch(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """Have the next batch generated and judged, and keep it."""
+        """Generate and score the next batch, and record it."""
         if not self.has_begun:
             self._begin()
         total = self.rollout.batch_groups * self.rollout.group_size
@@ -287,7 +289,7 @@ class Loop:
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
         if self.controller.rules.is_adaptive:
             counted["rollout/overprovision"] = self.controller.scheduler.overprovision
-        self.journal.counted(step, counted)  # before the batch can be found, so that it is never without
+        self.journal.counted(step, counted)  # first, so that a recorded batch always has its counts
         self.run.write_groups(step, groups)
         self._consumed(step, groups)
         return groups, counted
@@ -298,7 +300,7 @@ class Loop:
         self.journal.consumed(step, group_ids)
 
     def _catch_up(self) -> None:
-        """Where the journal has lost its end, tell it which groups the checkpoint has been trained on."""
+        """If the journal has lost its end, mark the groups that the checkpoint was trained on as consumed."""
         known, trained = self.journal.last_step(), self.state.step
         if known >= trained:
             return
@@ -312,14 +314,14 @@ class Loop:
                     self._consumed(step, self.run.groups(step))
 
     def _begin(self) -> None:
-        """Let the rollout side begin where prompts, group ids and open groups are."""
+        """Start the controller from the journal's cursor and open groups."""
         place = self.journal.place()
         if place is None or place.next_group_id < self.state.next_group_id:
             place = StreamCursor(self.state.next_group_id, self.state.position)
         self.stream.position.update(place.position)
         carried = self.journal.open_groups(self.state.step)
         newest = self.newest_group_id
-        if newest >= place.next_group_id:  # a journal that has lost its end knows less than the recorded batches
+        if newest >= place.next_group_id:  # a journal that has lost its end lacks groups of the recorded batches
             self.stream.take(newest + 1 - place.next_group_id)
             place = StreamCursor(newest + 1, dict(self.stream.position))
         if carried:
@@ -348,9 +350,9 @@ class Loop:
             return future.result()
 
     def _save(self) -> None:
-        """Write a checkpoint, unless there is one of this step already, or no step yet.
+        """Write a checkpoint, unless one of this step exists or no step is done.
 
-        What it contains is known on the disk to be consumed before the checkpoint is there.
+        The journal is flushed first: the groups that the checkpoint contains must be durably marked as consumed.
         """
         if self.saved_step == self.state.step or not self.state.step:
             return
@@ -363,7 +365,8 @@ class Loop:
         self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
 
     def _publish(self) -> None:
-        """Have the worker serve the trainer's version. A request to stop ends the wait; the next wait then raises."""
+        """Have the workers load the trainer's version. A stop request ends the wait, and the next wait
+        raises Stopped."""
         weights = self.trainer.publish()
         with suppress(Stopped):
             if self.has_begun:
@@ -386,7 +389,7 @@ class Loop:
             "perf/trajectories_per_s": sum(len(g.members) for g in groups) / step_time_s,
             **failure_metrics(groups),
         }
-        if rows:  # else the batch was a recorded one, or had been generated before
+        if rows:  # none if the batch was replayed or generated earlier
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
         if self.rollout.mode == "async":
@@ -423,7 +426,7 @@ class Loop:
         self.clock.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
-        overall = None if None in sampled else sampled[-1]  # without a task it does not compare with the others
+        overall = None if None in sampled else sampled[-1]  # not comparable if a task is missing
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
         self.observer.evaluated(self.state.step, results)

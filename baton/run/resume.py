@@ -1,4 +1,4 @@
-"""Where a run begins or goes on, and the checkpoints that it goes on from."""
+"""Where a run starts or resumes, and the checkpoints that it resumes from."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from baton.trainer.checkpoint import (
 from baton.trainer.trainer import Trainer
 
 LOOP_STATE = Path("baton") / "loop.json"
-"""Within a checkpoint: what the loop needs to go on."""
+"""Path within a checkpoint of the encoded LoopState."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The state that a run begins or goes on with."""
+    """The state that a run starts or resumes with."""
 
     state: LoopState
     checkpoint: Path | None
-    """None at the beginning."""
+    """None if the run starts from the beginning."""
     is_new: bool = True
-    """Whether there is nothing yet that could be used again."""
+    """Whether the run's directory has to be created; False if it has rollouts to reuse."""
 
     @property
     def resume_step(self) -> int:
-        """The last step whose metrics stay; none at the beginning, not even those before the first step."""
+        """The last step whose metrics are kept; -1 from the beginning, which also drops metrics of step 0."""
         return -1 if self.checkpoint is None else self.state.step
 
 
 def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Callable[[LoopState], SavedCheckpoint]:
-    """Return what writes a checkpoint, whole and sealed or not at all, and removes those that are not kept."""
+    """Return a function that writes a sealed checkpoint atomically and removes the checkpoints that are not kept."""
     keep = recipe.checkpoint.keep
 
     def save_checkpoint(state: LoopState) -> SavedCheckpoint:
@@ -66,7 +66,7 @@ def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Ca
 
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
-    """Find where to go on: after the latest checkpoint, or at the beginning where the run has not got that far."""
+    """Find the latest intact checkpoint; without one the run starts from the beginning."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: beginning it")
@@ -101,7 +101,7 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
 def open_run(
     recipe: Recipe, lock: RunLock, trainer: Trainer, tokenizer: Tokenizer, place: ResumePoint, threads: int
 ) -> RunDirectory:
-    """Make the run's directory, or bring it and the trainer to where they go on. The last act of a start."""
+    """Make the run's directory, or restore it and the trainer to the resume point. The last action of a start."""
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
         run = RunDirectory.open(recipe.run.path, lock)
@@ -111,7 +111,7 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(run.recipe(), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # before the new weights are written: a start that is cut off here finds them changed again
+            # before the recipe is written: if the start is interrupted here, the next one finds them changed again
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.forget_judgements()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)
@@ -126,10 +126,10 @@ def open_run(
 
 
 def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
-    """Leave a recorded batch, such as one that the trainer cannot take, out of a run: a resume makes another.
+    """Remove a recorded batch from a run, for example one that the trainer cannot process. A resume generates another.
 
     Its groups are discarded in the journal with the cause "skipped"; its trajectories are kept under another name.
-    Raises UserError where there is no such batch, or a checkpoint has been trained on it.
+    Raises UserError if there is no such batch, or if a checkpoint was trained on it.
     """
     lock = RunLock.take(path, say)
     try:

@@ -1,4 +1,4 @@
-"""`baton sft`: a supervised warm start from its recipe to a Hugging Face directory."""
+"""`baton sft`: a supervised warm start, from a recipe to a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Message
 
 LOSS_WINDOW = 50
-"""Latest updates averaged into the loss that is shown, recorded and reported."""
+"""Latest updates over which the displayed, recorded and reported loss is averaged."""
 
 
 class SftObserver(Protocol):
@@ -42,26 +42,26 @@ class SftObserver(Protocol):
         ...
 
     def said(self, text: str) -> None:
-        """A message for the user."""
+        """A line for the user."""
         ...
 
 
 class WarmStartReport(msgspec.Struct, frozen=True):
-    """What a warm start made."""
+    """The result of a warm start."""
 
     output: str
     parameters: int
     loss: float
-    """Nats per response token over the last updates."""
+    """Nats per response token, mean over the last `LOSS_WINDOW` updates."""
     seconds: float
     evaluations: tuple[Evaluation, ...]
-    """Held-out accuracy of the result, sampled and greedy; empty where the recipe names no task."""
+    """Held-out results, sampled and greedy; empty if the recipe has no task."""
 
 
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
-    """Fine-tune as the recipe says and write the model to `recipe.output`, whole or not at all.
+    """Fine-tune as the recipe says and write the model to `recipe.output` atomically.
 
-    Raises UserError where the run or the output is there already, and is not to be overwritten.
+    Raises UserError if the run or the output exists and `overwrite` is False.
     """
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
@@ -74,7 +74,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError where something is there already that is not to be overwritten, or is no model."""
+    """Raise UserError if the output exists and may not be overwritten, or is not a model."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
@@ -86,7 +86,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
-    if recipe.task:  # refused now, and not by the evaluation after the training
+    if recipe.task:  # refused before the training instead of by the evaluation after it
         TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)
@@ -128,7 +128,7 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
 
 
 def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
-    """Make or load the model of a warm start, and the endless stream of its tokenised demonstrations."""
+    """Make or load the model and its tokenizer, and the endless stream of tokenised demonstrations."""
     if recipe.model is not None:
         tokenizer = load_tokenizer(recipe.model.path)
         device = torch_device(recipe.model.device)
@@ -146,7 +146,7 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
 
 
 def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Prompt messages and response of every demonstration, endlessly."""
+    """Yield the prompt messages and response of demonstrations, endlessly."""
     if recipe.data is not None:
         yield from read_demonstrations(recipe.data, recipe.run.seed)
     else:
@@ -157,7 +157,8 @@ def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str
 
 
 def _corpus(recipe: WarmStart) -> list[str]:
-    """Text that a tokenizer made from scratch learns its merges from: demonstrations, and the tasks in full wording."""
+    """Return the texts that a new tokenizer is trained on: demonstrations, and questions of the tasks in their original
+    form."""
     shown = [
         "\n".join((*(m.content for m in messages), response))
         for messages, response in islice(_conversations(recipe), 2000)

@@ -1,4 +1,4 @@
-"""The summary of a run, in numbers; of a finished run, a stopped one, or one that goes on."""
+"""The summary of a run in numbers, also of a run that was stopped or is still running."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Steps averaged at either end of the reward curve."""
+"""Number of steps averaged at either end of the reward curve."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One evaluation at the beginning and the latest one since."""
+    """The first evaluation and the latest one."""
 
     before: Evaluation
     after: Evaluation | None
-    """None where there is only one so far."""
+    """None if there is only one so far."""
 
     @property
     def points(self) -> float | None:
@@ -40,27 +40,27 @@ class RunReport(msgspec.Struct, frozen=True):
     directory: str
     seed: int
     steps: int
-    """Train steps done."""
+    """Completed train steps."""
     num_steps: int
-    """Train steps the recipe asks for."""
+    """Train steps that the recipe requests."""
     changes: tuple[Change, ...]
     evaluated_steps: tuple[int, int] | None
     """The steps after which the first and the last evaluation were made."""
     reward_before: float | None
-    """Mean training reward of the first steps."""
+    """Mean training reward of the first `WINDOW` steps."""
     reward_after: float | None
-    """Mean training reward of the last steps."""
+    """Mean training reward of the last `WINDOW` steps."""
     generated_tokens: float
     generate_tokens_per_s: float
-    """Generated tokens over the time spent generating."""
+    """Generated tokens divided by the time spent generating."""
     throughput_tokens_per_s: float
-    """Generated tokens over the whole time of the train steps."""
+    """Generated tokens divided by the whole time of the train steps."""
     train_time_s: float
-    """Time of all train steps, evaluations left out."""
+    """Time of all train steps, without evaluations."""
     eval_time_s: float
     """Time of all evaluations."""
     warnings: tuple[str, ...] = ()
-    """About rewards: responses that could not be judged, and steps without anything to learn from."""
+    """Warnings about rewards: responses without a reward, and steps in which all rewards of each group were equal."""
 
 
 def summarise(run: RunDirectory) -> RunReport:
@@ -136,7 +136,7 @@ def _key(result: Evaluation) -> tuple[str, float]:
 
 
 def _total(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """Sum over the rows that have a number there: a value that is not finite is written as null."""
+    """Return the sum of a metric over the rows that have a number; values that are not finite were written as null."""
     return float(sum(row[name] for row in rows if row.get(name) is not None))
 
 
