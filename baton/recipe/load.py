@@ -1,4 +1,4 @@
-"""Read a recipe: one TOML file and dotted overrides, with one sentence for each mistake."""
+"""Read a recipe: one TOML file and dotted overrides. Each mistake is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """Read a recipe file of a kind and apply `a.b=c` overrides. Raises UserError, one line for each mistake."""
+    """Read a recipe of the given kind and apply `a.b=c` overrides. Raises UserError with one line per mistake.
+
+    A `model.path` that names a run is replaced by the run's newest intact checkpoint.
+    """
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
@@ -46,8 +49,8 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
 
 
 def _checkpoint_of_run(run: Path) -> str:
-    """Return the newest checkpoint of a run, which the resolved recipe then names."""
-    from baton.trainer.checkpoint import newest_intact_checkpoint  # loads torch, and few recipes name a run
+    """Return the path of a run's newest intact checkpoint. Raises UserError if it has none."""
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # loads torch; few recipes name a run
 
     found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
     if found is None:
@@ -58,7 +61,7 @@ def _checkpoint_of_run(run: Path) -> str:
 
 
 def load_tasks(path: Path) -> TaskRecipe:
-    """Read what an evaluation needs from a recipe of either kind."""
+    """Read the part of a recipe of either kind that an evaluation needs."""
     return load_recipe(TaskRecipe, path)
 
 
@@ -69,7 +72,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a text
+        value = text  # an unquoted word is a string
     *parents, last = key.strip().split(".")
     if parents == ["algorithm"] and isinstance(tree.get("algorithm"), str):
         tree["algorithm"] = {"name": tree["algorithm"]}
@@ -105,7 +108,7 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
 
 
 def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Known keys of the section that a validation error's location points into."""
+    """Return the known keys of the section that a validation error's location points into."""
     for part in location:
         if isinstance(part, int):
             continue

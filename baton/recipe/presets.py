@@ -1,4 +1,4 @@
-"""The algorithm presets with their papers, as `baton algorithms` shows them."""
+"""The algorithm presets with their papers, for `baton algorithms`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 
 class Algorithm(msgspec.Struct, frozen=True):
-    """One preset, for people and for scripts."""
+    """One preset, as it is displayed or printed as JSON."""
 
     name: str
     paper: str
     """arXiv id."""
     idea: str
     updates: str
-    """What its paper says of optimiser updates per batch."""
+    """What the paper says about optimiser updates per batch."""
     sets: dict[str, Any]
-    """Keys of [algorithm] whose values are not the defaults."""
+    """Keys of [algorithm] whose values differ from the defaults."""
     rollout: dict[str, Any]
     """Keys of [rollout] that the preset sets."""
     all: dict[str, Any]
-    """Every key of [algorithm]."""
+    """All keys of [algorithm]."""
 
 
 def list_algorithms(name: str | None = None) -> list[Algorithm]:
-    """Return the presets, or the one of this name. Raises UserError, naming the nearest, for an unknown one."""
+    """Return all presets, or the one with this name. Raises UserError naming the nearest for an unknown name."""
     if name is not None and name not in PRESETS:
         near = get_close_matches(name, list(PRESETS), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"

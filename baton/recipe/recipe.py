@@ -1,4 +1,4 @@
-"""The kinds of recipes, and what must fit together in them."""
+"""The kinds of recipes, and the checks across their sections."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Recipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _rollout_of_preset(cls, given: Any) -> Any:
-        """Fill in keys of [rollout] that the algorithm's preset sets and the recipe does not."""
+        """Fill in the keys of [rollout] that the algorithm's preset sets and the recipe does not."""
         preset = preset_of(given.get("algorithm", "grpo")) if isinstance(given, dict) else None
         if preset is None or not preset.rollout:
             return given
@@ -102,7 +102,7 @@ class Recipe(Settings):
             )
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """Return what this run is on the axes of `support.toml` that a recipe decides."""
+        """Return this run's values on the axes of `support.toml` that the recipe decides."""
         trainer, swarm = self.trainer, self.swarm
         shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
         shapes |= {"compiled": trainer.compile, "one_process": True}
@@ -119,7 +119,7 @@ class Recipe(Settings):
         }
 
     def rules(self) -> Rules:
-        """The rules of the rollout side, with what the swarm adds to them."""
+        """Return the rules of the scheduler, including those that the swarm adds."""
         rules, swarm = self.rollout.rules(), self.swarm
         if not swarm.is_on or rules.mode != "async":
             return rules
@@ -140,7 +140,7 @@ class WarmStart(Settings):
     answer: AnswerSettings = AnswerSettings()
     demonstrations: DemonstrationSettings | None = None
     data: str | None = None
-    """JSONL file with `prompt` and `completion` in each row, in place of generated demonstrations."""
+    """JSONL file with `prompt` and `completion` in each row, instead of generated demonstrations."""
     sft: SftSettings = SftSettings()
     eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
@@ -157,7 +157,7 @@ class WarmStart(Settings):
 
 
 class TaskRecipe(BaseModel):
-    """What an evaluation needs of a recipe of either kind; the rest is ignored."""
+    """The part of a recipe of either kind that an evaluation needs; other keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

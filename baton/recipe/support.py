@@ -1,7 +1,8 @@
-"""What is tested, experimental or refused: reads `support.toml`, checks a run against it, renders it for the docs.
+"""Which runs are tested, experimental or refused: reads `support.toml`, checks a run against it, renders it for the
+docs.
 
-A run is a mapping from axis to values, such as {"mode": ("async",), "engine": ("vllm",)}; an axis may be absent where
-nothing is known of it. The file's header says what its entries mean.
+A run is a mapping from axis to values, such as {"mode": ("async",), "engine": ("vllm",)}; an axis whose values are
+unknown is absent. The file's header defines its entries.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from baton.errors import UserError
 
 Run = Mapping[str, tuple[str, ...]]
 ARCHITECTURES_IN_README = 6
-"""Names of one refusal that the README shows; docs/support.md has all of them."""
+"""Architectures of one refusal that the README lists; docs/support.md lists all."""
 
 
 class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,11 +30,12 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether two values that are not the defaults of their axes need a test of the two together."""
+    """Whether a non-default value of this axis, combined with one of another crossed axis, needs a test of its own."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of runs that have one of these values on each of these axes; one of the three texts is given."""
+    """The status of runs that have one of these values on each of these axes. Exactly one of the three
+    texts is given."""
 
     when: dict[str, tuple[str, ...]]
     test: str = ""
@@ -51,17 +53,17 @@ class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.test or self.experimental or self.refused
 
     def describes(self, axis: str, value: str) -> bool:
-        """Whether this covers a value of an axis, by itself or with others."""
+        """Whether this entry covers a value of an axis, alone or combined with others."""
         return value in self.when.get(axis, ())
 
     def matched(self, run: Run) -> dict[str, str] | None:
-        """Return the run's value on each axis of `when`, or None where it has none of them on one."""
+        """Return the run's value on each axis of `when`; None if the run has none of the values on one axis."""
         found = {axis: next((v for v in run.get(axis, ()) if v in values), None) for axis, values in self.when.items()}
         return None if None in found.values() else {axis: str(value) for axis, value in found.items()}
 
 
 class SupportTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of `support.toml`."""
 
     axis: tuple[SupportAxis, ...]
     support: tuple[SupportEntry, ...]
@@ -69,19 +71,19 @@ class SupportTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def support_table() -> SupportTable:
-    """Read `support.toml`, which is a part of the package."""
+    """Read `support.toml`, which is part of the package."""
     return msgspec.toml.decode(files("baton.recipe").joinpath("support.toml").read_bytes(), type=SupportTable)
 
 
 def check_support(run: Run) -> None:
-    """Raise UserError with the table's sentence for a run that it refuses."""
+    """Raise UserError with the entry's sentence if the table refuses the run."""
     for entry in support_table().support:
         if entry.refused and (values := entry.matched(run)) is not None:
             raise UserError(entry.refused.format(**values))
 
 
 def experimental_parts(run: Run) -> tuple[str, ...]:
-    """Return what no test covers of a run that is not refused: values, and pairs of values, each with the reason."""
+    """Return the parts of a run that no test covers: values, and pairs of values, each with the reason."""
     table, found, doubtful = support_table(), [], set()
     for axis in table.axis:
         for value in run.get(axis.name, ()):
@@ -92,7 +94,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
     special = [(a.name, v) for a in table.axis if a.crossed for v in run.get(a.name, ()) if v != a.default]
     for one, other in combinations(special, 2):
         if {one, other} & doubtful:
-            continue  # said already
+            continue  # already listed by itself
         entry = next((e for e in table.support if e.describes(*one) and e.describes(*other)), None)
         if entry is None or entry.experimental:
             reason = entry.experimental if entry else "no test covers the two together"
@@ -101,7 +103,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def _is_single(entry: SupportEntry, axis: str) -> bool:
-    """Whether an entry is about an axis by itself: no other axis, or nothing but defaults."""
+    """Whether an entry concerns one axis: it has no other axis, or only default values."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())
 
@@ -129,9 +131,8 @@ def support_page() -> str:
 
 
 def support_gaps() -> str:
-    """Render the list of what does not work yet for README.md: all that is experimental or refused by itself, and the
-    architectures that are refused.
-    """
+    """Render the README's list of what does not work yet: single values that are experimental or refused, and the
+    refused architectures."""
     lines = []
     for entry in support_table().support:
         (axis, values), *others = entry.when.items()
@@ -152,13 +153,13 @@ def _named(values: tuple[str, ...], default: str = "") -> str:
 
 
 def _without_key(sentence: str) -> str:
-    """Leave out the recipe key or the option that a refusal begins with."""
+    """Remove the recipe key or option at the start of a refusal."""
     key, _, rest = sentence.partition(": ")
     return sentence if " " in key else rest
 
 
 def _reason(entry: SupportEntry) -> str:
-    """The test as code; a sentence with its placeholders named in words."""
+    """Return the test as code, or the sentence with its placeholders replaced by words."""
     if entry.test:
         return f"`{entry.test}`"
     words = {field: f"this {field}" for _, field, _, _ in string.Formatter().parse(entry.why) if field}

@@ -27,7 +27,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def read_workload(path: Path) -> Workload:
-    """Read a workload file, or measure one from a run's directory: its lengths, its batch and its algorithm."""
+    """Read a workload file, or measure a workload from a run's directory."""
     if path.is_dir():
         return workload_of_run(path)
     settings = read_settings(WorkloadSettings, path)
@@ -38,9 +38,9 @@ def read_workload(path: Path) -> Workload:
 
 
 def recipe_workload(recipe: Recipe) -> Workload:
-    """Return what a train step of a recipe computes, with lengths of one token: they are not known from a recipe.
+    """Return what a train step of a recipe computes. All lengths are one token: a recipe does not determine them.
 
-    Only `async` runs generate while the trainer works; the others count as without overlap.
+    Only `async` runs generate while the trainer works; the others get a staleness of 0, that is, no overlap.
     """
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
     base = WorkloadSettings(
@@ -69,8 +69,8 @@ def recipe_workload(recipe: Recipe) -> Workload:
 
 
 def workload_of_run(path: Path) -> Workload:
-    """Measure a workload from a run: lengths of all recorded trajectories, judging, groups that teach; the rest is its
-    recipe's."""
+    """Measure a workload from a run: the lengths of all recorded trajectories, the reward latency and the share of
+    groups with unequal rewards. The rest comes from its recipe."""
     run = RunDirectory.open(path)
     steps = run.recorded_steps()
     if not steps:
@@ -90,7 +90,7 @@ def workload_of_run(path: Path) -> Workload:
 
 
 def read_settings(kind: type[Kind], path: Path) -> Kind:
-    """Read a TOML file of a kind. Raises UserError naming the file."""
+    """Read a TOML file of the given kind. Raises UserError naming the file."""
     if not path.is_file():
         raise UserError(f"there is no file {path} (seen from {Path.cwd()})")
     try:
