@@ -1,1 +1,1 @@
-"""What a run writes and others read: journal, run directory, metrics, trace, results of evaluations."""
+"""What a run writes and other commands read: journal, run directory, metrics, trace, evaluation results."""

@@ -13,7 +13,7 @@ Z_95 = 1.959964
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A share with its 95 % interval."""
+    """A share with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -24,7 +24,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The result of one task under one way of sampling."""
+    """The result of one task with one sampling temperature."""
 
     task: str
     num_prompts: int
@@ -32,14 +32,14 @@ class Evaluation(msgspec.Struct, frozen=True):
     temperature: float
     """0 is greedy."""
     accuracy: Interval | None
-    """avg@k: share of correct responses; None where not one could be judged."""
+    """avg@k: share of correct responses; None if no response has a reward."""
     pass_at_k: Interval | None
-    """Share of prompts with a correct response among k; equals accuracy for k = 1."""
+    """Share of prompts with at least one correct response among k; equals accuracy for k = 1."""
     mean_length_tokens: float
     clip_ratio: float
-    """Share of responses cut at the longest length."""
+    """Share of responses that were cut at the maximum length."""
     unjudged: int = 0
-    """Responses that no judge could judge; accuracy and pass@k leave them out."""
+    """Responses without a reward, because scoring failed; accuracy and pass@k do not count them."""
 
     @property
     def way(self) -> str:
@@ -48,12 +48,12 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 def shown_share(share: Interval | None) -> str:
-    """For people."""
+    """Return an interval as text for the user."""
     return "not judged" if share is None else str(share)
 
 
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:
-    """Metric names of one evaluation."""
+    """Return the metrics of one evaluation by name."""
     if result.temperature == 0:
         return {} if result.accuracy is None else {f"eval/{result.task}/greedy": result.accuracy.value}
     values = {f"eval/{result.task}/response_length": result.mean_length_tokens}
@@ -67,7 +67,7 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
 
 
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
-    """95 % interval of the share of true outcomes, [prompts][samples].
+    """Return the share of true outcomes, [prompts][samples], with its 95 % interval.
 
     One sample per prompt: Wilson's score interval. Several: the samples of a prompt are not independent, so prompts are
     resampled (2000 seeded bootstrap draws, percentiles).

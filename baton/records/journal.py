@@ -1,12 +1,13 @@
-"""The rollout side's memory on disk: what was issued, grown, finished, judged, consumed. A kill loses nothing.
+"""The journal of rollouts that are in no checkpoint yet: issued, reported, finished, scored and consumed groups.
 
-SQLite in WAL mode, in the run's directory. Each change is in the operating system's hands when `commit` returns: that
-outlives any kill of any process. `settle` writes everything out to the disk: that outlives a power cut. The loop
-settles before it records a batch and before it renames a checkpoint, so a power cut costs at most the rollouts since
-the last batch, which are generated again.
+An SQLite database in WAL mode in the run's directory. `commit` writes the changes to the operating system, so they
+survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop settles before
+it records a batch and before it renames a checkpoint. A power failure therefore loses at most the rollouts since the
+last batch, which are generated again.
 
-Groups that a checkpoint contains are forgotten; those of later batches stay, although `trajectories/` holds them whole,
-so that it is known which are open. Every entry has a digest, which is compared when the journal is opened.
+Groups that a checkpoint contains are deleted. Groups of later batches stay, although `trajectories/` contains them too:
+without them the journal could not tell which groups are open. Every entry has a digest, which is verified when the
+journal is opened.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from baton.files import flush_to_disk
 from baton.types import Prompt, ScoredTrajectory, Segment, Trajectory
 
 FORMAT = 2
-"""Kept as SQLite's `user_version`."""
+"""Stored as SQLite's `user_version`."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS entries (
   kind TEXT NOT NULL, number INTEGER NOT NULL, sample INTEGER NOT NULL, token_offset INTEGER NOT NULL,
   content BLOB NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (kind, number, sample, token_offset)
 )
 """
-"""kind and what it is about → content:
+"""kind and key → content:
 
     group        group id                          IssuedGroup
     segments     group id, sample, token offset    segments of an unfinished trajectory
     finished     group id, sample                  Trajectory
     judged       group id, sample                  ScoredTrajectory
-    consumed     group id                          the step whose batch has it
-    discarded    group id                          why
-    batch        step                              what the rollout side counted for it
+    consumed     group id                          the step whose batch contains the group
+    discarded    group id                          the cause
+    batch        step                              metrics that the scheduler counted for the batch
     place                                          StreamCursor
     last_step                                      the last step whose batch was recorded
 """
@@ -49,16 +50,16 @@ _OF_A_GROUP = "('group', 'segments', 'finished', 'judged', 'consumed', 'discarde
 
 
 class IssuedGroup(msgspec.Struct, frozen=True):
-    """A group as it was opened."""
+    """A group when it was opened."""
 
     group_id: int
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     group_size: int
     opened_at: int
-    """The trainer's version."""
+    """The trainer's version at that time."""
     attempts: int = 0
-    """Times that the prompt was tried before."""
+    """Number of earlier attempts at the same prompt."""
 
 
 class OpenGroup(msgspec.Struct, frozen=True):
@@ -66,26 +67,26 @@ class OpenGroup(msgspec.Struct, frozen=True):
 
     issued: IssuedGroup
     members: tuple[Trajectory, ...]
-    """[G] with what they had when it was last reported."""
+    """[G] with the tokens of the last report."""
     judged: dict[int, ScoredTrajectory]
-    """By sample index."""
+    """Rewards by sample index."""
 
 
 class StreamCursor(msgspec.Struct, frozen=True):
-    """Where the prompts go on."""
+    """The next group id, and the position of the prompt stream."""
 
     next_group_id: int
     position: dict[str, int]
 
 
 class Journal:
-    """One run's journal. A single thread writes it."""
+    """The journal of one run. Only one thread writes to it."""
 
     def __init__(self, path: Path, *, keeps_partials: bool, before_commit: Callable[[], None] = lambda: None) -> None:
-        """Open or make it. Raises StorageFault when it is damaged.
+        """Open the journal, or create it. Raises StorageFault if it is damaged.
 
-        keeps_partials: unfinished trajectories are resumed; else generated again (sync).
-        before_commit: raises where this process may no longer write here.
+        keeps_partials: whether segments of unfinished trajectories are recorded; if not (sync), these are generated
+        again. before_commit: raises if this process may no longer write to the directory.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
         self._is_open = False
@@ -95,7 +96,7 @@ class Journal:
             self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute(f"PRAGMA user_version={FORMAT}")  # before the table: a process may die between them
+            self._db.execute(f"PRAGMA user_version={FORMAT}")  # before the table, in case the process dies in between
             self._db.execute(_TABLE)
             self._check_entries()
         flush_to_disk(path.parent)
@@ -123,56 +124,56 @@ class Journal:
                 raise sqlite3.DatabaseError(f"the entry {key} does not have the digest that it was written with")
 
     def issued(self, group: IssuedGroup, place: StreamCursor) -> None:
-        """A group has been opened, and the stream of prompts is where it is."""
+        """Record an opened group, and the position of the prompt stream after it."""
         self._put("group", group.group_id, content=group)
         self._put("place", content=place)
 
     def grew(self, group_id: int, sample_index: int, token_offset: int, segments: Sequence[Segment]) -> None:
-        """An unfinished trajectory has been reported on."""
+        """Record the reported segments of an unfinished trajectory."""
         if self._keeps_partials and segments:
             self._put("segments", group_id, sample_index, token_offset, content=segments)
 
     def finished(self, trajectory: Trajectory) -> None:
-        """A trajectory is complete."""
+        """Record a complete trajectory."""
         key = (trajectory.group_id, trajectory.sample_index)
         self._remove("segments", *key)
         self._remove("judged", *key)
         self._put("finished", *key, content=trajectory)
 
     def judged(self, judged: ScoredTrajectory) -> None:
-        """… and judged, or known to have no judgement."""
+        """Record a complete trajectory with its reward or the reason why it has none."""
         self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
     def forget_judgements(self) -> None:
-        """Rewards are weighted otherwise from here on: what is finished in open groups is judged again."""
+        """Delete the rewards of open groups, which are then scored again: the weights of reward parts have changed."""
         self._execute("DELETE FROM entries WHERE kind = 'judged'")
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
-        """A trajectory is not to be trusted: it begins again at its prompt."""
+        """Delete what an untrusted trajectory has; it starts again from its prompt."""
         for kind in ("segments", "finished", "judged"):
             self._remove(kind, group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
-        """A group will not be trained."""
+        """Record that a group will not be trained on."""
         self._put("discarded", group_id, content=cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """What the rollout side counted for the batch of a step, which is about to be recorded."""
+        """Record the metrics of a batch, before the batch itself is recorded, and settle."""
         self._put("batch", step, content=metrics)
         self.settle()
 
     def consumed(self, step: int, group_ids: Sequence[int]) -> None:
-        """The batch of a step has been recorded elsewhere."""
+        """Record that the groups of a step's batch have been written to the run's directory."""
         for group_id in group_ids:
             self._put("consumed", group_id, content=step)
         self._put("last_step", content=step)
         self.commit()
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
-        """A checkpoint contains all batches up to a step: what belongs to them is forgotten.
+        """Delete the groups of all batches up to `step`, which a checkpoint contains now.
 
-        oldest_step: of the checkpoints that the run may still go back to; the counts of later batches stay.
+        oldest_step: step of the oldest checkpoint that the run may go back to; the metrics of later batches stay.
         """
         gone = [*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))]
         for group_id in gone:
@@ -181,7 +182,7 @@ class Journal:
         self.commit()
 
     def commit(self) -> None:
-        """Make what was written outlive a kill."""
+        """Commit the changes, so that they survive a kill of this process."""
         if self._is_open:
             self._before_commit()
             with self._faults():
@@ -189,15 +190,15 @@ class Journal:
             self._is_open = False
 
     def settle(self) -> None:
-        """Commit, and make everything committed so far outlive a power cut."""
+        """Commit, and flush to disk, so that everything committed survives a power failure."""
         self.commit()
         with self._faults():
-            # SQLite writes the log out to the disk, then the database
+            # SQLite flushes the log first, then the database
             (is_busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         assert not is_busy, f"somebody else reads {self._path}, which is open to one process only"
 
     def close(self) -> None:
-        """Commit and close. May be called twice; it is closed also where the commit fails."""
+        """Commit and close, also if the commit fails. May be called twice."""
         try:
             self.commit()
         finally:
@@ -206,27 +207,27 @@ class Journal:
                 self._db.close()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the rollout side counted for a recorded batch."""
+        """Return the metrics recorded for the batch of a step; empty if there are none."""
         found = self._get("batch", dict[str, float], step)
         return {} if found is None else found
 
     def place(self) -> StreamCursor | None:
-        """Where the prompts go on; None where none was ever taken."""
+        """Return the cursor of the prompt stream; None if no group was opened."""
         found: StreamCursor | None = self._get("place", StreamCursor)
         return found
 
     def last_step(self) -> int:
-        """The last step whose batch was recorded; 0 where none was."""
+        """Return the last step whose batch was recorded; 0 if there is none."""
         return self._get("last_step", int) or 0
 
     def open_groups(self, step: float = math.inf) -> list[OpenGroup]:
-        """The groups that are in no batch up to `step`, in the order of their ids."""
+        """Return the groups that are in no batch up to `step`, ordered by id."""
         gone = {*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))}
         groups = [_unpack(content, IssuedGroup) for number, content in self._entries("group") if number not in gone]
         return [self._open_group(issued) for issued in groups]
 
     def groups_of(self, step: int) -> list[int]:
-        """Ids of the groups in the batch of a step that no checkpoint contains."""
+        """Return the ids of the groups in a step's batch, if no checkpoint contains it."""
         return [group_id for group_id, at in self._steps_by_group().items() if at == step]
 
     def _steps_by_group(self, up_to: float = math.inf) -> dict[int, int]:

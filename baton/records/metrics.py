@@ -1,6 +1,6 @@
-"""Numbers by step, written to every sink: `metrics.jsonl` and TensorBoard always, Weights & Biases when asked for.
+"""Metrics by step, written to `metrics.jsonl` and TensorBoard, and to Weights & Biases if configured.
 
-Names follow the set that users of other trainers look for; docs/metrics.md lists them.
+Names follow those of other RL trainers; docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ ROWS = "metrics.jsonl"
 
 
 class LogSettings(Settings):
-    """[log] where metrics go besides metrics.jsonl and TensorBoard, and how much is kept of who did what when."""
+    """[log] where metrics go in addition to metrics.jsonl and TensorBoard, and the size of the trace."""
 
     wandb: str | None = None
     """Project of Weights & Biases that receives the metrics; WANDB_MODE=offline keeps them on disk."""
 
     trace: bool = True
-    """Whether every lease, train step and publication is written to trace.jsonl, for `baton trace` and the page."""
+    """Whether every lease, train step and publication is written to trace.jsonl, for `baton trace` and the
+    report page."""
     trace_mb: int = Field(default=32, ge=1)
-    """MB that the trace of a run may take; of a longer one the first half is kept, and the end."""
+    """Maximum size of a run's trace, MB; a longer trace keeps its first half and its most recent part."""
 
     @field_validator("wandb")
     @classmethod
@@ -49,17 +50,17 @@ class LogSettings(Settings):
 
 
 class Sink(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of one step; a step may come in several parts, and again after a resume."""
+        """Write the values of one step. A step may be written in several parts, and again after a resume."""
 
     def close(self) -> None:
-        """Bring everything to its place."""
+        """Flush and close."""
 
 
 class MetricsWriter:
-    """Writes each row to every sink. Rows after a checkpoint are cut when a run is resumed from it."""
+    """Writes each row to every sink. When a run resumes from a checkpoint, later rows are cut."""
 
     def __init__(
         self,
@@ -71,8 +72,8 @@ class MetricsWriter:
     ) -> None:
         """Open the sinks of the run in `directory`, dropping rows later than `resume_step`.
 
-        before_write: raises where this process may no longer write there.
-        Raises UserError when Weights & Biases is asked for and does not start.
+        before_write: raises if this process may no longer write to the directory. Raises UserError if Weights & Biases
+        is configured and does not start.
         """
         self._directory, self._before_write = directory, before_write
         self._sinks: list[Sink] = [JsonLines(directory, resume_step), TensorBoard(directory, resume_step)]
@@ -86,11 +87,11 @@ class MetricsWriter:
             sink.write(step, values)
 
     def flush(self) -> None:
-        """Have the rows written so far outlive a power cut."""
+        """Flush `metrics.jsonl` to disk, so that its rows survive a power failure."""
         flush_to_disk(self._directory / ROWS)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Close all sinks, also if one of them raises."""
         with ExitStack() as sinks:
             for sink in self._sinks:
                 sinks.callback(sink.close)
@@ -112,7 +113,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """`tensorboard/`: event files. Written at once, as a thread that writes later would hide its errors."""
+    """`tensorboard/`: event files. Written synchronously, because a background thread would hide its errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -123,7 +124,7 @@ class TensorBoard:
         self._directory = directory / "tensorboard"
         with writing(self._directory):
             self._directory.mkdir(exist_ok=True)
-            # with the step in its name, else a resume within the second would write over its predecessor
+            # the step is in the name because a resume within the same second would overwrite the file
             self._file = EventsWriter(str(self._directory / "events"), f".from_{first:06d}")
             self._file.write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
@@ -141,13 +142,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the same name at Weights & Biases; a resumed run goes on in the same place.
+    """A run of the same name at Weights & Biases; a resumed run continues the same one.
 
-    It has to start, but what goes wrong later is said once and does not stop the run: `metrics.jsonl` has everything.
+    A failure to start raises. Later failures are logged once and do not stop the run: `metrics.jsonl` has all metrics.
     """
 
     def __init__(self, directory: Path, project: str) -> None:
-        """Start the run with the recipe that lies in `directory`. Raises UserError when it does not start."""
+        """Start the run with the recipe in `directory`. Raises UserError if it does not start."""
         wandb = importlib.import_module("wandb")
         recipe = directory / "recipe.toml"
         try:
@@ -165,7 +166,7 @@ class WeightsAndBiases:
                 f"Weights & Biases did not start: {str(error).strip()} "
                 "Or set WANDB_MODE=offline to keep its files on disk, or leave log.wandb out"
             ) from error
-        # steps may come in parts and, after a resume, again: W&B's own step could not go back
+        # W&B's own step may not decrease, but a step may be written in parts and again after a resume
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._is_broken = False
@@ -175,7 +176,7 @@ class WeightsAndBiases:
             return
         try:
             self._run.log({"step": step, **values})
-        except Exception as error:  # noqa: BLE001  # whatever breaks in there, the run must not
+        except Exception as error:  # noqa: BLE001  # no failure of W&B may stop the run
             self._break(error, f"from step {step} on")
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class WeightsAndBiases:
 
 
 def _wandb_id(directory: Path) -> str:
-    """Return the id of a run at Weights & Biases, made at its start and kept beside it."""
+    """Return the run's id at Weights & Biases, generated at the first start and stored in the directory."""
     file = directory / "wandb_id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex[:12].encode())
@@ -205,5 +206,5 @@ def _wandb_id(directory: Path) -> str:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl, in order; a half-written last row is left out, and there may be none yet."""
+    """Return the rows of a run's metrics.jsonl in order, without an incomplete last row; empty if there is no file."""
     return read_rows(directory / ROWS, dict[str, Any])

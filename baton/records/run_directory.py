@@ -1,17 +1,17 @@
-"""A run's directory: what it was started with, what it wrote, where it can go on.
+"""A run's directory: its recipe and environment, its results, and the state that a resume needs.
 
 runs/<name>/
   recipe.toml         resolved: every key, defaults included
   run.json            commit, versions, seed, hardware, command line
   metrics.jsonl       one row per step; tensorboard/ holds the same
-  trace.jsonl         who did what when
+  trace.jsonl         spans of leases, train steps and publications
   evaluations.jsonl   held-out results with their intervals
-  journal.sqlite      rollouts that are in no checkpoint yet: issued, grown, finished, judged
-  trajectories/       step_000012.jsonl.gz: each group of the step, prompts and judgements included;
-                      skipped_000012.1.jsonl.gz: a batch that --skip-batch left out
-  checkpoints/        step_000050/: a Hugging Face directory, with what a resume needs in baton/
-  tokenizer/          to read the trajectories with
-  report.json         the end's summary
+  journal.sqlite      rollouts that are in no checkpoint yet
+  trajectories/       step_000012.jsonl.gz: each group of the step with its prompt and rewards;
+                      skipped_000012.1.jsonl.gz: a batch that --skip-batch removed
+  checkpoints/        step_000050/: a Hugging Face directory, with the state for a resume in baton/
+  tokenizer/          decodes the recorded trajectories
+  report.json         the final summary
   lock, holder.json   which process writes here
 """
 
@@ -44,7 +44,7 @@ from baton.types import Group
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
-"""What a process that ends before its run has begun may leave in the directory."""
+"""Files that a process may leave in the directory if it ends before its run has started."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """lock: of a command that writes; without one nothing checks who else writes."""
+        """lock: held by a command that writes; without a lock, `check_held` does nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError when there is a run already and it is not to be overwritten, or anything but a run."""
+        """Raise UserError if the path holds a run and `overwrite` is False, or holds anything but a run."""
         if not path.exists():
             return
         if not path.is_dir():
@@ -91,7 +91,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, lock: RunLock) -> RunDirectory:
-        """Begin a new run in a directory that `check_free` has let through, in place of the one that is there."""
+        """Start a new run in a directory that has passed `check_free`; an existing run is deleted."""
         lock.check()
         last = path / "run.json"  # by it a run is known, so that one that is half removed still is
         for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
@@ -103,26 +103,26 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, lock: RunLock | None = None) -> RunDirectory:
-        """Open an existing run. Raises UserError when there is none."""
+        """Open an existing run. Raises UserError if there is none."""
         if not (path / "run.json").is_file():
             raise UserError(f"{path} is not a run: there is no run.json in it")
         return cls(path, lock)
 
     def check_held(self) -> None:
-        """Raise RunTakenOver where another process has taken over. Called before each durable write."""
+        """Raise RunTakenOver if another process has taken over the directory. Called before each durable write."""
         if self._lock is not None:
             self._lock.check()
 
     def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
-        """Write the resolved recipe and the circumstances, before anything starts."""
+        """Write the resolved recipe and the environment of the run, before anything starts."""
         self._write_circumstances(recipe, {"seed": seed, **_circumstances(threads), "resumed": []})
 
     def write_resume(
         self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
     ) -> None:
-        """Write the recipe that a resumed run goes on with, and add the circumstances to those of the start.
+        """Write the recipe that a resumed run continues with, and append its environment to that of the start.
 
-        changes: keys of the recipe with their old and new values; the new ones hold after `step`.
+        changes: keys of the recipe with their old and new values; the new ones apply after `step`.
         """
         facts = self.facts()
         changed = {key: {"old": old, "new": new} for key, (old, new) in changes.items()}
@@ -137,9 +137,9 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Forget metrics and evaluations after a step, and what was left half-written: a resumed run makes them again.
+        """Delete metrics and evaluations after a step, and incomplete files; a resumed run writes them again.
 
-        Recorded trajectories stay: the loop replays them, so that nothing is generated or judged twice.
+        Recorded trajectories stay: the loop replays them, so nothing is generated or scored twice.
         """
         self.check_held()
         for directory in (self.path, self.checkpoints, self._trajectories):
@@ -148,7 +148,7 @@ class RunDirectory:
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe the run goes by."""
+        """Return the resolved recipe. Raises Damaged if it cannot be read."""
         file = self.path / "recipe.toml"
         try:
             found = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ class RunDirectory:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """What `write_start` recorded."""
+        """Return what `write_start` and `write_resume` recorded. Raises Damaged if it cannot be read."""
         file = self.path / "run.json"
         try:
             found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
@@ -170,26 +170,27 @@ class RunDirectory:
         return found
 
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep every trajectory of a step."""
+        """Write the groups of a step's batch."""
         self.check_held()
         lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
         write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
-        """Keep the recorded batch of a step as one that is left out: under another name, beside earlier ones of it."""
+        """Rename the recorded batch of a step, so that it is no longer part of the run; earlier ones of the step are
+        kept."""
         self.check_held()
         number = len(self._skipped_files(step)) + 1
         self._groups_file(step).rename(self._trajectories / f"skipped_{step:06d}.{number}.jsonl.gz")
         flush_to_disk(self._trajectories)
 
     def has_skipped(self, step: int) -> bool:
-        """Whether a recorded batch of a step was left out."""
+        """Whether a recorded batch of the step was removed by `skip_groups`."""
         return bool(self._skipped_files(step))
 
     def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
-        """Read back the groups of a step, or of the batch that was last left out of it.
+        """Read the groups of a step, or those of the batch that `skip_groups` removed last.
 
-        Raises UserError when there are none, naming the steps there are.
+        Raises UserError if there are none, naming the recorded steps, and Damaged if the file cannot be read.
         """
         file = self._groups_file(step)
         if skipped:
@@ -202,7 +203,7 @@ class RunDirectory:
             raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
         try:
             data = file.read_bytes()
-            if not data:  # which gzip takes for no lines
+            if not data:  # gzip decompresses an empty file to no lines
                 raise EOFError("it is empty")
             return [_group(line) for line in gzip.decompress(data).splitlines()]
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -211,26 +212,26 @@ class RunDirectory:
             ) from error
 
     def has_groups(self, step: int) -> bool:
-        """Whether the trajectories of a step are kept."""
+        """Whether the groups of the step are recorded."""
         return self._groups_file(step).is_file()
 
     def recorded_steps(self) -> list[int]:
-        """Steps whose trajectories are kept, in order."""
+        """Return the steps whose groups are recorded, in order."""
         return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
 
     def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
-        """Keep the evaluations of a step, intervals included; a step written again replaces what follows it."""
+        """Write the evaluations of a step. Recorded evaluations of this and later steps are replaced."""
         self.check_held()
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def evaluations(self) -> list[RecordedEvaluation]:
-        """All evaluations so far, in order."""
+        """Return all evaluations so far, in order."""
         return read_rows(self._evaluations, RecordedEvaluation)
 
     def write_report(self, report: dict[str, Any]) -> None:
-        """Write the end's summary."""
+        """Write the final summary."""
         write_whole(self.path / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
     def _skipped_files(self, step: int) -> list[Path]:
@@ -242,7 +243,7 @@ class RunDirectory:
 
 
 def _group(line: bytes) -> Group:
-    """Read a recorded group. JSON has no number for what is not finite: such a reward lies there as null."""
+    """Read a recorded group. JSON has no NaN or infinity: a reward of null is read as NaN."""
     try:
         return msgspec.json.decode(line, type=Group)
     except msgspec.ValidationError:
@@ -270,14 +271,14 @@ def _circumstances(threads: int) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """TOML has no null: a key that is None is a key that is absent."""
+    """Return a value without the keys that are None: TOML has no null."""
     if isinstance(value, dict):
         return {key: without_none(v) for key, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _commit() -> str | None:
-    """Commit of the source tree Baton runs from, with `+changes` where files differ from it."""
+    """Return the commit of the source tree that Baton runs from, with `+changes` if files differ from it."""
     root = Path(baton.__file__).parents[1]
 
     def git(*arguments: str) -> str | None:

@@ -1,11 +1,11 @@
-"""One process at a time writes into a run's directory.
+"""Ensures that only one process at a time writes to a run's directory.
 
-    lock          locked (flock) as long as the process lives; the operating system releases it, however it ends
-    holder.json   who holds it: epoch, process, host, since when, with which command
+    lock          locked (flock) while the process lives; the operating system releases it, however the process ends
+    holder.json   the process that holds it: epoch, process id, host, start time, command
 
-On one machine, and on a network file system that carries locks between machines, a second process is refused. Where
-locks are not carried, a process on another machine can take the directory over: it writes the next epoch into
-holder.json, and the first process stops at its next durable write, because each is preceded by `check`.
+A second process is refused on the same machine, and on another machine if the network file system supports locks. If it
+does not, a process on another machine can take over the directory: it writes the next epoch to holder.json. The first
+process then stops at its next durable write, because `check` precedes each of them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
 class LockHolder(msgspec.Struct, frozen=True):
-    """Who holds a run's directory."""
+    """The process that holds a run's directory."""
 
     epoch: int
-    """One more than that of the process before."""
+    """One more than the epoch of the previous holder."""
     pid: int
     host: str
     since: str
     command: tuple[str, ...]
     is_over: bool = False
-    """Whether it has let the directory go."""
+    """Whether the process has released the directory."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}: {' '.join(self.command)}"
@@ -48,12 +48,12 @@ class RunLock:
     """A run's directory, held by this process."""
 
     def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
-        """made: the directories that were not there before, lowest first."""
+        """made: the directories that did not exist before, deepest first."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
     @classmethod
     def take(cls, directory: Path, say: Callable[[str], None] = lambda text: None) -> RunLock:
-        """Hold a directory, which is made if it is not there. Raises UserError that names the process that has it."""
+        """Lock a directory, which is created if missing. Raises UserError naming the process that holds it."""
         made = make_directory(directory)
         file = _lock(directory)
         before = _read(directory)
@@ -69,7 +69,7 @@ class RunLock:
         return cls(directory, file, holder, made)
 
     def check(self) -> None:
-        """Raise RunTakenOver where another process has taken the directory over. Called before each durable write."""
+        """Raise RunTakenOver if another process has taken over the directory. Called before each durable write."""
         found = _read(self._directory)
         if found != self._holder:
             raise RunTakenOver(
@@ -78,7 +78,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let the directory go, and remove it where no run was begun in it. May be called twice."""
+        """Release the directory, and remove it if no run was started in it. May be called twice."""
         if self._file.closed:
             return
         with suppress(OSError), self._file:
@@ -107,7 +107,7 @@ def _lock(directory: Path) -> IO[bytes]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # its last holder has removed it
+        file.close()  # the last holder has removed it; try again
 
 
 def _read(directory: Path) -> LockHolder | None:

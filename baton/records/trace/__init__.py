@@ -1,15 +1,15 @@
-"""Time, to be looked at: who did what, from when to when, under which policy version. Numbers go to metrics.
+"""The trace: which part of a run did what, when, and under which policy version. Numbers by step are in the metrics.
 
-A span is one stretch of work of one actor in one of its lanes; in a lane spans follow each other and never overlap. A
-live run and a simulation write the same names:
+A span is a period of work of one actor in one of its lanes; the spans of a lane never overlap. A live run and a
+simulation use the same names:
 
     trainer                   wait_for_batch, train, publish, eval, checkpoint
-    judges                    judge: while any judgement is waited for
-    engine process 0, node#3  generate: one lease in one slot; beside the slots, fetch: a version on its way there
+    judges                    judge: while at least one reward is pending
+    engine process 0, node#3  generate: one lease in one slot; in the lane for weights, fetch: transfer of a version
     hub, examiner             publish, check
 
-`chrome_trace` is for Perfetto and Chrome's tracing page; the picture of `baton report --html` is in
-`views/pages/slots.py`.
+`chrome_trace` exports to Perfetto and Chrome's tracing page; `views/pages/slots.py` draws the trace in `baton report
+--html`.
 """
 
 from baton.records.trace.chrome import chrome_trace as chrome_trace

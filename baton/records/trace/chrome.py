@@ -1,4 +1,4 @@
-"""A trace in the Trace Event Format of Chrome: for ui.perfetto.dev, chrome://tracing and speedscope."""
+"""Export a trace in Chrome's Trace Event Format, for ui.perfetto.dev, chrome://tracing and speedscope."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _US = 1e6
 def chrome_trace(spans: Sequence[Span]) -> bytes:
     """Return the JSON of a trace: actors are processes, lanes threads, spans complete events, marks instants.
 
-    Times are whole microseconds since the first span, so that what touches in a lane still touches.
-    Source: "Trace Event Format", Chromium project.
+    Times are whole microseconds since the first span; both ends are rounded, so adjacent spans stay adjacent. Source:
+    "Trace Event Format", Chromium project.
     """
     others, workers = actors_of(spans)
     pids = {actor: pid for pid, actor in enumerate([*others, *workers], start=1)}

@@ -1,4 +1,4 @@
-"""Seconds by stage of a train step, in the metrics and in the trace."""
+"""Times the stages of a train step, for the metrics and the trace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from baton.records.trace.file import TraceWriter
 
 @dataclass(slots=True)
 class StageTimer:
-    """Seconds by stage since the last `take`; and in the trace, for good."""
+    """Seconds by stage since the last `take`; each stage is also written to the trace."""
 
     trace: TraceWriter = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the time of the context to a stage; `span` is what the trace calls it, where that is another name."""
+        """Add the duration of the context to a stage. `span` is the name in the trace if it differs."""
         begin_s = time.monotonic()
         try:
             yield
@@ -29,6 +29,6 @@ class StageTimer:
             self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
 
     def take(self) -> dict[str, float]:
-        """Return the times and begin again."""
+        """Return the seconds by stage and reset them."""
         taken, self.seconds = self.seconds, {}
         return taken

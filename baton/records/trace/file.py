@@ -1,4 +1,4 @@
-"""A live run's trace on disk: written as it happens, bounded, readable after any kill."""
+"""A live run's trace on disk: written during the run, bounded in size, readable after a kill."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from baton.records.trace.spans import GAP, Span
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Spans that wait for the next flush; what comes beyond them is lost, and marked as a gap."""
+"""Maximum number of spans until the next flush; further spans are dropped, and a gap is recorded."""
 
 
 class TraceWriter:
-    """Writes a live run's spans into its directory. Spans come from any thread, on the clock of `time.monotonic`.
+    """Writes a live run's spans to its directory. Spans may come from any thread, on the clock of `time.monotonic`.
 
-        trace.jsonl ─full─▶ trace.last.jsonl ─full─▶ trace.before.jsonl ─▶ forgotten
+        trace.jsonl ─full─▶ trace.last.jsonl ─full─▶ trace.before.jsonl ─full─▶ deleted
          first half           a quarter                a quarter
 
-    So what is kept of a long run is its beginning and its end, and never more than the limit.
+    A trace that exceeds the limit therefore keeps its beginning and its end.
     """
 
     def __init__(self, directory: Path | None = None, limit_bytes: int = 0) -> None:
-        """Without a directory nothing is kept. Nothing is opened before the first `flush`."""
+        """Without a directory nothing is recorded. No file is opened before the first `flush`."""
         self._directory, self._limit = directory, limit_bytes
         self._lock = Lock()
         self._pending: list[Span] = []
@@ -38,7 +38,7 @@ class TraceWriter:
         self._size = self._room = self._part = 0
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        """Kept in memory until the next `flush`."""
+        """Record a span; it is kept in memory until the next `flush`."""
         if self._directory is None:
             return
         at_s = self._offset_s
@@ -51,12 +51,12 @@ class TraceWriter:
                 self._pending.append(Span(GAP, actor, 0, made.begin_s, made.begin_s))
 
     def mark(self, name: str, **facts: Any) -> None:
-        """Something happens now."""
+        """Record an event that has no duration, at the current time."""
         now_s = time.monotonic()
         self.span(name, "trainer", 0, now_s, now_s, **facts)
 
     def flush(self) -> None:
-        """Hand over to the operating system what has come. Called by one thread; raises OSError where it cannot."""
+        """Write the recorded spans to the operating system. Called by one thread. Raises OSError if the write fails."""
         with self._lock:
             spans, self._pending, self._is_overfull = self._pending, [], False
         if self._directory is None or not spans:
@@ -78,7 +78,7 @@ class TraceWriter:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Find where an earlier process ended; the line in which it may have died is closed."""
+        """Find the position where an earlier process ended, and terminate a line that it may have left incomplete."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():
@@ -91,7 +91,7 @@ class TraceWriter:
             self._size += 1
 
     def _turn(self, directory: Path, at_s: float) -> None:
-        """This file is full: go on in another."""
+        """Start the next file: the current one is full."""
         _, before, last = trace_files(directory)
         if last.exists():
             last.replace(before)
@@ -103,12 +103,13 @@ class TraceWriter:
 
 
 def trace_files(directory: Path) -> tuple[Path, Path, Path]:
-    """Where a run's spans lie, the oldest first."""
+    """Return the paths of a run's trace, the oldest first."""
     return directory / "trace.jsonl", directory / "trace.before.jsonl", directory / "trace.last.jsonl"
 
 
 def read_trace(directory: Path) -> list[Span]:
-    """Read a run's spans in the order in which they ended, with GAP where some were forgotten; there may be none."""
+    """Return a run's spans in the order in which they ended, with GAP where a part was deleted; empty
+    without a trace."""
     spans: list[Span] = []
     part = 0
     for path in trace_files(directory):
@@ -123,7 +124,7 @@ def read_trace(directory: Path) -> list[Span]:
 
 
 def _read(path: Path) -> Iterator[Span]:
-    """Yield the spans of one file, without a line that a process died in."""
+    """Yield the spans of one file, without incomplete lines."""
     decoder = msgspec.json.Decoder(Span)
     if not path.exists():
         return

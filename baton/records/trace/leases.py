@@ -1,8 +1,8 @@
-"""From leases given and reports heard to spans in slots.
+"""Converts leases and reports to spans in slots.
 
-Whoever hands leases to engines says so: `given` when an engine got one, `heard` for what it reports. An engine with
-more leases than slots takes them in order, so a lease begins when the first slot is free; one that never had a slot has
-no span. Every token that is heard of is in the span of its lease.
+Whoever sends leases to engines calls `given` for each lease and `heard` for each report. An engine that has more leases
+than slots runs them in order, so a span begins when a slot becomes free; a lease that never gets a slot has no span.
+All reported tokens are counted in the span of their lease.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ class _Held:
     lease: Lease
     actor: str
     lane: int | None = None
-    """None while it waits for a slot."""
+    """None while the lease waits for a slot."""
     begin_s: float = 0.0
     tokens: dict[int, int] = field(default_factory=dict)
-    """By version."""
+    """Number of tokens by version."""
 
 
 @dataclass(slots=True)
 class _Slots:
-    """One engine's."""
+    """The slots of one engine."""
 
     count: int
     num_used: int = 0
     freed: list[int] = field(default_factory=list)
-    """A heap of lanes that were used and are free."""
+    """Heap of free lanes that were used before."""
     waiting: dict[int, _Held] = field(default_factory=dict)
-    """Leases beyond the slots, in order."""
+    """Leases that wait for a slot, in order."""
 
     @property
     def num_busy(self) -> int:
         return self.num_used - len(self.freed)
 
     def take(self) -> int:
-        """The lowest lane that is free."""
+        """Return the lowest free lane."""
         if self.freed:
             return heapq.heappop(self.freed)
         self.num_used += 1
@@ -51,7 +51,7 @@ class _Slots:
 
 
 class LeaseTrace:
-    """Makes a span of every lease that has a slot. Belongs to the thread that carries the leases."""
+    """Makes a span of every lease that gets a slot. Used only by the thread that sends the leases."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self.tracer, self.clock = tracer, clock
@@ -59,7 +59,7 @@ class LeaseTrace:
         self._slots: dict[str, _Slots] = {}
 
     def given(self, lease: Lease, actor: str, slots: int) -> None:
-        """An engine of so many slots has got a lease."""
+        """A lease was sent to an engine with this number of slots."""
         held = self._held[lease.lease_id] = _Held(lease, actor)
         place = self._slots.setdefault(actor, _Slots(slots))
         place.waiting[lease.lease_id] = held
@@ -67,7 +67,7 @@ class LeaseTrace:
             self._begin(held, self.clock())
 
     def heard(self, message: FromWorker) -> None:
-        """A lease has grown, has ended, or is refused."""
+        """A report of a lease arrived, or its refusal."""
         held = self._held.get(message.lease_id)
         if held is None:
             return
@@ -86,7 +86,7 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """A lease is over, whatever its worker does; harmless for one that is unknown."""
+        """End a lease, also if its worker continues it. Does nothing for an unknown lease."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return
@@ -101,7 +101,7 @@ class LeaseTrace:
             self._begin(next(iter(place.waiting.values())), now_s)
 
     def left(self, actor: str) -> None:
-        """A worker is gone with all that it held."""
+        """End all leases of a worker that has disconnected."""
         place = self._slots.get(actor)
         if place is not None:
             for lease_id in [*place.waiting, *(i for i, held in self._held.items() if held.actor == actor)]:

@@ -1,4 +1,4 @@
-"""What a trace is made of, and how it is cut."""
+"""The elements of a trace, and how a trace is divided."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any, Protocol
 import msgspec
 
 ASIDE = -1
-"""Lane of what an actor does beside its slots."""
+"""Lane of an actor's work outside its slots, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
-"""Names of marks, which have no length: a process has begun; spans are missing here."""
+"""Names of marks, which have no duration: a process started; spans are missing here."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One stretch of work, or a mark where it has no length."""
+    """A period of work, or a mark if it has no duration."""
 
     name: str
     actor: str
     lane: int
     begin_s: float
-    """A live run's: since 1970; a simulation's: since its beginning."""
+    """Live run: Unix time; simulation: time since its start."""
     end_s: float
     facts: dict[str, Any] = {}
-    """`generate` has group, sample, tokens, version (of the last token), versions (tokens by version, where there are
-    several) and ended (finish, abort, dropped, lost); the trainer's have step."""
+    """`generate` has group, sample, tokens, version (of the last token), versions (tokens by version, if several) and
+    ended (finish, abort, refused, dropped, lost); the trainer's spans have step."""
 
 
 class Tracer(Protocol):
-    """Whoever collects spans."""
+    """Receives spans."""
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        """Something was done from then to then."""
+        """Record a span."""
 
 
 def stretches(spans: Iterable[Span]) -> list[list[Span]]:
-    """Cut at every mark: what one process did without a gap. Marks are left out, and stretches without a span."""
+    """Divide a trace at its marks into periods without a gap. Marks and empty periods are left out."""
     found: list[list[Span]] = [[]]
     for span in spans:
         if span.name in (BEGIN, GAP):
@@ -47,7 +47,7 @@ def stretches(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
-    """Return (who else there is, workers), each in the order of names, the trainer first; numbers count as numbers."""
+    """Return (other actors, workers), each sorted by name with numbers compared as numbers, the trainer first."""
     found: dict[str, bool] = {}
     for span in spans:
         found[span.actor] = found.get(span.actor, False) or span.name == "generate"
