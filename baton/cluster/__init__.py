@@ -1,1 +1,1 @@
-"""Carry out a plan on a cluster: what is placed where, and its supervision."""
+"""Execute a plan on a Ray cluster: placement of processes, their supervision, replanning."""

@@ -1,9 +1,9 @@
-"""The machines of a Ray cluster as the planner sees them: GPU type, how many, and what Ray is asked for to get one.
+"""The machines of a Ray cluster as the planner describes them: GPU type and count, and the Ray resources of each GPU.
 
-Ray is told of a GPU type in one of these ways; the first that is there counts:
+The GPU type comes from the first of these sources that a machine has:
 
-    resource  gpu_type_NAME: n        the operator's word, also on machines whose devices Ray does not know
-    label     ray.io/accelerator-type, or resource accelerator_type:NAME, with GPU: n      Ray's own finding
+    resource  gpu_type_NAME: n        set by the operator; also for devices that Ray does not detect
+    label     ray.io/accelerator-type, or resource accelerator_type:NAME, with GPU: n      detected by Ray
     neither, and no GPU               one "CPU" per core, a type of the catalogue
 """
 
@@ -31,37 +31,37 @@ _SAME: Final = {
     "AMD-INSTINCT-MI300X-OAM": "MI300X",
     "AMD-INSTINCT-MI300X": "MI300X",
 }
-"""Ray's names → the catalogue's. Ray's A100 may have 40 or 80 GB; the smaller one never promises too much."""
+"""Ray's names → the catalogue's. Ray's A100 may have 40 or 80 GB; 40 GB is the safe assumption."""
 ASSUMED_GB_PER_S: Final = 1.25
-"""Between machines: 10 Gbit/s. Ray does not know it."""
+"""Assumed bandwidth between machines, 10 Gbit/s: Ray does not report it."""
 
 
 class Machine(msgspec.Struct, frozen=True):
     """One machine of a Ray cluster."""
 
     id: str
-    """Ray's, in hex."""
+    """Ray's node id, in hex."""
     name: str
-    """In cluster files and plans."""
+    """Name in cluster files and plans."""
     address: str
     gpu: str | None
-    """Type, by its name in the catalogue or a cluster file; None where it is not known."""
+    """Type, by its name in the catalogue or a cluster file; None if it is not known."""
     num_gpus: int
-    """Cores of a machine of type CPU."""
+    """On a machine of type CPU: its cores."""
     units: tuple[str, ...]
-    """Ray's resources of which each GPU takes one."""
+    """Ray resources; each GPU takes one of every resource named here."""
     cpus: float
     why: str = ""
-    """… the type is not known."""
+    """Why the type is not known; empty if it is."""
 
 
 def machines(
     rows: Iterable[Mapping[str, Any]], *, types: Collection[str] = (), known: Mapping[str, str] | None = None
 ) -> tuple[Machine, ...]:
-    """Return the machines that are alive, from the rows of `ray.nodes()`, by name.
+    """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
-    types: GPU types beside the catalogue's. known: names by id that are given already. A machine is called as it calls
-    itself; of several that call themselves the same, each gets the beginning of its id behind it.
+    types: GPU types in addition to the catalogue's. known: names that are already assigned, by id. Other machines are
+    named by their host name; if several have the same one, the start of the node id is appended.
     """
     alive = [row for row in rows if row["Alive"]]
     given = known or {}
@@ -108,7 +108,7 @@ def _machine(row: Mapping[str, Any], name: str, types: Collection[str]) -> Machi
 
 
 class DescribedCluster(msgspec.Struct, frozen=True):
-    """A cluster file's content, and what should be said about it."""
+    """The content of a cluster file, and notes for the user."""
 
     settings: ClusterSettings
     notes: tuple[str, ...]
@@ -117,10 +117,10 @@ class DescribedCluster(msgspec.Struct, frozen=True):
 def describe(
     found: Sequence[Machine], *, name: str, base: ClusterSettings | None = None, with_cpus: bool = False
 ) -> DescribedCluster:
-    """Return the cluster that a planner may use. Raises UserError where no machine is of use.
+    """Return the cluster that the planner may use. Raises UserError if no machine is usable.
 
-    base: a cluster file whose links, prices and GPU types hold. with_cpus: also machines without a GPU, where others
-    have one; in a cluster without GPUs the cores are what there is.
+    base: a cluster file whose links, prices and GPU types apply. with_cpus: also use machines without a GPU; a cluster
+    without any GPU is always described by its cores.
     """
     notes = [f"{m.name} is left out: {m.why}; {_way_out(m)}" for m in found if m.gpu is None]
     of_use = [machine for machine in found if machine.gpu is not None]

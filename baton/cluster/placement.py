@@ -1,7 +1,7 @@
-"""Which trainer rank and which worker stands on which machine: a plan and the machines there are, to posts.
+"""Maps a plan to the machines of a cluster: which trainer rank and which worker runs where. Does no I/O.
 
-No I/O. A plan's machines are found by their names where these are there and of the right type; for the others any
-machine of the type with enough GPUs will do. A post is one process and takes one bundle of resources:
+A machine of the plan is matched by name if that machine exists and has the right GPU type; otherwise any machine of the
+type with enough GPUs is used. Each process takes one bundle of resources:
 
     trainer    one rank per GPU of its stage; on machines of type CPU one rank per machine, with a thread per core
     workers    one per replica, with all its GPUs; on machines of type CPU with a thread per core
@@ -20,60 +20,60 @@ from baton.recipe.support import check_support
 from baton.specs.plan import Plan, Replica
 
 FEWEST_SLOTS = 8
-"""Of a worker: see `baton worker --slots`."""
+"""Minimum slots of a worker (`baton worker --slots`)."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """One process and its place."""
+    """One process, its machine and its resources."""
 
     name: str
     role: Literal["rank", "worker"]
     machine: str
-    """Name of the machine, as the plan knows it."""
+    """Name of the machine in the plan."""
     gpu: str
     gpu_ids: tuple[str, ...]
-    """Of the plan."""
+    """Ids of the plan."""
     resources: dict[str, float]
-    """What Ray is asked for."""
+    """Resources to request from Ray."""
     threads: int
-    """Of torch, on a CPU."""
+    """Torch threads on the CPU."""
     slots: int = 0
-    """Trajectories that a worker generates at once."""
+    """Trajectories that a worker generates concurrently."""
     share: float = 0.0
-    """Of the batch's trajectories, by the plan."""
+    """Share of the batch's trajectories that the plan assigns to the worker."""
     weight: float = 1.0
-    """What the plan expects of one of a worker's slots, against the mean of all workers."""
+    """Expected throughput of one slot, relative to the mean of all workers."""
     tp: int = 1
     pp: int = 1
 
     @property
     def words(self) -> str:
-        """For people: what is where."""
+        """Text for the user: what runs where."""
         what = f"{len(self.gpu_ids)} {'core' if self.gpu == CPU else self.gpu}{'s' if len(self.gpu_ids) > 1 else ''}"
         share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
         return f"{self.name} on {self.machine}: {what}{share}"
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """All posts of a plan, and the machines they are on."""
+    """All processes of a plan, and the machines they run on."""
 
     ranks: tuple[ProcessSpec, ...]
     workers: tuple[ProcessSpec, ...]
     names: dict[str, str]
-    """Machine's id → what the plan calls it; of all machines."""
+    """Machine id → its name in the plan, for all machines."""
     notes: tuple[str, ...] = ()
 
     @property
     def training_machines(self) -> frozenset[str]:
-        """Names of those whose loss ends the trainer."""
+        """Names of the machines whose loss ends the trainer."""
         return frozenset(post.machine for post in self.ranks)
 
 
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
-    """Return the posts of a plan. Raises UserError for what does not fit.
+    """Return the processes of a plan. Raises UserError if they do not fit the machines.
 
-    here: id of the controller's machine; rank 0 is there when the trainer has a part of it. first_worker: number of
-    the first worker: names are never given twice.
+    here: id of the controller's machine; rank 0 runs there if the trainer uses that machine. first_worker: number of
+    the first worker; worker names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
@@ -84,7 +84,7 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:
-    """What a plan is on the axis `plan` of `support.toml`."""
+    """Return the plan's values on the axis `plan` of `support.toml`."""
     stages = plan.training.stages
     is_split = len(stages) > 1 or any(stage.tp > 1 for stage in stages)
     shapes = {"colocated": plan.is_colocated, "mixed_gpus": len({stage.gpu for stage in stages}) > 1}
@@ -93,7 +93,7 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
 
 
 def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
-    """Return what the plan calls each machine, by id. Raises UserError where it needs one that is not there."""
+    """Return the plan's name of each machine, by id. Raises UserError if a machine of the plan has no match."""
     wanted = _wanted(plan)
     free = {machine.name: machine for machine in machines}
     found: dict[str, str] = {}
@@ -115,18 +115,18 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    for machine in free.values():  # a name of the plan's that another machine has got now
+    for machine in free.values():  # its own name may have been assigned to another machine
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found
 
 
 def machines_of(plan: Plan) -> frozenset[str]:
-    """Return the names of the machines that a plan gives work to."""
+    """Return the names of the machines that the plan uses."""
     return frozenset(_wanted(plan))
 
 
 def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
-    """Of each machine of a plan: its GPU type and how many GPUs it has at least."""
+    """Return the GPU type and the minimum number of GPUs of each machine of a plan."""
     wanted: dict[str, tuple[str, int]] = {}
     seen: set[str] = set()
     parts = [(stage.gpu, stage.gpu_ids) for stage in plan.training.stages]
@@ -191,14 +191,14 @@ def _post(
     machine, num = machines[where], len(gpu_ids)
     resources = {unit: float(num) for unit in machine.units}
     cores = machine.cpus * num / machine.num_gpus
-    if CPU not in resources and cores > 0:  # one at most: the others of a GPU machine are for whoever needs them
+    if CPU not in resources and cores > 0:  # at most one: the other cores of a GPU machine stay available
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
     threads = 1 if "GPU" in resources else max(1, int(cores))
     return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
 
 
 class PlacementChange(msgspec.Struct, frozen=True):
-    """From the workers there are to those of another plan."""
+    """The difference between the running workers and those of another plan."""
 
     kept: tuple[ProcessSpec, ...]
     """Under their old names, with their new shares."""
@@ -207,7 +207,7 @@ class PlacementChange(msgspec.Struct, frozen=True):
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Say which workers stay: those with the same GPUs in the same shape."""
+    """Compare two sets of workers. A worker is kept if it has the same GPUs, parallel shape and slots."""
     left = {_shape(post): post for post in now}
     kept, begun = [], []
     for post in wanted:
@@ -224,8 +224,9 @@ def _shape(post: ProcessSpec) -> tuple[object, ...]:
 
 
 def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
-    """Return a plan less the replicas on some machines, the others' shares made whole again; None where that is none:
-    the trainer was there, or no replica is left.
+    """Return a plan without the replicas on some machines, with the shares of the others scaled to a sum of 1.
+
+    Returns None if the trainer uses one of the machines, or no replica is left.
     """
 
     def is_left(replica: Replica) -> bool:

@@ -1,4 +1,4 @@
-"""Machines came or went: what the planner says to the workers of a running run, or to a trainer that begins again."""
+"""Replanning after machines joined or left, for the workers of a running trainer or for a trainer that restarts."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ TIME_LIMIT_S = 30.0
 
 
 class ReplanResult(msgspec.Struct, frozen=True):
-    """What a running run is to do."""
+    """The result of replanning for a running run."""
 
     workers: tuple[ProcessSpec, ...] | None
-    """None where everything stays."""
+    """The workers of the new plan; None keeps the current ones."""
     words: str
 
 
 class Replanner:
-    """Knows the plan that is carried out, and asks for the next one."""
+    """Holds the current plan and computes the next one."""
 
     def __init__(self, recipe: Recipe, plan: Plan, base: ClusterSettings | None) -> None:
-        """base: the cluster file whose links, prices and GPU types hold."""
+        """base: a cluster file whose links, prices and GPU types apply."""
         self.recipe, self.plan, self._base = recipe, plan, base
         self._next_worker = len(plan.replicas)
-        """Names of workers are not given twice within a hub's life."""
+        """Worker names are not reused while a hub runs."""
 
     @property
     def base_types(self) -> tuple[str, ...]:
-        """GPU types of the cluster file, beside the catalogue's."""
+        """GPU types of the cluster file, in addition to the catalogue's."""
         return () if self._base is None else tuple(self._base.gpu)
 
     def beside(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
-        """Plan for a run whose trainer stays where it is. names: what the plan calls the machines, by id.
+        """Replan for a trainer that stays where it is. names: the plan's names of the machines, by id.
 
-        Never raises for what cannot be planned: then the workers there are go on.
+        Does not raise if no plan is found: the current workers continue.
         """
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the workers there are go on")
@@ -75,7 +75,8 @@ class Replanner:
         return ReplanResult(workers, words)
 
     def anew(self, machines: Sequence[Machine]) -> str:
-        """Plan for a trainer that begins again, wherever that is; return what to say. Raises UserError for no plan."""
+        """Replan for a trainer that restarts on any machines; return a message. Raises UserError if there
+        is no plan."""
         chosen = self._least_moves(self._options(machines))
         self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
         return f"planned anew ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} a step expected"
@@ -95,14 +96,15 @@ class Replanner:
         return replan(inputs, self.plan, slack=recipe.fleet.slack, time_limit_s=TIME_LIMIT_S).options
 
     def _least_moves(self, options: Sequence[ReplanOption]) -> ReplanOption:
-        """Of those within `slack` of the fastest: see `planner/replan.py`."""
+        """Return the option with the fewest moves among those within `slack` of the fastest."""
         fastest = min(one.plan.breakdown.step_s for one in options)
         near = [one for one in options if one.plan.breakdown.step_s <= fastest * (1 + self.recipe.fleet.slack)]
         return min(near, key=lambda one: (len(one.moved), one.plan.breakdown.step_s))
 
 
 def workload_of(recipe: Recipe) -> Workload:
-    """Return what a run computes in a step: by its file, by what it has recorded, else with the longest responses."""
+    """Return the workload of a run: from its file, or measured from its records, or with responses of
+    maximum length."""
     if recipe.fleet.workload is not None:
         return read_workload(Path(recipe.fleet.workload))
     try:
@@ -117,7 +119,7 @@ def workload_of(recipe: Recipe) -> Workload:
 
 
 def read_base(path: str | None) -> ClusterSettings | None:
-    """Read a cluster file whose links, prices and types hold, where one is given."""
+    """Read a cluster file whose links, prices and GPU types apply; None without a path."""
     return None if path is None else _read(ClusterSettings, path)
 
 

@@ -1,13 +1,13 @@
-"""What becomes of posts and machines over time: who is begun again, who is given up, when to plan anew.
+"""Decides about processes and machines over time: which process restarts, which is given up, when to replan.
 
-Events in, commands out; no clock, no I/O. `at_s` is the time of an event on the clock of whoever drives this.
+Events in, commands out; no clock, no I/O. `at_s` is the time of an event on the caller's clock.
 
-    ProcessStarted ─▶ up ──ProcessEnded──▶ waits, each time longer ──SupervisionTick──▶ StartProcess ─▶ …
-                              │ max_failures in a row
-                              └─▶ StopProcess; the others go on; when none is left, Fail
-    MachineLost ─▶ its posts are over at once ─┬─ it trained ─▶ TrainerLost
-    MachineJoined ─────────────────────────────┴─ quiet for settle_s ─▶ Replan ─▶ Planned ─▶ StopProcess, StartProcess,
-    SetWorkerWeight
+    ProcessStarted ─▶ up ──ProcessEnded──▶ wait, doubled each time ──SupervisionTick──▶ StartProcess ─▶ …
+                              │ more than max_failures in a row
+                              └─▶ StopProcess; the others continue; if none is left, Fail
+    MachineLost ─▶ its processes are removed ─┬─ it ran a rank ─▶ TrainerLost
+    MachineJoined ────────────────────────────┴─ settle_s without changes ─▶ Replan ─▶ Planned ─▶ StopProcess,
+                                                                             StartProcess, SetWorkerWeight
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from baton.cluster.placement import Placement, ProcessSpec, change
 
 
 class ProcessStarted(msgspec.Struct, frozen=True, tag="Began"):
-    """A post's process is at work."""
+    """A process is running."""
 
     at_s: float
     name: str
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag="Ended"):
-    """A post's process, or the actor that holds it, has ended, or could not be begun."""
+    """A process, or the actor that runs it, has ended or could not be started."""
 
     at_s: float
     name: str
@@ -40,21 +40,21 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag="Ended"):
 
 
 class MachineLost(msgspec.Struct, frozen=True, tag="MachineLost"):
-    """A machine is gone from the cluster."""
+    """A machine has left the cluster."""
 
     at_s: float
     machine: str
 
 
 class MachineJoined(msgspec.Struct, frozen=True, tag="MachineJoined"):
-    """A machine that can be planned with is there now."""
+    """A machine that can be planned with has joined."""
 
     at_s: float
     machine: str
 
 
 class Planned(msgspec.Struct, frozen=True, tag="Planned"):
-    """The answer to Replan: the workers that there are to be, or why things stay as they are."""
+    """The answer to Replan: the workers of the new plan, or None to keep the current ones."""
 
     at_s: float
     workers: tuple[ProcessSpec, ...] | None
@@ -73,13 +73,13 @@ Event = ProcessStarted | ProcessEnded | MachineLost | MachineJoined | Planned | 
 
 
 class StartProcess(msgspec.Struct, frozen=True, tag="Begin"):
-    """Start a post's process."""
+    """Start a process."""
 
     post: ProcessSpec
 
 
 class StopProcess(msgspec.Struct, frozen=True, tag="End"):
-    """Have a post's process put down what it has, and end; or only forget it where its machine is gone."""
+    """Have a process report what it has, and end it; if its machine is gone, only remove it."""
 
     name: str
     cause: str
@@ -87,32 +87,32 @@ class StopProcess(msgspec.Struct, frozen=True, tag="End"):
 
 
 class SetWorkerWeight(msgspec.Struct, frozen=True, tag="Weigh"):
-    """A worker's share is another now."""
+    """The weight of a worker has changed."""
 
     post: ProcessSpec
 
 
 class Replan(msgspec.Struct, frozen=True, tag="Replan"):
-    """Ask the planner about the machines there are now."""
+    """Ask the planner for a plan for the current machines."""
 
     lost: tuple[str, ...]
     joined: tuple[str, ...]
 
 
 class TrainerLost(msgspec.Struct, frozen=True, tag="TrainerLost"):
-    """A machine that trains is gone: the trainer goes back to its last checkpoint."""
+    """A machine that runs a trainer rank is gone: the trainer must restart from its last checkpoint."""
 
     machine: str
 
 
 class Fail(msgspec.Struct, frozen=True, tag="Fail"):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     cause: str
 
 
 class LogMessage(msgspec.Struct, frozen=True, tag="Say"):
-    """A line for people."""
+    """A line for the user."""
 
     text: str
 
@@ -122,17 +122,17 @@ Command = StartProcess | StopProcess | SetWorkerWeight | Replan | TrainerLost | 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionRules:
-    """Times in seconds."""
+    """Limits and times of the supervision."""
 
     max_failures: int = 5
-    """In a row; after one more a post is given up."""
+    """Consecutive failures after which a process is restarted; one more and it is given up."""
     first_wait_s: float = 0.5
-    """Before a post is begun again; twice as long each further time."""
+    """Delay before the first restart; doubled at each further failure."""
     longest_wait_s: float = 30.0
     long_life_s: float = 60.0
-    """A post that was up for so long has no failures behind it."""
+    """A process that ran for this long starts again with no failures counted."""
     settle_s: float = 2.0
-    """Machines often come and go together: a plan is asked for when none has for so long."""
+    """Replan once no machine has joined or left for this long: machines often change together."""
 
 
 @dataclass(slots=True)
@@ -140,23 +140,23 @@ class _Watched:
     post: ProcessSpec
     failures: int = 0
     since_s: float | None = None
-    """Up since; None while it is not."""
+    """Time since which the process runs; None while it does not."""
     begin_s: float | None = None
-    """To be begun again at."""
+    """Time of the next restart; None if none is scheduled."""
 
 
 @dataclass(slots=True)
 class _MachineChanges:
-    """Machines that have come and gone since the last plan."""
+    """Machines that joined or left since the last plan."""
 
     lost: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     last_s: float | None = None
-    """None while there is nothing to plan for."""
+    """Time of the last change; None without one."""
 
 
 class Supervision:
-    """The decisions about a placed run."""
+    """The supervision of a placed run."""
 
     def __init__(self, placement: Placement, rules: SupervisionRules | None = None) -> None:
         self.rules = rules or SupervisionRules()
@@ -166,11 +166,11 @@ class Supervision:
         self._is_planning = False
 
     def start(self) -> list[Command]:
-        """Return what to begin with."""
+        """Return the commands that start all workers."""
         return [StartProcess(watched.post) for watched in self._posts.values()]
 
     def handle(self, event: Event) -> list[Command]:
-        """Take one event; return what is to be done, in order. Events of posts that are over are ignored."""
+        """Handle one event; return the resulting commands in order. Events of removed processes are ignored."""
         return list(self._apply_event(event))
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
@@ -196,7 +196,7 @@ class Supervision:
 
     @property
     def workers(self) -> tuple[ProcessSpec, ...]:
-        """The posts there are to be."""
+        """The current workers, including those that wait for a restart."""
         return tuple(watched.post for watched in self._posts.values())
 
     # ---- posts -------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Supervision:
     def _planned(self, event: Planned) -> Iterator[Command]:
         self._is_planning = False
         yield LogMessage(event.words)
-        lost = self._unrest.lost  # while the planner was thinking
+        lost = self._unrest.lost  # machines lost while the planner ran
         if event.workers is not None:
             yield from self._apply([post for post in event.workers if post.machine not in lost])
         if not self._posts and self._unrest.last_s is None:

@@ -1,1 +1,1 @@
-"""The cluster by Ray: placement groups, actors, supervision of workers and trainer ranks."""
+"""Ray: placement groups, actors, supervision of workers and trainer ranks."""

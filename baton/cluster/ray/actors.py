@@ -1,9 +1,9 @@
-"""What runs on the cluster's machines: actors that hold a worker's process or a trainer rank.
+"""The actors on the cluster's machines, which run a worker process or a trainer rank.
 
-Ray makes these from plain values and bytes. A worker is a process of its own beneath its actor: an engine that takes
-its process with it, as CUDA faults do, leaves an actor that can say what its last words were; and it is the same
-`baton worker` as anywhere else, joined to the hub with a token. It is tied to the actor by its standard input, the
-actor to the driver by Ray: whoever dies, all below end.
+Ray constructs them from plain values and bytes. A worker is a child process of its actor. If the engine crashes its
+process, as CUDA faults do, the actor survives and reports the end of the worker's log. The process is an ordinary
+`baton worker` that joins the hub with a token. It ends when its standard input closes, that is, when the actor dies;
+Ray ends the actor when the driver dies.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from baton.files import memory_directory
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
-"""In which a worker puts down what it has when it is to leave."""
+"""Time that a worker has to report what it has before it is killed."""
 MAX_WORDS: Final = 2000
-"""Characters of a worker's log that are handed on when it has ended."""
+"""Characters from the end of a worker's log that are reported when it has ended."""
 
 
 class WorkerArguments(msgspec.Struct, frozen=True):
-    """What a worker is told on its command line."""
+    """The command-line arguments of a worker."""
 
     name: str
     url: str
@@ -46,7 +46,8 @@ class WorkerArguments(msgspec.Struct, frozen=True):
 
 
 def own_directory(what: str) -> Path:
-    """Make a directory of this process in memory, and remove those that killed ones of this machine have left."""
+    """Make a directory for this process, in memory if possible; remove those that killed processes of this machine
+    left."""
     where = memory_directory() or Path(tempfile.gettempdir())
     prefix = f"baton-{what}-{socket.gethostname()}-"
     for old in where.glob(f"{prefix}*"):
@@ -57,7 +58,7 @@ def own_directory(what: str) -> Path:
 
 
 class WorkerActor:
-    """An actor with one `baton worker` process."""
+    """An actor that runs one `baton worker` process."""
 
     def __init__(self, start: WorkerArguments) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix=f"baton-{start.name}-"))
@@ -78,17 +79,17 @@ class WorkerActor:
             )
 
     def pid(self) -> int:
-        """Of the worker's process."""
+        """Process id of the worker."""
         return self._process.pid
 
     def watch(self) -> str:
-        """Wait until the process has ended, and say how."""
+        """Wait until the process has ended; return its exit code and the end of its log, as text."""
         code = self._process.wait()
         words = self._log.read_bytes()[-MAX_WORDS:].decode("utf-8", "replace").strip()
         return f"ended with exit code {code}" + (f"; its last words: {words}" if words else "")
 
     def leave(self) -> None:
-        """Have the process report what it has and end."""
+        """Have the process report what it has and end; kill it after `GRACE_S`."""
         self._process.terminate()
         try:
             self._process.wait(GRACE_S)
@@ -99,7 +100,7 @@ class WorkerActor:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """This actor's, in which a child finds the same Baton."""
+    """Return this actor's environment, with the path of its own Baton."""
     root = str(Path(baton.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": str(threads)}
@@ -107,10 +108,11 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 class RankActor:
-    """An actor that is one trainer rank. Messages and answers are msgpack: see `trainer/parallel/messages.py`."""
+    """An actor that is one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
     def __init__(self, place: bytes, directory: str, address: str) -> None:
-        """place: the rank's Place without its host; directory: the controller's working directory, shared by all."""
+        """place: the encoded RankInfo without its host. directory: the controller's working directory, on a shared
+        disk."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 
@@ -127,17 +129,17 @@ class RankActor:
         self._server = RankServer(msgspec.structs.replace(told, **where))
 
     def handle(self, message: bytes) -> bytes:
-        """Answer a message."""
+        """Handle an encoded message; return the encoded answer."""
         from baton.trainer.parallel.messages import decode_to_rank, encode
 
         return encode(self._server.handle(decode_to_rank(message)))
 
     def pid(self) -> int:
-        """Of this actor's process."""
+        """Id of this actor's process."""
         return os.getpid()
 
     def take(self, path: str) -> Any:
-        """Return a file's bytes, for the object store, and remove the file."""
+        """Return a file's bytes for the object store, and delete the file."""
         import numpy as np
 
         data = np.fromfile(path, np.uint8)
@@ -145,13 +147,13 @@ class RankActor:
         return data
 
     def close(self) -> None:
-        """Leave the group, and remove what was written."""
+        """Leave the process group, and delete the rank's files."""
         self._server.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface of an IPv4 address of this machine; empty where none is found."""
+    """Return the network interface of an IPv4 address of this machine; empty if none is found."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

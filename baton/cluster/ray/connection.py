@@ -1,7 +1,7 @@
-"""The connection to Ray: nodes, placement groups, and its errors as Baton's. Ray is imported here when it is needed.
+"""The connection to Ray: nodes, placement groups, and Ray's errors as Baton's. Ray is imported only when it is needed.
 
-Ray pickles what crosses its own connections, and whoever can reach a cluster's ports can run code on it: it is for a
-network and for people that are trusted, unlike the hub.
+Ray unpickles what it receives, so anyone who can reach a cluster's ports can run code on it. Unlike the hub, it is for
+trusted networks and users only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
 GET_S: Final = 60.0
-"""What Ray has to bring an answer that is ready: its machine may be gone since."""
+"""Time limit to fetch a result that is ready: its machine may be gone."""
 
 
 class RayCluster:
     """A cluster that this process has joined as a driver."""
 
     def __init__(self, address: str) -> None:
-        """Join. Raises UserError where Ray is missing, or no cluster is there."""
+        """Join the cluster. Raises UserError if Ray is not installed, or no cluster is found."""
         self.ray = import_ray()
         check_address(address)
         self.address = address
@@ -48,28 +48,28 @@ class RayCluster:
                 "of a cluster that this machine is part of (ray start --head, or ray start --address HOST:PORT), "
                 "or auto"
             ) from error
-        if threading.current_thread() is threading.main_thread():  # Ray takes SIGTERM over: no checkpoint, no exit code
+        if threading.current_thread() is threading.main_thread():  # Ray replaces the SIGTERM handler
             signal.signal(signal.SIGTERM, before)
 
     @property
     def here(self) -> str:
-        """Id of the machine that this process is on."""
+        """Id of this machine's node."""
         found: str = self.ray.get_runtime_context().get_node_id()
         return found
 
     @property
     def own_address(self) -> str:
-        """Where this machine is reached by the others."""
+        """Address of this machine for the others."""
         found: str = self.ray.util.get_node_ip_address()
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """What Ray knows of its nodes."""
+        """Return Ray's rows about its nodes."""
         found: list[dict[str, Any]] = self.ray.nodes()
         return found
 
     def alive(self) -> frozenset[str]:
-        """Ids of the nodes that Ray takes for alive. One that has lost its power it takes for dead after a while."""
+        """Return the ids of the nodes that Ray considers alive. Ray detects a node without power only after a delay."""
         return frozenset(row["NodeID"] for row in self.rows() if row["Alive"])
 
     def await_signs(self, nodes: Iterable[str], deadline_s: float) -> None:
@@ -82,7 +82,7 @@ class RayCluster:
                 return
 
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
-        """Ask for a placement group of (node id, resources), all or nothing; it is granted later or never."""
+        """Request a placement group of (node id, resources). It is granted as a whole, later or never."""
         from ray.util import placement_group
 
         return placement_group(
@@ -93,7 +93,7 @@ class RayCluster:
         )
 
     def release(self, group: Any) -> None:
-        """Give a placement group back; what runs in it ends."""
+        """Release a placement group; actors in it end."""
         from ray.util import remove_placement_group
 
         remove_placement_group(group)
@@ -101,7 +101,7 @@ class RayCluster:
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
         """Return an actor's options for a bundle of a placement group.
 
-        An actor that asks for no `GPU` sees those of its machine nevertheless: its type came by another resource.
+        An actor that requests no `GPU` still sees the machine's GPUs: its type may be requested by another resource.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -122,14 +122,14 @@ class RayCluster:
         }
 
     def _on_node(self, node: str) -> dict[str, Any]:
-        """Return the options of a task that reserves nothing, on one machine."""
+        """Return the options of a task that reserves no resources, on one node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": strategy, "max_retries": 0}
 
     def leave(self) -> None:
-        """Leave the cluster: what this driver started ends with it."""
+        """Leave the cluster. Everything that this driver started ends."""
         self.ray.shutdown()
 
 
@@ -138,7 +138,7 @@ def _sign() -> bool:
 
 
 def import_ray() -> Any:
-    """Return the module, quiet and without its usage statistics. Raises UserError where it is not installed."""
+    """Import Ray without its usage statistics. Raises UserError if it is not installed."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         import ray
@@ -148,7 +148,7 @@ def import_ray() -> Any:
 
 
 def check_address(address: str) -> None:
-    """Raise UserError for what cannot be an address."""
+    """Raise UserError if this cannot be an address."""
     if not _ADDRESS.fullmatch(address):
         hint = "; run the command on a machine of the cluster, which ray:// is not for" if "://" in address else ""
         raise UserError(f"--ray: got {address!r}; allowed is HOST:PORT, or auto for this machine's cluster{hint}")

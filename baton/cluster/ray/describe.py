@@ -1,4 +1,4 @@
-"""Asks a Ray cluster what it consists of."""
+"""Describe a running Ray cluster for the planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.specs.cluster import ClusterSettings
 
 
 def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> DescribedCluster:
-    """Return what the planner is to know of a cluster. Raises UserError; see `inventory.describe`."""
+    """Return the description of the cluster at an address. Raises UserError."""
     known = None if base is None else load_recipe(ClusterSettings, base)
     cluster = RayCluster(address)
     try:

@@ -1,4 +1,4 @@
-"""Trainer ranks as actors of a Ray cluster, one placement group for all of them: see `trainer/parallel/messages.py`."""
+"""Trainer ranks as actors of a Ray cluster, in one placement group."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from baton.trainer.parallel.messages import (
 )
 
 START_DEADLINE_S: Final = 120.0
-"""For Ray to grant the bundles and start the actors."""
+"""Time limit for Ray to grant the bundles and start the actors."""
 CLOSE_GRACE_S: Final = 5.0
 
 
 class RayRanks:
-    """Actors as `Ranks`. A rank that dies, or whose machine does, is noticed at once."""
+    """Implements `Ranks` with actors. The death of a rank, or of its machine, is noticed at once."""
 
     def __init__(self, cluster: RayCluster, posts: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
-        """Start the actors. machines: by the names of the posts. Raises RankLost where one cannot start."""
+        """Start the actors. machines: by their names in the plan. Raises RankLost if one cannot start."""
         self._cluster, self._posts = cluster, list(posts)
         self._is_here = machines[posts[0].machine].id == cluster.here
         self._actors: list[Any] = []
@@ -60,13 +60,13 @@ class RayRanks:
         return len(self._posts)
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
-        data = self._cluster.ray.put(encode(message))  # once to each machine
+        data = self._cluster.ray.put(encode(message))  # once, so that Ray sends it to each machine once
         futures = [actor.handle.remote(data) for actor in self._actors]
         answers = self._gather(futures, type(message).__name__, timeout_s)
         return [decode_from_rank(answer) for answer in answers]
 
     def bring(self, path: str) -> Path:
-        """Through the object store, unless rank 0 is on this machine."""
+        """Fetch a file of rank 0 through the object store, unless rank 0 is on this machine."""
         if self._is_here:
             return Path(path)
         data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]
@@ -78,12 +78,12 @@ class RayRanks:
     def close(self) -> None:
         actors, self._actors = self._actors, []
         ray = self._cluster.ray
-        with suppress(Exception):  # they may be gone, or hang in a collective: then they are killed below
+        with suppress(Exception):  # they may be gone, or hang in a collective; they are killed below
             ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_GRACE_S)
         for actor in actors:
             with suppress(Exception):
                 ray.kill(actor)
-        with suppress(Exception):  # as above: of a cluster that is gone nothing need be given back
+        with suppress(Exception):  # the cluster may be gone
             self._cluster.release(self._group)
 
     def _await_group(self, machines: Mapping[str, Machine]) -> None:
@@ -101,7 +101,8 @@ class RayRanks:
                 )
 
     def _gather(self, futures: list[Any], what: str, timeout_s: float) -> list[Any]:
-        """Return what all say. When one is lost, silent or at fault, see `Ranks.ask`."""
+        """Return the answers of all ranks. If a rank is lost, silent or reports a fault, closes all and raises, as
+        `Ranks.ask`."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         try:

@@ -1,7 +1,7 @@
-"""A run that a plan places on a Ray cluster: this process is controller and hub, everything else is actors.
+"""A run that a plan places on a Ray cluster. This process is controller and hub; everything else is actors.
 
-plan, machines ─▶ placement ─▶ recipe with its ranks ─▶ loop.train ──RankLost──▶ last checkpoint, plan anew ─┐
-                      ▲──────────────────────────────────────────────────── at most fleet.max_restarts ◀──┘
+plan, machines ─▶ placement ─▶ recipe with its ranks ─▶ loop.train ──RankLost──▶ last checkpoint, replan ─┐
+                      ▲────────────────────────────────────────────────── at most fleet.max_restarts ◀─┘
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
 NOTICE_S = 60.0
-"""What Ray may take to notice that a machine is gone, once a rank on it is: then it is planned without."""
+"""Time limit for Ray to notice that a machine is gone after a rank on it was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayRun:
-    """What is to be run."""
+    """The arguments of one `baton train --ray` command."""
 
     load: Callable[[Sequence[str]], Recipe]
-    """Reads the recipe under these overrides."""
+    """Loads the recipe with these overrides."""
     plan: Path
     address: str
     resume: bool = False
@@ -45,11 +45,11 @@ class RayRun:
 
 
 def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
-    """Run an order to its end, or until `stop` is requested; return the loop, closed.
+    """Run until the last step, or until `stop` is requested; return the loop, closed.
 
-    A lost rank or trainer machine sends the run back to its last checkpoint, with a plan for the machines that are
-    left. Raises Stopped before there is a loop, UserError for what cannot be placed, RankLost when that has happened
-    too often, EngineFault when no worker is left, and what `Loop.train` raises.
+    After the loss of a rank or a trainer machine, the run restarts from its last checkpoint with a plan for the
+    remaining machines. Raises Stopped if stopped before there is a loop, UserError if the plan cannot be placed,
+    RankLost after too many restarts, EngineFault if no worker is left, and what `Loop.train` raises.
     """
     plan = read_plan(order.plan)
     cluster = RayCluster(order.address)
@@ -69,12 +69,12 @@ class _RayAttempts:
         self.types = self.planner.base_types
         self.max_restarts = recipe.fleet.max_restarts
         self.has_begun = False
-        """Whether the run's directory is this command's, so that to begin again is to resume."""
+        """Whether this command has started the run, so that the next attempt resumes it."""
         self.names: dict[str, str] = {}
-        """What the plan calls the machines, by id."""
+        """The plan's names of the machines, by id."""
 
     def run(self) -> Loop:
-        """Attempt the run until it is through."""
+        """Attempt the run until it is complete."""
         restarts = 0
         while True:
             try:
@@ -90,7 +90,7 @@ class _RayAttempts:
                 self._plan_what_is_left(lost)
 
     def _plan_what_is_left(self, lost: RankLost) -> None:
-        """Where a machine of the plan's is gone, plan for those there are. Raises RankLost where there is no plan."""
+        """If a machine of the plan is gone, replan for the remaining ones. Raises RankLost if there is no plan."""
         there = self._machines(self.names)
         gone = machines_of(self.planner.plan) - {machine.name for machine in there}
         if not gone:
@@ -151,7 +151,7 @@ class _RayAttempts:
         return machines(self.cluster.rows(), types=self.types, known=names)
 
     def _recipe(self, placement: Placement, machines: dict[str, Machine]) -> Recipe:
-        """The recipe with what the placement decides: ranks, threads, where the hub listens."""
+        """Return the recipe with the values that the placement decides: ranks, threads, the hub's address."""
         overrides = [f"trainer.ranks={len(placement.ranks)}"]
         recipe = self.order.load([])
         rank = placement.ranks[0]
@@ -170,9 +170,9 @@ class _RayAttempts:
         return self.order.load(overrides)
 
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
-        """Reserve a place for the trainer in this process, or return None where it is to be an actor.
+        """Reserve resources for a trainer in this process; return None if its ranks are actors.
 
-        One rank that needs no GPU of Ray's, on the machine of this command, is this process.
+        A single rank that needs no GPU from Ray, on the machine of this command, runs in this process.
         """
         rank = placement.ranks[0]
         is_here = machines[rank.machine].id == self.cluster.here
@@ -196,7 +196,7 @@ class _RayAttempts:
 
 
 def _engine_options(recipe: Recipe, post: ProcessSpec) -> tuple[str, ...]:
-    """The shape of a replica, for an engine that has one."""
+    """Return the parallel shape of a replica as options of its engine; empty if the engine has none."""
     if recipe.engine.kind != "vllm" or post.tp * post.pp == 1 or post.gpu == CPU:
         return ()
     return (f"tensor_parallel={post.tp}", f"pipeline_parallel={post.pp}")

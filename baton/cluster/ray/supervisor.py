@@ -1,11 +1,11 @@
-"""The workers of a run on a Ray cluster: carries out what `cluster/supervision.py` decides.
+"""The workers of a run on a Ray cluster: executes the commands of `cluster/supervision.py`.
 
-| thread  | consumes                        | produces                  | waits for    | unblocked by        |
-|---------|---------------------------------|---------------------------|--------------|---------------------|
-| crew    | actors' ends, nodes, the clock  | events; actors begin, end | the next end | Ray, or half a second |
-| planner | machines, the plan carried out  | the next plan             | the solver   | its time limit      |
+| thread  | consumes                       | produces                   | waits for      | unblocked by          |
+|---------|--------------------------------|----------------------------|----------------|-----------------------|
+| crew    | ends of actors, nodes, clock   | events; actors start, stop | an actor's end | Ray, or half a second |
+| planner | machines, the current plan     | the next plan              | the solver     | its time limit        |
 
-The hub's and the runner's threads only read `weight` and what has failed.
+The threads of the hub and the controller only read `weight` and the recorded fault.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from baton.trainer.parallel.messages import HOW_TO_GO_ON
 
 POLL_S: Final = 0.5
 START_DEADLINE_S: Final = 120.0
-"""For Ray to grant a worker's bundle and start its actor."""
+"""Time limit for Ray to grant a worker's bundle and start its actor."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaySupervisorParts:
-    """What a crew works with."""
+    """The parts and functions that the supervisor uses."""
 
     cluster: RayCluster
     placement: Placement
     machines: Callable[[Mapping[str, str]], tuple[Machine, ...]]
-    """Asks the cluster. Given: names by id that hold."""
+    """Returns the current machines, given the names by id that are already assigned."""
     replan: Callable[[tuple[Machine, ...], Mapping[str, str]], ReplanResult]
     options: Callable[[ProcessSpec], tuple[str, ...]]
-    """What a worker is told of its engine beside the recipe."""
+    """Returns a worker's engine options that are not in the recipe."""
     device: str
     say: Callable[[str], None]
     rules: sv.SupervisionRules | None = None
@@ -60,28 +60,28 @@ class _RunningActor:
     group: Any
     actor: Any
     watch: Any
-    """Future of its end."""
+    """Future of the end of its process."""
     pid: Any
-    """Future of its beginning; None once that is known."""
+    """Future of its process id; None once that is known."""
     since_s: float
 
 
 class RayWorkerSupervisor:
-    """The run's ranks and workers as actors on a Ray cluster, and the thread that supervises them."""
+    """The run's workers as actors on a Ray cluster, and the thread that supervises them."""
 
     def __init__(self, parts: RaySupervisorParts) -> None:
         self._parts = parts
         self._supervision = sv.Supervision(parts.placement, parts.rules)
         self._names = dict(parts.placement.names)
-        """Of machines that are there, by id."""
+        """Names of the current machines, by id."""
         self._known = {m.id: m for m in parts.machines(self._names)}
         self._weights = {post.name: post.weight for post in parts.placement.workers}
         self._tokens: dict[str, str] = {}
         self._seats: dict[str, _RunningActor] = {}
         self._leaving: list[tuple[_RunningActor, Any, float]] = []
-        """(seat, future of its leave, until when)"""
+        """(actor, future of its `leave`, deadline)"""
         self.pids: dict[str, int] = {}
-        """Of workers' processes, by name."""
+        """Process ids of the workers, by name."""
         self._plan: Future[ReplanResult] | None = None
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None
@@ -98,7 +98,7 @@ class RayWorkerSupervisor:
         return self._weights.get(name, 1.0)
 
     def look_after(self) -> None:
-        """Raises RankLost when a machine that trains is gone, EngineFault when no worker is left."""
+        """Raise RankLost if a machine with a rank is gone, EngineFault if no worker is left."""
         if self._fault is not None:
             raise self._fault
 
@@ -124,7 +124,7 @@ class RayWorkerSupervisor:
                 self._look_at_plan()
                 self._see_off()
                 self._handle(sv.SupervisionTick(time.monotonic()))
-        except Exception as error:  # noqa: BLE001  # whatever it is, the runner's thread must hear of it
+        except Exception as error:  # noqa: BLE001  # raised by `look_after` in the controller's thread
             self._fault = self._fault or error
 
     def _handle(self, event: sv.Event) -> None:
@@ -195,7 +195,7 @@ class RayWorkerSupervisor:
         )
 
     def _await_ends(self) -> None:
-        """Wait half a second at most for a worker to begin or end."""
+        """Wait at most half a second for a worker to start or end."""
         ray, now_s = self._parts.cluster.ray, time.monotonic()
         futures: dict[Any, str] = {}
         for name, seat in self._seats.items():
@@ -218,7 +218,7 @@ class RayWorkerSupervisor:
     def _learn_pid(self, name: str, seat: _RunningActor) -> None:
         ray = self._parts.cluster.ray
         future, seat.pid = seat.pid, None
-        with suppress(ray.exceptions.RayError):  # its watch says why
+        with suppress(ray.exceptions.RayError):  # its `watch` future has the reason
             self.pids[name] = ray.get(future, timeout=GET_S)
             self._handle(sv.ProcessStarted(time.monotonic(), name))
 
@@ -231,7 +231,8 @@ class RayWorkerSupervisor:
         return words
 
     def _ended(self, name: str, cause: str) -> None:
-        """What a worker held is given back at once, not when the hub has missed it long enough."""
+        """Report the worker's end to the hub, which revokes its leases at once instead of after the
+        heartbeat timeout."""
         seat = self._seats.pop(name)
         self.pids.pop(name, None)
         self._access.gone(name, cause[:300])
@@ -251,8 +252,8 @@ class RayWorkerSupervisor:
             self._discard(seat)
 
     def _dismiss(self, seat: _RunningActor) -> None:
-        """Have a worker leave, and see it off later."""
-        with suppress(Exception):  # of an actor that is gone
+        """Ask a worker to leave; `_see_off` removes its actor later."""
+        with suppress(Exception):  # the actor may be gone
             self._leaving.append((seat, seat.actor.leave.remote(), time.monotonic() + GRACE_S + 5.0))
 
     def _see_off(self) -> None:
@@ -261,14 +262,14 @@ class RayWorkerSupervisor:
             seat, future, until_s = one
             try:
                 is_done = bool(ray.wait([future], timeout=0)[0])
-            except Exception:  # noqa: BLE001  # a cluster that is gone has no actors
+            except Exception:  # noqa: BLE001  # the cluster is gone, and its actors with it
                 is_done = True
             if is_done or time.monotonic() > until_s:
                 self._leaving.remove(one)
                 self._discard(seat)
 
     def _discard(self, seat: _RunningActor) -> None:
-        with suppress(Exception):  # of an actor, or a cluster, that is gone
+        with suppress(Exception):  # the actor or the cluster may be gone
             self._parts.cluster.ray.kill(seat.actor)
         with suppress(Exception):
             self._parts.cluster.release(seat.group)
