@@ -92,7 +92,7 @@ class Journal:
         self._is_open = False
         with self._faults():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # needs no shared memory: also on a network file system
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # needs no shared memory: works on network file systems
             self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")

@@ -93,7 +93,7 @@ class RunDirectory:
     def create(cls, path: Path, lock: RunLock) -> RunDirectory:
         """Start a new run in a directory that has passed `check_free`; an existing run is deleted."""
         lock.check()
-        last = path / "run.json"  # by it a run is known, so that one that is half removed still is
+        last = path / "run.json"  # deleted last: it marks the directory as a run, even half deleted
         for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

@@ -88,7 +88,7 @@ class RayWorkerSupervisor:
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="crew", daemon=True)
 
-    # ---- from other threads ------------------------------------------------------------------------------------------
+    # ---- called by other threads -------------------------------------------------------------------------------------
 
     def begin(self, hub: HubAccess) -> None:
         self._hub = hub
@@ -113,7 +113,7 @@ class RayWorkerSupervisor:
             self._see_off()
             time.sleep(0.02)
 
-    # ---- in the crew's thread ----------------------------------------------------------------------------------------
+    # ---- in the supervisor's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

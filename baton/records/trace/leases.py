@@ -74,7 +74,7 @@ class LeaseTrace:
         if isinstance(message, Retry):
             self.ended(message.lease_id, "refused")
             return
-        if message.segments and held.lane is None:  # its engine had a slot free before we heard of it
+        if message.segments and held.lane is None:  # its slot was freed before the report of that arrived
             self._begin(held, self.clock())
         for segment in message.segments:
             if segment.author is Author.POLICY:
