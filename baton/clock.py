@@ -31,7 +31,7 @@ def begin(call: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001  # raised again by whoever waits for the future
+        except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md", "models/*/README.md")
 """Markdown: checked for phrases and for the width of its lines."""
 TEXTS = (*PAGES, "Makefile", "pyproject.toml", "recipes/**/*.toml", "deploy/Dockerfile", "deploy/*/*")
+TEXTS += ("baton/clock.py", "baton/errors.py", "baton/f*.py", "baton/s*.py", "baton/types.py", "baton/recipe/*.*")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
 COLUMNS = 100
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}

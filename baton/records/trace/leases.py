@@ -1,8 +1,8 @@
 """Converts leases and reports to spans in slots.
 
-Whoever sends leases to engines calls `given` for each lease and `heard` for each report. An engine that has more leases
-than slots runs them in order, so a span begins when a slot becomes free; a lease that never gets a slot has no span.
-All reported tokens are counted in the span of their lease.
+The part that sends leases to engines calls `given` for each lease and `heard` for each report. An engine that has more
+leases than slots runs them in order, so a span begins when a slot becomes free; a lease that never gets a slot has no
+span. All reported tokens are counted in the span of their lease.
 """
 
 from __future__ import annotations
