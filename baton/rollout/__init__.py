@@ -1,1 +1,1 @@
-"""Growing trajectories: what is asked of an engine, and the runner that asks it."""
+"""Rollouts: the scheduler and controller that generate trajectories, and the engines that sample them."""

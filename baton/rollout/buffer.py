@@ -1,11 +1,11 @@
-"""Finished groups → batches within the staleness bound. Decisions only: ids, counts and versions, no tokens.
+"""Forms batches of finished groups within the staleness bound. Uses ids, counts and versions, no tokens.
 
     opened ──▶ unfinished ──complete──▶ waiting ──take──▶ a batch
        └──────── closed (filtered, dropped, lost) ◀── too old, stale = "drop"
 
-The admission gate of the scheduler keeps groups from growing too old in the first place; that is the economy. `take` is
-the guarantee (law 3): at the trainer's version v it names the oldest version whose tokens may be trained, v −
-max_staleness, and what `stale` says becomes of the rest.
+The scheduler's rule for opening groups makes stale groups rare and so saves work. `take` guarantees the bound: at the
+trainer's version v only tokens of version v − max_staleness or newer are trained, and `stale` determines what happens
+to groups with older ones.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ Stale = Literal["mask", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class TakeResult:
-    """What a wish for a batch led to."""
+    """The result of `Buffer.take`."""
 
     group_ids: tuple[int, ...]
-    """[batch_groups], or empty while there is no batch yet."""
+    """[batch_groups] the batch, or empty while too few groups are complete."""
     expired: tuple[int, ...]
     """Groups that were too old (`stale = "drop"`) and have left the buffer."""
 
 
 class Buffer:
-    """Groups between their opening and their batch."""
+    """The groups that are open: between their opening and their batch."""
 
     def __init__(self, batch_groups: int, max_staleness: int, *, consume: Consume, stale: Stale) -> None:
         self._batch_groups, self._max_staleness = batch_groups, max_staleness
         self._consume, self._stale = consume, stale
         self._open: dict[int, None] = {}
-        """Every group that is in no batch yet, in the order of submission."""
+        """Groups that are in no batch yet, in the order of submission."""
         self._complete: dict[int, int] = {}
-        """Complete ones in the order of completion → the oldest version among their tokens."""
+        """Oldest version among the tokens of each complete group, in the order of completion."""
 
     def __len__(self) -> int:
-        """Groups that are in no batch yet, complete or not."""
+        """Number of groups that are in no batch yet, complete or not."""
         return len(self._open)
 
     @property
     def num_complete(self) -> int:
-        """Groups that wait to be taken."""
+        """Number of complete groups."""
         return len(self._complete)
 
     def opened(self, group_id: int) -> None:
-        """A group has been submitted. Ids only grow."""
+        """Add a group. Ids must ascend: their order is the order of submission."""
         assert group_id not in self._open, f"group {group_id} was opened twice"
         self._open[group_id] = None
 
     def completed(self, group_id: int, oldest_version: int) -> None:
-        """All members of a group are finished and judged."""
+        """Mark a group whose members have all finished and been scored."""
         assert group_id in self._open, f"group {group_id} is complete but was never opened, or is in a batch already"
         assert group_id not in self._complete, f"group {group_id} was completed twice"
         self._complete[group_id] = oldest_version
 
     def reopened(self, group_id: int) -> None:
-        """A complete group has lost a member, which is generated again."""
+        """Mark a complete group as incomplete: one of its members is generated again."""
         del self._complete[group_id]
 
     def closed(self, group_id: int) -> None:
-        """A group will not be in any batch."""
+        """Remove a group."""
         del self._open[group_id]
         self._complete.pop(group_id, None)
 
     def take(self, version: int) -> TakeResult:
-        """Return a batch for the trainer at `version`, which makes `version + 1`, if there is one."""
+        """Take a batch for the train step from `version` to `version + 1`, if enough groups are complete."""
         floor = version - self._max_staleness
         expired: tuple[int, ...] = ()
         if self._stale == "drop":
@@ -85,7 +85,7 @@ class Buffer:
         return TakeResult(tuple(chosen), expired)
 
     def _choice(self) -> dict[int, None]:
-        """At most `batch_groups` groups, in the order in which they are consumed."""
+        """Return up to `batch_groups` complete groups, in the order of consumption."""
         if len(self._complete) < self._batch_groups:
             return {}
         ids: Iterable[int] = self._complete
@@ -96,7 +96,7 @@ class Buffer:
         return dict.fromkeys(group_id for group_id, _ in zip(ids, range(self._batch_groups), strict=False))
 
     def _first_in_order(self) -> Iterable[int]:
-        """The oldest groups, up to the first that is not complete."""
+        """Yield complete groups in the order of submission, up to the first incomplete one."""
         for group_id in self._open:
             if group_id not in self._complete:
                 return

@@ -1,12 +1,13 @@
-"""Carries out the scheduler's decisions: leases out through a worker port, reports in, judgements asked for.
+"""Executes the scheduler's commands: sends leases, receives reports, and submits finished trajectories for scoring.
 
-      source ──prompt──▶ ┌────────┐ ══ lease, abort ══▶ worker port ══▶ engine
-                         │ RolloutController │ ◀══ reports, retries ═════════════════┘
-      judge ◀─finished── │        │ ──events──▶ RolloutScheduler ──commands──▶ back here
-        └───judgement──▶ └────────┘ ──▶ journal
+      source ──prompt──▶ ┌────────────┐ ══ lease, abort ══▶ WorkerTransport ══▶ engine
+                         │  Rollout-  │ ◀══ reports, retries ═══════════════════════┘
+      scorer ◀─finished─ │ Controller │ ──events──▶ RolloutScheduler ──commands──▶ controller
+        └────reward────▶ └────────────┘ ──▶ journal
 
-The runner keeps the payloads (prompts, ids, logprobs, judgements); the scheduler decides on counts. It lives in one
-thread, and works only while it is called: `next_batch` until there is one, `run_until` while the trainer steps.
+The controller owns the payloads (prompts, ids, logprobs, rewards); the scheduler sees counts and versions only. The
+controller runs in one thread and makes progress only inside its methods: `next_batch` until a batch is complete,
+`run_until` while the trainer steps.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ from baton.types import (
 )
 
 MAX_REFUSALS = 8
-"""Times in a row that a worker may refuse a lease of the version it was loaded with."""
+"""Consecutive refused leases per slot after which the worker is faulty: it was loaded with the version they require."""
 SHORT_WAIT_S = 0.02
-"""Longest wait for a message while somebody else may be done meanwhile."""
+"""Longest wait for a message in `run_until`, which must notice soon that the train step has ended."""
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class _Group:
 
 
 class RolloutController:
-    """The rollout side of a run."""
+    """Runs the rollouts of training on one `WorkerTransport`. `begin` must be called first."""
 
     def __init__(self, parts: RolloutParts, rules: Rules) -> None:
         self._parts, self.rules = parts, rules
@@ -95,7 +96,8 @@ class RolloutController:
         self._batch: list[Group] | None = None
         self._on_judged: Callable[[int], None] = lambda count: None
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
-        """Waited for the worker and the judges since `take_seconds`; `hidden`: for the worker while training."""
+        """Seconds waited since `take_seconds`. `generate`: for the worker; `judge`: for the scorer; `hidden`: for the
+        worker during a train step."""
 
     def begin(
         self,
@@ -105,9 +107,10 @@ class RolloutController:
         *,
         num_batches: float = math.inf,
     ) -> None:
-        """Begin at a version that has consumed as many batches, with the open groups of an earlier process.
+        """Start at a version, which equals the number of batches delivered, with the open groups of an earlier process.
 
-        num_batches: those of the whole run; nothing is generated beyond them.
+        place: the journal's cursor in the prompt stream. num_batches: of the whole run; nothing is generated beyond
+        them.
         """
         self.scheduler = RolloutScheduler(
             self.rules, version=version, next_group_id=place.next_group_id, num_batches=num_batches
@@ -127,20 +130,25 @@ class RolloutController:
 
     @property
     def place(self) -> StreamCursor:
-        """Where prompts and group ids go on."""
+        """The next group id and the position of the prompt source, for a resume."""
         return StreamCursor(self._next_group_id, dict(self._parts.source.position))
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Have the worker serve a version, and return once it does. Raises Stopped."""
+        """Publish a version and return once the transport has loaded it.
+
+        Raises Stopped, and DeadlineExceeded when the worker makes no progress.
+        """
         self._tensors, self._version = tensors, version
         self._tell(VersionTrained(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
     def next_batch(self, on_judged: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step. `on_judged` hears how many more trajectories are judged.
+        """Return the groups of the next train step.
 
-        Raises Stopped when the run is to stop; what was made so far is in the journal.
+        on_judged: receives the number of trajectories of open groups that already have rewards, then each increase.
+        Raises Stopped when the run is to stop (the journal holds all that was generated), and DeadlineExceeded when
+        the worker makes no progress.
         """
         self._on_judged = on_judged
         on_judged(sum(len(group.judged) for group in self._groups.values()))
@@ -156,9 +164,10 @@ class RolloutController:
         return groups
 
     def run_until(self, is_over: Callable[[float], bool]) -> None:
-        """Keep the worker at it while something else goes on. `is_over` waits at most so long, and says whether it is.
+        """Process messages until `is_over` returns true, for instance during a train step.
 
-        Returns at once where the mode has nothing to do meanwhile.
+        is_over: takes the longest time to wait in seconds; returns whether the other work has ended. In `sync` and
+        `partial` the worker is idle, and this only waits.
         """
         while not is_over(0.0):
             if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging or not self._slots):
@@ -168,16 +177,16 @@ class RolloutController:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Free the worker and the judges for something else; running rollouts are aborted, and resumed afterwards."""
+        """Free the worker and the scorer, e.g. for an evaluation: abort rollouts now, resume them afterwards."""
         self._tell(DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
         yield
         self._tell(DispatchResumed(self._now_s()))
 
     def put_down(self, longest_s: float) -> None:
-        """Have the worker report what it has made, and no more, before the run ends; wait at most so long for it."""
+        """Abort all leases before the run ends and record the reported tokens; wait at most `longest_s` for them."""
         until_s = self._now_s() + longest_s
-        if not self._is_loading:  # else the worker was left in the middle of a load, and cannot be asked
+        if not self._is_loading:  # a stop interrupted load_weights otherwise: the worker cannot take an abort
             self._tell(DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
@@ -185,12 +194,12 @@ class RolloutController:
             self._parts.journal.commit()
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the times waited since the last call."""
+        """Return `seconds` since the last call, and reset them."""
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return taken
 
     def made(self, version: int) -> None:
-        """The trainer has made a version that is not published."""
+        """Record that the trainer has made a version that is not published."""
         self._tell(VersionTrained(self._now_s(), version, is_published=False))
 
     # ---- the pump ----------------------------------------------------------------------------------------------------
@@ -207,7 +216,7 @@ class RolloutController:
             self._pump(1.0, "generate")
 
     def _pump(self, timeout_s: float, stage: str) -> None:
-        """Wait for the worker, or for the judges where it has nothing, and take what has come."""
+        """Wait for the worker, or for the scorer when no lease is out, and process what has arrived."""
         begin_s = self._now_s()
         if self.scheduler.num_leased or not self._slots:
             messages = self._parts.port.receive(timeout_s)
@@ -219,14 +228,15 @@ class RolloutController:
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
-        for one in sorted(judged, key=self._is_first):  # what completes a group comes after what is judged again
+        # repeated rewards first: a first one may complete the group, and its delivery must see the new rewards
+        for one in sorted(judged, key=self._is_first):
             self._take_judgement(one)
         self.seconds["judge"] += self._now_s() - begin_s
         if self._parts.journal is not None:
             self._parts.journal.commit()
 
     def _look_at_capacity(self) -> None:
-        """Workers of a swarm come and go."""
+        """Report a changed number of slots to the scheduler: workers of a swarm join and leave."""
         slots = self._parts.port.slots
         if slots != self._slots:
             self._slots = slots
@@ -242,7 +252,7 @@ class RolloutController:
                 self._hear_of_lease(message)
 
     def _revoke(self, revoked: WorkRevoked) -> None:
-        """Have a trajectory made again, unless it is in a batch already."""
+        """Restart a trajectory, unless its group is in a batch already or the message concerns an evaluation."""
         group = self._groups.get(revoked.group_id)
         if group is None or revoked.noise_seed != self._parts.noise_seed:
             return
@@ -258,7 +268,7 @@ class RolloutController:
     def _hear_of_lease(self, message: FromWorker) -> None:
         key = self._leases.get(message.lease_id)
         if key is None:
-            return  # of a lease that has ended: late, or said twice
+            return  # a late or repeated message of a lease that has ended
         group_id, sample_index = key
         group = self._groups[group_id]
         trajectory = group.members[sample_index]
@@ -266,7 +276,7 @@ class RolloutController:
             self._refused(trajectory, message)
             return
         if message.token_offset != trajectory.num_tokens:
-            return  # said twice
+            return  # a repeated report
         self._refusals = 0
         grown = trajectory.extended(message.segments, message.finish_reason)
         group.members[sample_index] = grown
@@ -305,7 +315,7 @@ class RolloutController:
         del self._lease_of[self._leases.pop(lease_id)]
 
     def _ask_judges(self, group: _Group, finished: Sequence[Trajectory]) -> None:
-        """Have trajectories judged that have just finished, or the whole group with the last of them."""
+        """Submit finished trajectories for scoring; where rewards depend on the group, the whole group at its end."""
         judges, text = self._parts.judges, self._parts.text
         if judges.sees_groups and finished:
             finished = group.members if all(t.finish_reason is not None for t in group.members) else ()
@@ -319,7 +329,7 @@ class RolloutController:
         trajectory, judgement = judged.trajectory, judged.judgement
         group = self._groups.get(trajectory.group_id)
         if group is None or group.members[trajectory.sample_index] is not trajectory:
-            return  # it was revoked meanwhile
+            return  # revoked while it was being scored
         self._on_judged(int(self._is_first(judged)))
         group.judged[trajectory.sample_index] = judged
         if self._parts.journal is not None:
@@ -328,7 +338,7 @@ class RolloutController:
         self._tell(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
     def _is_first(self, judged: ScoredTrajectory) -> bool:
-        """Whether it has no judgement yet; a whole group is judged again when one of it was revoked."""
+        """Whether it had no reward yet; a group that is scored as a whole is scored again after one was revoked."""
         group = self._groups.get(judged.trajectory.group_id)
         return group is None or judged.trajectory.sample_index not in group.judged
 
@@ -393,7 +403,7 @@ class RolloutController:
 
     def _discard(self, group_id: int, cause: str) -> None:
         if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
-            del self._groups[group_id]  # else its prompt is tried again
+            del self._groups[group_id]  # otherwise the group is kept: _open takes its prompt for the next attempt
         if self._parts.journal is not None:
             self._parts.journal.discarded(group_id, cause)
 
@@ -406,7 +416,7 @@ class RolloutController:
 
 
 def _tracked(group: _Group) -> TrackedGroup:
-    """A group of an earlier process, as the scheduler sees it."""
+    """Convert a group of an earlier process to the scheduler's view of it."""
     members = []
     for trajectory in group.members:
         judged = group.judged.get(trajectory.sample_index)

@@ -1,4 +1,4 @@
-"""The seam between whoever schedules rollouts and whatever generates tokens."""
+"""`Engine`, the protocol of what generates tokens, and its settings ([engine])."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from baton.types import FromWorker, Lease, PolicyVersion
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
-"""Kinds that draw with noise of their own. What others draw follows from (seed, group, sample, position), and can be
-drawn again by whoever checks it."""
+"""Kinds that sample with their own noise. Others draw by (seed, group, sample, position), so that verification can
+repeat each draw."""
 
 
 class EngineSettings(Settings):
-    """[engine] what generates, and its shape."""
+    """[engine] the engine that generates tokens, and its shape."""
 
     kind: EngineKind = "embedded"
-    """`embedded`: Baton's own, on any device. `vllm`: vLLM in processes of its own (pip install 'baton-rl[vllm]').
-    `sglang`: a running SGLang server. A worker may choose another: baton worker --engine."""
+    """`embedded`: Baton's own engine, on any device. `vllm`: vLLM in its own processes (pip install
+    'baton-rl[vllm]'). `sglang`: a running SGLang server. A worker can override it: baton worker --engine."""
     processes: int = Field(default=0, ge=0)
-    """Engine processes with one torch thread each, on a CPU; 0 is one engine in the trainer's own process. For the kind
-    `embedded` only."""
+    """Engine processes with one torch thread each, on a CPU; 0 is one engine in the trainer's process. Only for kind
+    `embedded`."""
     slots: int = Field(default=64, ge=8, multiple_of=8)
-    """Trajectories that an engine generates at once; a multiple of 8."""
+    """Trajectories that an engine generates concurrently; a multiple of 8."""
     max_context_tokens: int = 1024
-    """Prompt plus response; the KV cache is allocated for slots × max_context_tokens when the engine starts."""
+    """Longest prompt plus response, tokens. The KV cache is allocated for slots × max_context_tokens at start."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and KV cache: float32 or bfloat16."""
+    """Dtype of weights and KV cache."""
     report_every_tokens: int = 256
-    """A trajectory's new tokens are reported at least this often, so that a dead worker costs no more."""
+    """A trajectory's new tokens are reported at least every so many tokens: what a dead worker loses per trajectory."""
     report_routing: bool = False
-    """Mixtures of experts: whether every token is reported with the experts behind it, for trainer.moe_replay =
-    "engine"; a byte for each router and chosen expert. For the kind `embedded` only."""
+    """Mixtures of experts: report the chosen experts of every token, for trainer.moe_replay = "engine". Takes one byte
+    per router and chosen expert. Only for kind `embedded`."""
     cuda_graphs: bool = False
-    """On CUDA: decode by CUDA graphs, one for each number of scanned positions, where they give the same bits. For the
-    kind `embedded` only. Not tried on a GPU yet."""
+    """On CUDA: decode with CUDA graphs, one per width and number of scanned positions, where they compute identical
+    bits. Only for kind `embedded`. Not tried on a GPU yet."""
     row_attention: bool = False
-    """On CUDA, in bfloat16: a decode step attends to each row's own length; by default all rows scan as far as the
-    longest. For the kind `embedded` only. Not tried on a GPU yet."""
+    """On CUDA, in bfloat16: a decode step attends over each row's own length; by default all rows attend over the
+    longest row's. Only for kind `embedded`. Not tried on a GPU yet."""
     vllm: VllmSettings = VllmSettings()
-    """Of the kind `vllm`."""
+    """Settings of kind `vllm`."""
     sglang: SglangSettings = SglangSettings()
-    """Of the kind `sglang`."""
+    """Settings of kind `sglang`."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> EngineSettings:
@@ -76,40 +76,41 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """One engine: leases in, reports out. Single-threaded: the caller drives it with `step`."""
+    """One engine: leases in, reports out. Single-threaded: the caller drives it by calling `step`."""
 
     @property
     def version(self) -> PolicyVersion:
-        """The weights that produce the next logits."""
+        """The version of the weights that produce the next logits."""
 
     @property
     def slots(self) -> int:
-        """Trajectories generated at once."""
+        """Trajectories generated concurrently."""
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError for what no engine of this shape can serve (longer than its context)."""
+        """Queue a lease. Raises UserError for one that this engine's shape cannot serve (longer than its context)."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease; the next `step` reports what it has. Harmless for a lease that is unknown or already ended."""
+        """End a lease; a later `step` reports its tokens. Does nothing for a lease that is unknown or has ended."""
 
     def step(self) -> list[FromWorker]:
-        """Admit what fits, decode one token for every running lease, and return what is to be reported."""
+        """Admit waiting leases to free slots, decode one token per running lease, and return the messages to send."""
 
     def flush(self) -> list[FromWorker]:
-        """Report what running leases have grown since their last report."""
+        """Report the tokens that running leases have generated since their last report."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
+        """Switch to new weights at once; running leases continue under the new version.
 
-        Leases that asked for exactly another version are put down (an aborted report) or, where they wait, refused.
+        A lease that requires exactly another version is aborted (an aborted report) or, if it still waits, refused (a
+        Retry).
         """
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the start."""
+        """Counters since the engine started."""
 
     def close(self) -> None:
-        """End whatever runs on its behalf. What is still growing is lost. May be called twice."""
+        """Stop the engine and its processes. Tokens not reported yet are lost. May be called twice."""
 
 
 def check_room(group_id: int, prompt_ids: Sequence[int], max_context_tokens: int | None) -> None:

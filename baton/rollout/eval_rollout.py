@@ -1,6 +1,6 @@
-"""Responses to a list of prompts under one version, as an evaluation wants them: all leased at once, none carried.
+"""Generates responses to a list of prompts under one version, for evaluations. All are leased at once.
 
-Each finished trajectory is handed on at once, so that judging overlaps with generation.
+Each trajectory is yielded when it finishes, so that scoring overlaps with generation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.types import FromPort, Lease, Retry, SamplingParams, Trajectory, Work
 
 
 class EvalGroup(msgspec.Struct, frozen=True):
-    """One group to be generated."""
+    """One prompt with `group_size` trajectories to generate."""
 
     group_id: int
     prompt_ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class EvalGroup(msgspec.Struct, frozen=True):
 
 
 class EvalRollout:
-    """Grows trajectories on one worker that does nothing else meanwhile."""
+    """Generates trajectories on a worker that has no other leases meanwhile."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class EvalRollout:
         lease_ids: Iterator[int] | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """`max_context_tokens` is the worker's: requests that cannot fit are refused before any is sent.
+        """max_context_tokens: of the worker; prompts that leave no room are refused before any lease is sent.
 
-        lease_ids: shared with all others that lease to this worker. stop: ends every wait.
+        lease_ids: shared by all that lease to this worker. stop: a stop request ends every wait.
         """
         self._port, self.stop = port, stop or StopRequest()
         self._max_context_tokens = max_context_tokens
@@ -56,11 +56,11 @@ class EvalRollout:
         version: int,
         on_tokens: Callable[[int], None] | None = None,
     ) -> Iterator[Trajectory]:
-        """Yield every trajectory of the requests as it finishes, all under exactly `version`.
+        """Yield each trajectory of the requests when it finishes, all under exactly `version`.
 
-        `on_tokens` hears of each report's token count. Raises EngineFault when the worker breaks the protocol or does
-        not hold the version, DeadlineExceeded when no token is made for `stall_timeout_s`, UserError for a prompt that
-        leaves no room for a response, and Stopped.
+        on_tokens: receives the token count of each report. Raises EngineFault when the worker breaks the protocol or
+        does not serve the version, DeadlineExceeded when the worker makes no progress for `stall_timeout_s`, UserError
+        for a prompt that leaves no room for a response, and Stopped.
         """
         self._check_room(requests)
         growing: dict[int, Trajectory] = {}
@@ -96,16 +96,16 @@ class EvalRollout:
         self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
     ) -> Trajectory | None:
         if isinstance(message, WorkLost | WorkRevoked):
-            return None  # of training, which is put down meanwhile
+            return None  # concerns training, whose rollouts are aborted meanwhile, or was handled by the caller
         trajectory = growing.get(message.lease_id)
         if trajectory is None:
-            return None  # a late message of a lease that has ended: idempotent
+            return None  # a late message of a lease that has ended
         if isinstance(message, Retry):
             raise EngineFault(
                 f"{self._port.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
             )
         if message.token_offset != trajectory.num_tokens:
-            return None  # sent twice
+            return None  # a repeated report
         grown = trajectory.extended(message.segments, message.finish_reason)
         if on_tokens is not None:
             on_tokens(grown.num_tokens - trajectory.num_tokens)

@@ -1,7 +1,7 @@
-"""What the scheduler hears and what it says. Counts and versions, never tokens: those stay with the runner.
+"""Events that the scheduler receives and commands that it returns. They hold counts and versions, no token ids.
 
-A trajectory is named by (group_id, sample_index). `at_s` is the time of an event on the clock of whoever drives the
-scheduler: the live run's, or a simulator's.
+(group_id, sample_index) identifies a trajectory. `at_s` is the time of an event in seconds, on the monotonic clock of a
+live run or the virtual clock of a simulator.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import msgspec
 
 
 class Capacity(msgspec.Struct, frozen=True, tag="Capacity", gc=False):
-    """The workers together have so many places."""
+    """The capacity of all workers together has changed."""
 
     at_s: float
     slots: int
-    """Trajectories they generate at once."""
+    """Trajectories generated concurrently."""
     queue: int = 0
-    """Leases they want beyond that, so that a free slot never waits for one."""
+    """Further leases to send ahead, so that a freed slot does not wait for one."""
 
 
 class TokensLost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
-    """Tokens were generated that are part of no trajectory: a branch that another overtook, or a worker took away."""
+    """Tokens were generated but discarded: lost to a backup lease, with a worker, or produced by a quarantined one."""
 
     at_s: float
     cause: str
@@ -30,7 +30,7 @@ class TokensLost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
-    """A trajectory that is in no batch is not to be trusted: it is generated again from its prompt."""
+    """A trajectory that is in no batch is not trusted any more, and must be generated again from its prompt."""
 
     at_s: float
     group_id: int
@@ -39,7 +39,7 @@ class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
 
 
 class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
-    """Tokens of one version have arrived."""
+    """Tokens of one version have arrived for a leased trajectory."""
 
     at_s: float
     group_id: int
@@ -49,7 +49,7 @@ class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
-    """A trajectory is complete; its tokens have been heard of before."""
+    """A trajectory is complete. TokensReceived has counted all its tokens before."""
 
     at_s: float
     group_id: int
@@ -57,7 +57,7 @@ class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
-    """A lease has ended without finishing its trajectory: aborted, or refused by the worker."""
+    """A lease has ended before its trajectory finished: it was aborted, or the worker refused it."""
 
     at_s: float
     group_id: int
@@ -65,7 +65,7 @@ class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
 
 
 class Rewarded(msgspec.Struct, frozen=True, tag="Rewarded", gc=False):
-    """A finished trajectory is judged; without a reward where there is no judgement."""
+    """A finished trajectory has been scored; the reward is None where scoring gave none."""
 
     at_s: float
     group_id: int
@@ -74,35 +74,35 @@ class Rewarded(msgspec.Struct, frozen=True, tag="Rewarded", gc=False):
 
 
 class VersionTrained(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
-    """The trainer has made a version."""
+    """The trainer has made a new version."""
 
     at_s: float
     version: int
     is_published: bool = True
-    """Whether workers are to serve it; with a publish period above 1 most are not."""
+    """Whether workers will serve it; with a publish period above 1 most versions are not published."""
 
 
 class VersionServed(msgspec.Struct, frozen=True, tag="Serving", gc=False):
-    """The workers serve the version that was loaded."""
+    """The workers serve the version of the last Load."""
 
     at_s: float
     version: int
 
 
 class BatchRequested(msgspec.Struct, frozen=True, tag="BatchWanted", gc=False):
-    """The trainer can take a batch."""
+    """The trainer is ready for a batch."""
 
     at_s: float
 
 
 class DispatchPaused(msgspec.Struct, frozen=True, tag="Paused", gc=False):
-    """The workers are wanted for something else: put down everything, start nothing."""
+    """The workers are needed for other work: abort all trajectories and assign none."""
 
     at_s: float
 
 
 class DispatchResumed(msgspec.Struct, frozen=True, tag="Resumed", gc=False):
-    """They are free again."""
+    """The workers are available again."""
 
     at_s: float
 
@@ -126,39 +126,39 @@ Event = (
 
 
 class Open(msgspec.Struct, frozen=True, tag="Open", gc=False):
-    """Begin a group with the next prompt, or with that of a group which was dropped."""
+    """Open a group with the next prompt, or with the prompt of a dropped group."""
 
     group_id: int
     again: int | None = None
-    """The dropped group whose prompt is tried once more."""
+    """The dropped group whose prompt is tried again."""
 
 
 class Assign(msgspec.Struct, frozen=True, tag="Assign", gc=False):
-    """Lease a trajectory; where to is not decided here."""
+    """Lease a trajectory. The transport chooses the worker."""
 
     group_id: int
     sample_index: int
     version: int
     is_exact: bool
-    """Serve exactly this version, else at least it."""
+    """True: the worker must serve exactly this version; False: this one or a newer one."""
 
 
 class AbortTrajectory(msgspec.Struct, frozen=True, tag="Abort", gc=False):
-    """Have a trajectory put down, and what there is of it reported."""
+    """Abort a leased trajectory; the worker reports its tokens."""
 
     group_id: int
     sample_index: int
 
 
 class Restart(msgspec.Struct, frozen=True, tag="Restart", gc=False):
-    """Forget a trajectory's tokens: it is generated again from its prompt."""
+    """Discard a trajectory's tokens; it is generated again from its prompt."""
 
     group_id: int
     sample_index: int
 
 
 class Discard(msgspec.Struct, frozen=True, tag="Discard", gc=False):
-    """A group will not be trained."""
+    """Discard a group, which will not be trained."""
 
     group_id: int
     cause: str
@@ -166,14 +166,14 @@ class Discard(msgspec.Struct, frozen=True, tag="Discard", gc=False):
 
 
 class Deliver(msgspec.Struct, frozen=True, tag="Deliver", gc=False):
-    """The batch of the next train step."""
+    """Deliver the batch of the next train step."""
 
     step: int
     group_ids: tuple[int, ...]
 
 
 class Load(msgspec.Struct, frozen=True, tag="Load", gc=False):
-    """Have the workers switch to a version; nothing stands in the way."""
+    """Switch the workers to a version."""
 
     version: int
 

@@ -1,4 +1,4 @@
-"""Where every token went, and what one batch took."""
+"""Accounts of every generated token, and counters of one batch."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ QUANTILES = 4
 
 @dataclass(slots=True)
 class Ledger:
-    """Policy tokens since the scheduler began: generated = trained + masked + filtered + dropped + lost + carried."""
+    """Policy tokens since the scheduler started: generated = trained + masked + filtered + dropped + lost + carried."""
 
     generated: int = 0
     trained: int = 0
     masked: int = 0
-    """In a batch, but too old to be trained."""
+    """Tokens in a batch that are too old to be trained."""
     filtered: int = 0
     dropped: int = 0
     lost: Counter[str] = field(default_factory=Counter)
-    """By cause."""
+    """Tokens by cause."""
 
     def lose(self, cause: str, num_tokens: int) -> None:
-        """Tokens are gone, and will be generated again."""
+        """Count discarded tokens under a cause."""
         self.lost[cause] += num_tokens
 
     @property
     def settled(self) -> int:
-        """Tokens whose end is known; the rest is carried."""
+        """Tokens in a final account; the others are carried: they belong to groups that are in no batch yet."""
         return self.trained + self.masked + self.filtered + self.dropped + self.lost.total()
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """What the scheduler counts between two batches."""
+    """Counters of the scheduler between two batches."""
 
     generated_tokens: int = 0
     reprefilled_tokens: int = 0
-    """Tokens after the prompt that were prefilled again because their trajectory had been put down."""
+    """Response tokens that were prefilled again when an aborted trajectory was resumed."""
     resumed: int = 0
-    """Trajectories that were taken up again."""
+    """Resumed trajectories."""
     finished: int = 0
-    """Trajectories."""
+    """Finished trajectories."""
     carried_groups: int = 0
     """Groups in no batch when this one was delivered."""
     filtered_groups: int = 0
@@ -54,24 +54,24 @@ class StepCounts:
     consumed_tokens: int = 0
     lost_tokens: int = 0
     busy_slot_s: float = 0.0
-    """Slot time in which a trajectory ran."""
+    """Slot-seconds in which a trajectory was leased, at most `slots` at a time."""
     slot_s: float = 0.0
-    """Slot time while anything ran."""
+    """Slot-seconds of all slots while any trajectory was leased."""
     ages: list[int] = field(default_factory=list)
-    """Of each consumed group: versions made between its opening and its batch."""
+    """Per consumed group: versions made between its opening and its batch."""
     spans: list[int] = field(default_factory=list)
-    """Of each consumed trajectory: versions from its first token to its last, plus one."""
+    """Per consumed trajectory: version of its last token minus that of its first, plus one."""
     lengths_and_staleness: list[tuple[int, int]] = field(default_factory=list)
-    """Of each consumed trajectory: tokens, and staleness of its oldest."""
+    """Per consumed trajectory: number of tokens, and staleness of the oldest."""
 
     def pass_time(self, elapsed_s: float, num_leased: int, slots: int) -> None:
-        """Count slot time."""
+        """Add elapsed slot time. Time without any lease does not count."""
         if num_leased:
             self.busy_slot_s += elapsed_s * min(num_leased, slots)
             self.slot_s += elapsed_s * slots
 
     def consume(self, group: TrackedGroup, masked_tokens: int, version: int) -> None:
-        """Count a group that is in the batch of the trainer at `version`."""
+        """Count a group of the batch that the trainer receives at `version`."""
         self.consumed_tokens += group.num_tokens
         self.masked_tokens += masked_tokens
         self.ages.append(version - group.opened_at)
@@ -82,7 +82,7 @@ class StepCounts:
                 self.lengths_and_staleness.append((member.num_tokens, version - oldest))
 
     def measured(self) -> BatchMeasurement:
-        """What the choice of over-provision goes by."""
+        """Return the measurements from which the next over-provision is chosen."""
         return BatchMeasurement(
             occupancy=self.busy_slot_s / self.slot_s if self.slot_s else 1.0,
             masked_frac=self.masked_tokens / max(1, self.consumed_tokens),
@@ -90,7 +90,7 @@ class StepCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metric names and values; docs/metrics.md says what they mean."""
+        """Return metric values by name; docs/metrics.md defines them."""
         found = {
             "rollout/carried_groups": self.carried_groups,
             "rollout/carry_age": _mean(self.ages),
@@ -108,7 +108,7 @@ class StepCounts:
         return {name: float(value) for name, value in (found | self._by_length()).items()}
 
     def _by_length(self) -> dict[str, float]:
-        """Mean staleness of the oldest token, by quarter of length: long trajectories are the stale ones."""
+        """Return the mean staleness of the oldest token per length quartile; long trajectories are the stalest."""
         ranked = sorted(self.lengths_and_staleness)
         if not any(staleness for _, staleness in ranked):
             return {}

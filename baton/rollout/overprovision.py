@@ -1,8 +1,8 @@
-"""How many groups to keep open: the one setting of partial rollouts, chosen from what was measured.
+"""Adapts over-provision, the number of open groups in mode `partial`, to measurements (overprovision = "auto").
 
-More open groups fill the slots that a batch's long tail leaves empty. They cost a prefill for everything put down, and
-tokens that grow too old to be trained. So: one step up while slots stand empty, one step down where either cost is more
-than the gain, and otherwise as it is.
+More open groups fill the slots that the long tail of a batch leaves empty. They cost a prefill per resumed trajectory
+and tokens that become too old to be trained. The over-provision therefore goes one step up while slots are empty, one
+step down where a cost exceeds the gain, and otherwise stays.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 STEP = 0.25
 BUSY = 0.95
-"""Slots are full enough at this occupancy: nothing is to be won."""
+"""Occupancy above which more open groups gain nothing."""
 MAX_MASKED = 0.1
-"""Share of a batch's tokens that may be too old to be trained."""
+"""Largest acceptable share of a batch's tokens that are too old to be trained."""
 PREFILL_COST = 0.25
-"""A prefilled token costs about this much of a decoded one: between 0.15 and 0.3 for 1 to 30 M parameters on a CPU
+"""Cost of a prefilled token relative to a decoded one: between 0.15 and 0.3 for 1 to 30 M parameters on a CPU
 (benchmarks/engine), less on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMeasurement:
-    """One batch, as far as over-provision is concerned."""
+    """Measurements of one batch that determine the next over-provision."""
 
     occupancy: float
-    """Share of slot time in which a trajectory ran, from the wish for a batch to its delivery."""
+    """Share of slot time in which a trajectory was leased, between two deliveries."""
     masked_frac: float
-    """Share of its tokens that are too old to be trained."""
+    """Share of the batch's tokens that are too old to be trained."""
     reprefilled_frac: float
-    """Tokens prefilled again after they were put down, per generated token."""
+    """Tokens prefilled again in resumes, per generated token."""
 
 
 def next_overprovision(now: float, measured: BatchMeasurement, most: float) -> float:

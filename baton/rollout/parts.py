@@ -1,4 +1,4 @@
-"""What a runner works with: the worker, the source of prompts, the judges, the journal."""
+"""What a `RolloutController` is constructed from: the worker, the prompt source, the scorer, the journal."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from baton.types import Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 
 class PromptSource(Protocol):
-    """Where prompts come from."""
+    """A stream of prompts."""
 
     @property
     def position(self) -> dict[str, int]:
-        """How far it has got."""
+        """The position in the stream, for a resume."""
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts."""
+        """Return the next prompts and advance the position."""
 
 
 class TrajectoryScorer(Protocol):
-    """Who judges finished trajectories."""
+    """Scores finished trajectories concurrently with generation."""
 
     sees_groups: bool
-    """Whether all trajectories of a group are to be submitted together, once the last has finished."""
+    """Whether all trajectories of a group must be submitted together, once the last has finished."""
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        """Have finished trajectories of one prompt judged."""
+        """Queue finished trajectories of one prompt for scoring. responses: their text."""
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
-        """Return what has been judged, waiting at most `timeout_s` for the first."""
+        """Return the trajectories scored since the last call, waiting at most `timeout_s` for the first."""
 
 
 @dataclass(slots=True)
 class RolloutParts:
-    """What a runner works with."""
+    """The collaborators and limits of a `RolloutController`."""
 
     port: WorkerTransport
     source: PromptSource
@@ -47,12 +47,12 @@ class RolloutParts:
     prompt_ids: Callable[[Prompt], tuple[int, ...]]
     text: Callable[[Sequence[int]], str]
     sampling: Callable[[int, int], SamplingParams]
-    """(group id, sample index) → how it is sampled."""
+    """(group id, sample index) → sampling parameters."""
     noise_seed: int
     journal: Journal | None = None
     max_context_tokens: int | None = None
     stall_timeout_s: float = 300.0
     stop: StopRequest = field(default_factory=StopRequest)
-    """Ends every wait of the runner."""
+    """A stop request ends every wait of the controller."""
     lease_ids: Iterator[int] = field(default_factory=itertools.count)
-    """Shared with whoever else leases to the worker."""
+    """Shared by all that lease to the worker, so that ids are unique."""

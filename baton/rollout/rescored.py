@@ -1,6 +1,6 @@
-"""What a second look at a trajectory's tokens is asked, and what it says. Needs no torch; `engines/rescore.py` looks.
+"""Input and output of rescoring a trajectory's tokens. Needs no torch; `engines/embedded/rescore.py` computes it.
 
-`N` policy tokens of one trajectory under one policy version.
+N: policy tokens of one trajectory under one policy version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from baton.types import SamplingParams, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A trajectory as a worker reports it, with what its lease asked for."""
+    """A trajectory as a worker reported it, with the sampling parameters and noise seed of its lease."""
 
     trajectory: Trajectory
     sampling: SamplingParams
@@ -21,10 +21,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """The policy tokens that a claim says are of one version, scored by the weights of that version."""
+    """The policy tokens that a claim attributes to one version, scored by the weights of that version."""
 
     name: str
-    """Of the trajectory."""
+    """`group/sample` of the trajectory."""
     version: int
     temperature: float
     """0 is greedy."""
@@ -33,12 +33,12 @@ class Rescored:
     token_ids: tuple[int, ...]
     """[N]"""
     behavior_logprobs: tuple[float, ...]
-    """[N] as reported."""
+    """[N] nats, as reported."""
     logprobs: tuple[float, ...]
-    """[N] as they should be, up to rounding: at the sampling temperature, over the whole vocabulary."""
+    """[N] nats, the correct values up to rounding: at the sampling temperature, over the whole vocabulary."""
     draw_gaps: tuple[float, ...]
-    """[N] nats. 0 where the keyed draw selects this token; else how far the draw lies from the token's interval of the
-    distribution function, in log-odds. Greedy: how far the token's logit lies below the largest."""
+    """[N] nats. 0 where the keyed draw selects this token; otherwise the distance in log-odds from the draw to the
+    token's interval of the distribution function. Greedy: the largest logit minus the token's logit."""
     tail_masses: tuple[float, ...]
-    """[N] probability of all tokens that are no likelier than this one, itself included, where it was drawn from; 1
-    where it is greedy."""
+    """[N] total probability, in the distribution sampled from, of all tokens that are not more likely than this one,
+    itself included; 1 for greedy."""

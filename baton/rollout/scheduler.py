@@ -1,21 +1,22 @@
-"""Which trajectory runs, when it is put down, and which groups make a batch. Events in, commands out.
+"""Decides which trajectory runs, when it is aborted, and which groups form a batch. Events in, commands out.
 
-No clock, no I/O, no torch, no tokens: the live run and a simulator drive the same object. Every trajectory is in one
-state, and its tokens in one account of the `Ledger`:
+The scheduler uses no clock, no I/O, no torch and no token ids, so that the live run and the simulator share it. Every
+trajectory is in exactly one state, and each of its tokens is in exactly one account of the `Ledger`:
 
-    Open ─▶ pending ──Assign──▶ leased ──Finished──▶ judging ──Rewarded──▶ judged ─▶ (group complete) ─▶ buffer
+    Open ─▶ pending ──Assign──▶ leased ──Finished──▶ scoring ──Rewarded──▶ scored ─▶ (group complete) ─▶ buffer
               ▲  ▲                 │                                           │                          │
               │  └──── LeaseEnded ◀───┘ Abort                              filtered, dropped              Deliver
               └─────── Revoked ◀── any of these
 
-One rule opens groups in all modes: N of them may have been submitted by version v,
+One rule opens groups in all modes. With N the number of groups submitted up to version v, a group may be opened while
 
     sync, async   floor((N − 1) / batch_groups) ≤ v + max_staleness        (AReaL, arXiv 2505.24298, equation 3)
     partial       at most overprovision × batch_groups of them in no batch   (APRIL, arXiv 2509.18521)
 
-where groups that are filtered or dropped leave N, and v is the oldest version that a worker may serve. `sync` is the
-first with max_staleness 0. `sync` and `partial` generate only while a batch is wanted. Where a trajectory runs is not
-decided here but behind the worker port, by a pool of processes or by the leases of a swarm.
+Groups that are filtered or dropped are subtracted from N, and v is the oldest version that a worker may serve. `sync`
+is the first rule with max_staleness 0. `sync` and `partial` generate only while a batch is requested. The scheduler
+does not choose the worker of a trajectory: the worker transport does, by a pool of processes or by the leases of a
+swarm.
 """
 
 from __future__ import annotations
@@ -58,44 +59,48 @@ from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectorySta
 
 
 class RolloutScheduler:
-    """The decisions of the rollout side."""
+    """The state machine of rollouts: `handle` takes an event and returns commands."""
 
     def __init__(
         self, rules: Rules, *, version: int = 0, next_group_id: int = 0, num_batches: float = math.inf
     ) -> None:
-        """Begin at a version that has consumed as many batches. No group is opened that `num_batches` do not need."""
+        """Start at a version, which equals the number of batches delivered.
+
+        num_batches: of the whole run. No group is opened beyond those that they need.
+        """
         self._most_groups = num_batches * rules.batch_groups
         self.rules = rules
         self.version = version
-        """The trainer's; as many batches have been delivered, or one more while it steps."""
+        """The trainer's version. It equals the number of delivered batches, or is one less during a train step."""
         self.overprovision = rules.overprovision
         self.ledger = Ledger()
         self.step = StepCounts()
-        """Of the batch that is being made."""
+        """Counts of the batch in progress."""
         self.next_group_id = next_group_id
-        """Of the next group that is opened."""
+        """Id of the next group to be opened."""
         self._delivered = version
         self._groups: dict[int, TrackedGroup] = {}
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._places = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of (has no tokens, group id, sample index): what was put down goes first, the oldest first."""
+        """Heap of (has no tokens, group id, sample index): aborted trajectories come first, lower group ids first."""
         self._dropped: deque[tuple[int, int]] = deque()
-        """(group id, times tried) of dropped groups whose prompts are to be tried again."""
+        """(group id, number of earlier attempts) of dropped groups whose prompts will be tried again."""
         self._leased: dict[tuple[int, int], None] = {}
         self._is_wanted = False
         self._is_paused = False
         self._is_changing = True
-        """Whether a version is made that is not yet served; nothing is assigned then, but for `keep`."""
+        """Whether a published version is not served yet. Nothing is assigned meanwhile, except in flight (`keep`, or
+        `async` in a swarm)."""
         self._published = version
-        """The latest version that workers are to serve."""
+        """The latest published version."""
         self._served: int | None = None
-        """The version that the workers were last known to serve."""
+        """The version that the workers last reported; None before the first."""
         self._is_loading = False
         self._last_s = 0.0
 
     def take_up(self, carried: Sequence[TrackedGroup]) -> list[Command]:
-        """Go on with the unconsumed groups of an earlier process, before the first event."""
+        """Restore the unconsumed groups of an earlier process. Call before the first event."""
         commands: list[Command] = []
         for group in carried:
             assert group.group_id < self.next_group_id, f"group {group.group_id} is to be opened yet"
@@ -110,7 +115,10 @@ class RolloutScheduler:
         return commands
 
     def handle(self, event: Event) -> list[Command]:
-        """Take one event; return what is to be done, in order. Times never go back."""
+        """Apply one event and return the resulting commands, in order.
+
+        An event with an earlier time than the last one counts as simultaneous with it.
+        """
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
             self.step.pass_time(elapsed_s, len(self._leased), self._slots)
@@ -119,17 +127,17 @@ class RolloutScheduler:
 
     @property
     def num_leased(self) -> int:
-        """Trajectories that are leased."""
+        """Number of leased trajectories."""
         return len(self._leased)
 
     @property
     def num_open(self) -> int:
-        """Groups that are in no batch yet."""
+        """Number of groups that are in no batch yet."""
         return len(self._buffer)
 
     @property
     def num_carried_tokens(self) -> int:
-        """Tokens of groups that are in no batch yet."""
+        """Number of tokens in groups that are in no batch yet."""
         return sum(t.num_tokens for g in self._groups.values() for t in g.members)
 
     def groups(self) -> Iterable[TrackedGroup]:
@@ -137,7 +145,7 @@ class RolloutScheduler:
         return self._groups.values()
 
     def take_step_counts(self) -> StepCounts:
-        """Return what was counted since the last call, and begin anew."""
+        """Return the counts since the last call, and reset them."""
         taken, self.step = self.step, StepCounts()
         return taken
 
@@ -183,7 +191,7 @@ class RolloutScheduler:
                 assert_never(event)
 
     def _revoked(self, event: Revoked) -> Iterator[Command]:
-        """Whatever state it is in, it begins again; whoever judges it meanwhile is not listened to."""
+        """Restart a trajectory in any state. The controller ignores the reward of a scoring that is in progress."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.JUDGED:
             group = self._groups[event.group_id]
@@ -211,7 +219,7 @@ class RolloutScheduler:
 
     def _rewarded(self, event: Rewarded) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        if trajectory.state is TrajectoryState.JUDGED:  # again, with the whole group, of which a member was revoked
+        if trajectory.state is TrajectoryState.JUDGED:  # the whole group is scored again after a member was revoked
             trajectory.reward = event.reward
             return
         assert trajectory.state is TrajectoryState.JUDGING, (
@@ -248,7 +256,7 @@ class RolloutScheduler:
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
 
     def _oldest_served(self) -> int:
-        """The oldest version that a lease may ask for now."""
+        """The oldest version that a lease may require now."""
         return max(0, (self._served or 0) - self.rules.max_lag)
 
     def _is_generating(self) -> bool:
@@ -257,7 +265,7 @@ class RolloutScheduler:
         return self._is_wanted or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[Command]:
-        """Fill the places that are free: with what was put down, then what waits, then a new group."""
+        """Fill free places: aborted trajectories first, then fresh ones, then those of a new group."""
         if not self._is_generating():
             return
         most = min(self._places, self.rules.max_concurrency or math.inf)
@@ -286,7 +294,11 @@ class RolloutScheduler:
         yield Open(group_id, again)
 
     def _complete(self, group: TrackedGroup) -> Iterator[Command]:
-        """Into the buffer with it, unless it has nothing to teach (DAPO, arXiv 2503.14476, section 3.2)."""
+        """Put a scored group into the buffer, or filter it.
+
+        Dynamic sampling filters groups of equal rewards: their advantages are zero (DAPO, arXiv 2503.14476, section
+        3.2). Raises UserError when one batch needs more than FILTERED_LIMIT × batch_groups filtered groups.
+        """
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
             yield from self._discard(group, "filtered")
@@ -302,7 +314,7 @@ class RolloutScheduler:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))
 
     def _deliver(self) -> Iterator[Command]:
-        """Hand out the batch that is wanted as soon as there is one."""
+        """Deliver the requested batch once enough groups are complete."""
         if not self._is_wanted or self._buffer.num_complete < self.rules.batch_groups:
             return
         take = self._buffer.take(self.version)
@@ -328,7 +340,7 @@ class RolloutScheduler:
         yield Deliver(self._delivered, take.group_ids)
 
     def _drop(self, group: TrackedGroup) -> Iterator[Command]:
-        """Try a group's prompt again under a new id, or give it up."""
+        """Queue a group's prompt for another attempt under a new id, or discard it after max_requeues attempts."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
             self.step.requeued_groups += 1
@@ -349,7 +361,7 @@ class RolloutScheduler:
             yield AbortTrajectory(*key)
 
     def _load_when_free(self) -> Iterator[Command]:
-        """Have a version loaded once nobody runs under the old one."""
+        """Load the published version once no trajectory is leased under the old one."""
         if self._is_changing and not self._is_loading and not len(self._leased):
             self._is_loading = True
             yield Load(self._published)

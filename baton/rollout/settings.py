@@ -1,4 +1,4 @@
-"""[rollout]: what is generated, by whom it is waited for, and how old it may become."""
+"""[rollout]: the mode, the sizes of batches and groups, sampling, and the staleness bound."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""Groups that dynamic sampling may reject for each one that a batch needs, before the run stops."""
+"""The run stops when dynamic sampling filters this many groups per group of one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`RolloutSettings` with every default filled in: what the scheduler goes by."""
+    """`RolloutSettings` with every default filled in, for the scheduler."""
 
     mode: Mode = "sync"
     batch_groups: int = 32
     group_size: int = 8
     overprovision: float = 1.0
-    """Groups outstanding per group that a batch needs; infinite where only `max_concurrency` bounds them."""
+    """Open groups per group that a batch needs; infinite where only `max_concurrency` bounds them."""
     is_adaptive: bool = False
-    """Whether `overprovision` is a first value that changes with what is measured."""
+    """Whether `overprovision` is the initial value and adapts to measurements."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION
-    """How far it may change."""
+    """Upper bound of an adaptive `overprovision`."""
     max_concurrency: int | None = None
     max_staleness: int = 0
     on_new_version: OnNewVersion = "drain"
@@ -43,17 +43,17 @@ class Rules:
     max_requeues: int = 2
     dynamic_sampling: bool = False
     is_swarm: bool = False
-    """Whether workers exchange weights by themselves, each when it has the new ones."""
+    """Whether each worker loads a new version by itself, once it has fetched it."""
     max_lag: int = 0
-    """Versions that a worker of a swarm may be behind the latest published one and still be given leases."""
+    """Versions that a swarm worker may be behind the latest published one and still receive leases."""
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether trajectories stay leased while a version is exchanged."""
+        """Whether trajectories stay leased while workers load a version."""
         return self.on_new_version == "keep" or (self.is_swarm and self.mode == "async")
 
     def max_outstanding(self, overprovision: float) -> float:
-        """Groups that `partial` lets be open at once."""
+        """Return the most groups that may be open at once in mode `partial`."""
         return (
             max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
             if (math.isfinite(overprovision))
@@ -62,48 +62,49 @@ class Rules:
 
 
 class RolloutSettings(Settings):
-    """[rollout] what is generated, and how far it may run ahead of training."""
+    """[rollout] what is generated, and how far generation may run ahead of training."""
 
     mode: Mode = "sync"
     """`sync`: generate a batch, train it, publish. `partial` (APRIL): start more groups than a batch needs, stop when
-    enough are complete, carry the others on after the next version. `async` (AReaL): generate while the trainer
-    steps, as far ahead as max_staleness allows."""
+    enough are complete, resume the others under the next version. `async` (AReaL): generate while the trainer steps,
+    as far ahead as max_staleness allows."""
     placement: Literal["separate", "colocated"] = "separate"
-    """`colocated`: engine and trainer use one device in turn. While one works the other rests: the engine gives back
-    weights and KV cache, the trainer drops its gradients and moves weights and moments to the host."""
+    """`colocated`: engine and trainer use one device alternately. While the trainer is active the engine frees weights
+    and KV cache; while the engine is active the trainer frees gradients and moves weights and moments to the host."""
     batch_groups: int = Field(default=32, ge=1)
     """Groups per train step."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories per group: samples of one prompt."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest response, tokens; counted over all resumes."""
+    """Longest response, tokens, summed over all resumes."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer computes its probabilities at the same one."""
+    """Sampling temperature; the trainer computes logprobs at the same one."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, beside the model's end-of-sequence ids."""
+    """Strings that end a response, in addition to the model's end-of-sequence ids."""
     overprovision: float | Literal["auto"] | None = None
-    """`partial`: groups open at once per group that a batch needs, at least 1; `auto` follows the measured tail. The
-    default is 2, or no bound where max_concurrency is given."""
+    """`partial`: groups open at once per group that a batch needs, at least 1; `auto` adapts to measured slot
+    occupancy. The default is 2, or no bound if max_concurrency is set."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Trajectories generated at once, over all workers; a free place goes to a waiting sibling or the next prompt."""
+    """Most trajectories generated concurrently, over all workers. A free place goes to a waiting sibling or the next
+    prompt."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Versions that a token may be behind the trainer and still be trained. The default is 0 for `sync`, else 4."""
+    """Most versions that a trained token may be behind the trainer. The default is 0 for `sync`, else 4."""
     on_new_version: OnNewVersion | None = None
-    """What becomes of running trajectories: `drain` (there are none; sync), `resume` (put down, and carried on by the
-    new weights from their ids; the default of partial and async), `keep` (async: they go on in flight with the
-    keys and values of the old weights)."""
+    """What happens to running trajectories: `drain` (they finish first; only `sync`), `resume` (aborted, and resumed
+    from their ids under the new weights; default of `partial` and `async`), `keep` (`async`: they continue in flight
+    with the keys and values of the old weights)."""
     consume: Consume | None = None
-    """Which complete groups make a batch: in the order of `completion` (default of partial), of `submission` (sync), or
-    the `stalest` first (async)."""
+    """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
+    `stalest` first (default of `async`)."""
     stale: Stale = "mask"
-    """What becomes of tokens beyond max_staleness: `mask` keeps them as context and in the reward, without a gradient;
-    `drop` tries the group's prompt again."""
+    """What happens to tokens beyond max_staleness: `mask` keeps them as context without a gradient, and the reward
+    includes them; `drop` discards the group and tries its prompt again."""
     max_requeues: int = Field(default=2, ge=0)
-    """`drop`: times that a prompt is tried again before it is given up."""
+    """`drop`: attempts after the first before a prompt is discarded."""
     dynamic_sampling: bool = False
-    """DAPO: groups whose rewards are all equal are left out, and others generated in their place."""
+    """DAPO: replace groups whose rewards are all equal by newly generated ones."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without a single new token after which the run stops and names the worker."""
+    """Seconds without progress after which the run stops and names the worker."""
 
     @field_validator("overprovision")
     @classmethod
@@ -181,9 +182,9 @@ class RolloutSettings(Settings):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engine and trainer take turns."""
+        """Whether engine and trainer share one device."""
         return self.placement == "colocated"
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters of a training rollout."""
+        """Return the sampling parameters of training rollouts."""
         return SamplingParams(self.max_new_tokens, temperature=self.temperature, stop=self.stop)

@@ -1,4 +1,4 @@
-"""A watch over a worker that is waited for: no progress for too long, and the run stops with its name."""
+"""Detects a worker that makes no progress for too long; the run then stops with an error that names it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from baton.rollout.transport import WorkerTransport
 from baton.types import FromPort
 
 LONGEST_LOOK_S = 5.0
-"""From one look to the next no more than this counts: this process may have stood still itself."""
+"""At most this much time counts between two checks: this process itself may have been suspended."""
 
 
 class StallWatch:
-    """Counts any message, and any change of the engine's counters, as a sign of progress."""
+    """Measures the time since the last progress: a message, a change of the engine's counters, or of having slots."""
 
     def __init__(self, port: WorkerTransport, timeout_s: float) -> None:
         self._port, self._timeout_s = port, timeout_s
         self.reset()
 
     def reset(self) -> None:
-        """Begin to wait."""
+        """Start a new wait: the elapsed time is zero."""
         self._stats, self._is_empty = self._port.stats(), not self._port.slots
         self._waited_s, self._looked_s = 0.0, time.monotonic()
 
     def check(self, messages: Sequence[FromPort], num_waiting: int, names: Iterable[str]) -> None:
-        """Look at what one wait has brought. Raises DeadlineExceeded naming the worker and some of who waits for it.
+        """Record the messages of one wait. Raises DeadlineExceeded naming the worker and some waiting trajectories.
 
-        names: of the waiting trajectories; looked at only where they are needed.
+        names: of the waiting trajectories; consumed only for the error.
         """
         stats, is_empty, now_s = self._port.stats(), not self._port.slots, time.monotonic()
         self._waited_s += min(now_s - self._looked_s, LONGEST_LOOK_S)

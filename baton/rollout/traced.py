@@ -1,4 +1,4 @@
-"""Judges whose time is in the trace."""
+"""Records the time of scoring in the trace."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton.rollout.parts import TrajectoryScorer
 from baton.types import Prompt, ScoredTrajectory, Trajectory
 
 CUT_S = 1.0
-"""A longer stretch of judging is written in pieces, so that none is missing when the process ends."""
+"""Longer periods of scoring are written in pieces, so that little is missing when the process ends."""
 
 
 class TracedTrajectoryScorer(TrajectoryScorer):
-    """Judges, and a span for each stretch of time in which somebody waits for them."""
+    """A scorer that writes a trace span for each period in which trajectories wait for their rewards."""
 
     def __init__(self, judges: TrajectoryScorer, tracer: Tracer) -> None:
         self._judges, self._tracer = judges, tracer

@@ -1,7 +1,7 @@
-"""The seam between the runner and a worker: leases go out, reports come in, whatever lies between.
+"""`WorkerTransport`: how the controller sends leases to a worker and receives reports from it.
 
-In one process the port drives its engine itself; a subprocess or a network transport is another class with these
-methods, and the runner does not change.
+`LocalTransport` drives an engine in the same process. `processes/pool.py` and `swarm/` implement the protocol for
+engine processes and for workers on other machines; the controller is the same for all.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 
 class WorkerTransport(Protocol):
-    """One worker, seen from the runner."""
+    """One worker, as the controller sees it. A pool or a swarm is one worker too."""
 
     @property
     def name(self) -> str:
-        """Who is waited for, in error messages."""
+        """What the controller waits for, for error messages."""
 
     @property
     def slots(self) -> int:
-        """Trajectories that it generates at once."""
+        """Trajectories that it generates concurrently."""
 
     @property
     def absence_s(self) -> float:
-        """Seconds that it may have no slots at all (a swarm whose workers are all gone) before that is a stall."""
+        """Seconds without any slots (a swarm without workers) before that is a stall."""
         return 0.0
 
     def send(self, message: FromHub) -> None:
-        """Hand over a lease or an abort; does not wait."""
+        """Send a lease or an abort, without waiting."""
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """Return what has come in, waiting at most `timeout_s` for the first message; an empty list is no error."""
+        """Return the messages received, waiting at most `timeout_s` for the first; the list may be empty."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Have the worker switch to a version, and return once it serves it, or a swarm once it can fetch it."""
+        """Switch to a version. Returns once the worker serves it; a swarm, once workers can fetch it."""
 
     def stats(self) -> EngineStats:
         """The engine's counters."""
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
-        """A train step has consumed its batch."""
+        """Called after a train step has consumed its batch."""
         return
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the worker's own metrics of a train step that has these."""
+        """Return the worker's own metrics of a train step, whose other metrics are `values`."""
         return {}
 
     def close(self, *, is_over: bool = False) -> None:
-        """End the worker. May be called twice. is_over: the run is complete, and workers need not wait for it."""
+        """Stop the worker. May be called twice. is_over: the run is complete, so remote workers need not reconnect."""
 
 
 class LocalTransport(WorkerTransport):
-    """A worker in this process: receiving runs the engine for one step."""
+    """A worker in this process: `receive` runs one step of the engine."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
         self.engine = engine
@@ -78,7 +78,7 @@ class LocalTransport(WorkerTransport):
                 self.engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """One decode step, so it returns long before any sensible timeout."""
+        """Run one decode step; `timeout_s` is ignored, since a step is much shorter."""
         messages = self.engine.step()
         for message in messages:
             self._trace.heard(message)
@@ -91,5 +91,5 @@ class LocalTransport(WorkerTransport):
         return self.engine.stats
 
     def close(self, *, is_over: bool = False) -> None:
-        """An engine in this process goes with it, one with processes of its own ends them."""
+        """Close the engine; one with its own processes ends them."""
         self.engine.close()

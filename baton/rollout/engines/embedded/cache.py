@@ -1,8 +1,8 @@
-"""Keys and values of many trajectories at once, each at its own position, behind the cache interface of transformers.
+"""KV cache of many trajectories, each at its own position, behind the `Cache` interface of transformers.
 
-One preallocated tensor [slots, length, kv_heads, head_dim] for the keys of each layer and one for its values, never one
-stacked tensor. A decode step sees the first `width` slots and the first `kv_length` positions as views, without a copy.
-All heads of a token lie together: a new token is one row to write, and a memory page holds fewer, longer runs.
+Each layer has two preallocated tensors [slots, length, kv_heads, head_dim], one for keys and one for values. A decode
+step uses views of the first `width` slots and the first `kv_length` positions, without a copy. The heads of a token are
+contiguous, so that writing a new token is one row copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from baton.errors import UserError
 
 KV_BUCKET = 64
-"""The cache is as long as a whole number of these positions."""
+"""The cache length is a multiple of this number of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Prefix:
 
 
 class DecodeWindow:
-    """What one decode step sees of the slots; shared by the layers of one cache, set before each step."""
+    """The part of the slots that one decode step uses; shared by all layers of a cache and set before each step."""
 
     __slots__ = ("first_W", "kv_length", "places_W", "width")
 
@@ -39,9 +39,9 @@ class DecodeWindow:
         self.width = 0
         self.kv_length = 0
         self.first_W = torch.empty(0, dtype=torch.long)
-        """Place of each slot's first position, where places count through all slots."""
+        """Index of each slot's first position in the flattened [slots × length]."""
         self.places_W = torch.empty(0, dtype=torch.long)
-        """Where each row's new key and value go."""
+        """Index in the flattened [slots × length] to which each row's new key and value are written."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -57,22 +57,22 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.hold(keys, values)
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Let these be the slots."""
+        """Use these tensors as the slots."""
         self.keys, self.values = keys, values
         self.slot_keys, self.slot_values = keys, values
         """[slots, length, kv_heads, head_dim]"""
         self._flat_keys, self._flat_values = (t.flatten(0, 1).flatten(1) for t in (keys, values))
-        """[slots × length, kv_heads × head_dim], the same memory."""
+        """[slots × length, kv_heads × head_dim], views of the slots."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots were allocated before."""
+        """Do nothing: the slots are already allocated."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write each row's one new key and value at its own position; return what the step attends to.
+        """Write each row's new key and value at its own position; return the keys and values that the step attends to.
 
-        key_states and value_states: [W, kv_heads, 1, head_dim].
+        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two [W, kv_heads, kv_length, head_dim].
         """
         window = self._window
         width, kv_length = window.width, window.kv_length
@@ -82,15 +82,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what `update` returns."""
+        """Return the length and offset of what `update` returns."""
         return self._window.kv_length, 0
 
     def get_seq_length(self) -> int:
-        """Positions a new token may attend to; every row has its own position, given by position_ids."""
+        """Return the number of positions of the step. Each row's own position is given by position_ids."""
         return self._window.kv_length
 
     def get_max_length(self) -> int:
-        """Positions allocated."""
+        """Return the number of allocated positions."""
         return int(self.slot_keys.shape[1])
 
 
@@ -98,7 +98,7 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate slots shaped as `like`, which a first prefill of the model gave."""
+        """Allocate slots with the shapes and dtype of `like`, the result of a first prefill of the model."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Positions per slot."""
@@ -119,18 +119,21 @@ class SlotCache(Cache):
         return [t for layer in self._slot_layers for t in (layer.slot_keys, layer.slot_values)]
 
     def release(self) -> None:
-        """Give the memory back, with all that is in it."""
+        """Free the memory of the slots; their contents are lost."""
         for layer in self._slot_layers:
             layer.hold(layer.slot_keys[:0].clone(), layer.slot_values[:0].clone())
 
     def allocate(self) -> None:
-        """Take memory again, after `release`."""
+        """Allocate the slots again, after `release`."""
         for layer in self._slot_layers:
             keys, values = layer.slot_keys, layer.slot_values
             layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
-        """Say what the next step sees: slots below `width`, positions below `kv_length`, one new token per row."""
+        """Select what the next step uses: the slots below `width`, the positions below `kv_length`.
+
+        positions_W: of each row's new token.
+        """
         window = self.window
         if window.width != width:
             window.width = width
@@ -151,12 +154,12 @@ class SlotCache(Cache):
 
 
 def prefill_cache() -> Cache:
-    """Return an empty cache that keeps what one prefill computes."""
+    """Return an empty cache for one prefill."""
     return Cache(layer_class_to_replicate=DynamicLayer)
 
 
 def prefixes(cache: Cache, lengths: Sequence[int]) -> list[Prefix]:
-    """Cut the first rows of a filled prefill cache into prefixes of the given lengths: views of one copy per layer."""
+    """Return the first rows of a filled prefill cache as prefixes of the given lengths: views of one copy per layer."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     keys = [_by_row(layer.keys) for layer in layers if layer.keys is not None]
     values = [_by_row(layer.values) for layer in layers if layer.values is not None]
@@ -167,24 +170,24 @@ def prefixes(cache: Cache, lengths: Sequence[int]) -> list[Prefix]:
 
 
 def _by_row(states: Tensor) -> tuple[Tensor, ...]:
-    """Turn [rows, kv_heads, L, head_dim] into one contiguous [L, kv_heads, head_dim] per row."""
+    """Convert [rows, kv_heads, L, head_dim] to one contiguous [L, kv_heads, head_dim] per row."""
     return states.transpose(1, 2).contiguous().unbind()
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The attention masks of a model, whose layers may be full or sliding-window ones."""
+    """Builds the attention masks of a model with full or sliding-window layers."""
 
     windows: dict[str, int | None]
-    """By layer type: the number of positions a token sees, itself included; None is all of them."""
+    """By layer type: the number of positions a token attends to, itself included; None is all."""
     by_type: bool
-    """Whether the model takes one mask per layer type, else one for all layers."""
+    """Whether the model takes one mask per layer type instead of one for all layers."""
     dtype: torch.dtype
 
     def additive(self, query_Q1: Tensor, kv_length: int) -> Tensor | dict[str, Tensor]:
-        """Return 0 where a query position may look and -inf elsewhere: [..., Q, kv_length] for queries [..., Q, 1].
+        """Return 0 where a query may attend and -inf elsewhere: [..., Q, kv_length] for query positions [..., Q, 1].
 
-        An additive mask serves every attention implementation; a boolean one is misread by the eager one.
+        Every attention implementation accepts an additive mask; the eager one misreads a boolean mask.
         """
         kv = torch.arange(kv_length, device=query_Q1.device)
         seen = torch.zeros((), dtype=self.dtype, device=kv.device)
@@ -199,7 +202,7 @@ class Masks:
 
 
 def masks_for(config: object, max_context_tokens: int, dtype: torch.dtype) -> Masks:
-    """Read from a Hugging Face config which masks its layers want. Raises UserError for layers that keep no KV."""
+    """Determine the masks of a Hugging Face config's layers. Raises UserError for layers without a KV cache."""
     model_type = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"model.path: {model_type!r} is an encoder-decoder model; allowed decoder-only ones")
@@ -221,5 +224,5 @@ def masks_for(config: object, max_context_tokens: int, dtype: torch.dtype) -> Ma
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the next multiple at or above count, at least one."""
+    """Return `count` rounded up to a multiple, at least one multiple."""
     return max(1, -(-count // multiple)) * multiple

@@ -1,13 +1,13 @@
-"""Continuous batching in torch over any Hugging Face causal LM, on CPU and CUDA by the same code.
+"""Continuous batching in torch over any Hugging Face causal LM, with the same code on CPU and CUDA.
 
     step:  report aborts ─▶ fill free slots (prefill once per distinct prefix) ─▶ decode one token per row ─▶ report
 
-**All sampling goes through decode.** Prefill computes the keys and values of all ids but the last, and its logits are
-thrown away; the last id is the first that decode is fed. A fresh prompt, a prompt shared by its group and a resume
-from ids are thus one path.
+**Decode does all sampling.** Prefill computes the keys and values of all ids but the last and no logits; the last id is
+the first input of decode. A fresh prompt, a prompt shared by its group and a resume from ids take the same code path.
 
-**A row does not depend on its neighbours** (law 5): a trajectory's tokens and logprobs are bit-equal alone and in a
-crowd, in any slot, while the batch drains (tested). `network.py` says by which shapes.
+**A row does not depend on its neighbours**: on a CPU with one torch thread, a trajectory's tokens and logprobs are
+bit-identical alone and in a full batch, in any slot, while the batch drains (tested). `network.py` chooses the shapes
+that guarantee it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
-"""Waiting prefixes that are looked at to fill up a prefill."""
+"""Number of waiting prefixes searched to fill up a prefill."""
 _KEPT_CONTEXTS = 8
-"""Prefixes kept for waiting leases hold at most this many times max_context_tokens."""
+"""Bound on the tokens of prefixes kept for waiting leases, in multiples of max_context_tokens."""
 
 
 class EmbeddedEngine(SlotEngine):
-    """An `Engine` that owns its model. Single-threaded: the caller drives it with `step`."""
+    """An `Engine` that owns its model. Single-threaded: the caller drives it by calling `step`."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class EmbeddedEngine(SlotEngine):
     ) -> None:
         """Allocate the slots on the model's device.
 
-        model: its own copy, loaded in settings.dtype; `load_weights` writes into its parameters.
-        end_ids: ids that end a trajectory, beside a lease's own stop_token_ids.
-        Raises UserError for slots that are no multiple of 8, and for a model without an ordinary KV cache.
+        model: not shared, loaded in settings.dtype; `load_weights` writes into its parameters.
+        end_ids: ids that end a trajectory, in addition to a lease's stop_token_ids.
+        Raises UserError if slots is not a multiple of 8, and for a model without an ordinary KV cache.
         """
         if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
             raise UserError(f"engine.slots: got {settings.slots}, allowed a positive multiple of {_SLOTS_MULTIPLE}")
@@ -68,26 +68,25 @@ class EmbeddedEngine(SlotEngine):
             model,
             settings.slots,
             settings.max_context_tokens,
-            uses_graphs=settings.cuda_graphs and not settings.report_routing,  # in a graph nobody sees the routers
+            uses_graphs=settings.cuda_graphs and not settings.report_routing,  # a replay runs no hooks of the routers
             attends_by_row=settings.row_attention and model.device.type == "cuda",
         )
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
-        """[3, slots] the id that each row's next decode step is fed, its position, and the row's tokens so far."""
+        """[3, slots] per row: the input id of the next decode step, its position, and the number of tokens so far."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
         """[slots]"""
         self._params: RowParams | None = None
-        """None after the rows have changed."""
+        """Sampling parameters of the rows; None after the rows have changed."""
         self._needs_version = False
-        """Whether it has rested since weights were loaded."""
+        """Whether the engine was put to rest after the last load of weights."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
+        """Switch to new weights at once; running leases keep their KV cache and continue under the new version.
 
-        Leases that asked for exactly another version are not served by this one: those running are put down (a report
-        with is_aborted), those waiting get a Retry. Raises EngineFault, with nothing changed, for tensors that do not
-        fit.
+        Of the leases that require exactly another version, running ones are aborted (a report with is_aborted), and
+        waiting ones are refused (a Retry). Raises EngineFault, with nothing changed, for tensors that do not fit.
         """
         assert not self.network.is_resting, "weights have come for an engine at rest"
         self.network.load(tensors)
@@ -97,12 +96,12 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its device behind weights, slots and kept prefixes."""
+        """Bytes of device memory for weights, slots and kept prefixes."""
         kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
         return self.network.held_bytes + held_bytes(kept, self.network.device)
 
     def rest(self) -> None:
-        """Leave the device: slots and weights are given back. No lease may be left. Does nothing at rest."""
+        """Free the device memory of slots and weights. No lease may be left. Does nothing if already at rest."""
         left = self._book.num_running + self._book.waiting_prefixes.total()
         assert not left, f"the engine is to rest with {left} leases in its hands"
         self._kept.clear()
@@ -111,11 +110,11 @@ class EmbeddedEngine(SlotEngine):
         self.network.rest()
 
     def wake(self) -> None:
-        """Come back; the next call is `load_weights`. Does nothing where it is awake."""
+        """Allocate device memory again; call `load_weights` next. Does nothing if not at rest."""
         self.network.wake()
 
     def step(self) -> list[FromWorker]:
-        """Admit what fits, decode one token for every running lease, and return what is to be reported."""
+        """Admit waiting leases to free slots, decode one token per running lease, and return the messages to send."""
         running = self._book.num_running
         reports = self._book.open_step()
         admitted = self._book.admit()
@@ -129,7 +128,7 @@ class EmbeddedEngine(SlotEngine):
         return reports
 
     def _fill(self, admitted: list[tuple[int, RunningLease]]) -> None:
-        """Write the prefix of each new row into its slot, computing it where none is kept."""
+        """Write the prefix of each new row into its slot; compute those that are not kept."""
         by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):
             if ids not in self._kept:
@@ -151,7 +150,7 @@ class EmbeddedEngine(SlotEngine):
         self._forget()
 
     def _ahead(self, shape: tuple[int, int], count: int, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Return up to `count` prefixes of the next waiting leases, to fill the rows that a prefill has to spare."""
+        """Return up to `count` prefixes of waiting leases, for the unused rows of a prefill."""
         if not count:
             return []
         waiting = islice(self._book.waiting_prefixes, _LOOK_AHEAD)
@@ -159,7 +158,7 @@ class EmbeddedEngine(SlotEngine):
         return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
 
     def _forget(self) -> None:
-        """Drop prefixes that no waiting sibling wants, and the oldest beyond the limit: they can be computed again."""
+        """Drop prefixes that no waiting lease needs, and the oldest beyond the limit, which are then computed again."""
         waiting = self._book.waiting_prefixes
         self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}
         excess = sum(prefix.num_tokens for prefix in self._kept.values()) - self._kept_limit
@@ -169,7 +168,7 @@ class EmbeddedEngine(SlotEngine):
             excess -= self._kept.pop(ids).num_tokens
 
     def _decode(self) -> list[FromWorker]:
-        """Draw one token for every running row."""
+        """Sample one token for every running row."""
         book, device = self._book, self.network.device
         width = next(w for w in self.network.widths if w >= book.num_running)
         if any(row is not None for row in book.rows[width:]):
@@ -201,14 +200,17 @@ class EmbeddedEngine(SlotEngine):
         return nullcontext({}) if self._routers is None else self._routers.recorded()
 
     def _gather_params(self, width: int) -> RowParams:
-        """Look at who is where. Empty rows begin again at position 0, and so never outrun those that are running."""
+        """Collect the sampling parameters of the rows, and reset empty rows to position 0.
+
+        A decode step advances empty rows too; without the reset they would determine the number of scanned positions.
+        """
         rows = [*self._book.rows[:width], *[None] * (width - len(self._book.rows))]
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
         params = [row.lease.sampling if row is not None else None for row in rows]
         return row_params(params, self.network.vocabulary, self.network.device)
 
     def _compact(self, width: int) -> None:
-        """Move running rows into the lowest slots, with their keys and values."""
+        """Move running rows, with their keys and values, into the lowest slots."""
         with torch.inference_mode():
             for source, destination in self._book.compact(width):
                 row = self._book.rows[destination]

@@ -1,4 +1,4 @@
-"""The embedded engine of a model in a directory, and of a configuration alone, which is given weights later."""
+"""Builds the embedded engine from a model directory, or from a configuration whose weights are loaded later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.types import PolicyVersion
 def embedded_engine(
     path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
 ) -> EmbeddedEngine:
-    """Build an engine with its own copy of the model in a directory."""
+    """Build an engine that loads its own copy of the model in a directory."""
     model = load_model(path, dtype=torch_dtype(settings.dtype), device=torch_device(device), attention=attention)
     tokenizer = load_tokenizer(path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
@@ -28,7 +28,7 @@ def skeleton_engine(
 ) -> EmbeddedEngine:
     """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
 
-    base: tensors of the model that adapters are published for. Raises UserError for a model that cannot be driven.
+    base: tensors of the base model, where versions are adapters. Raises UserError for a model that cannot be driven.
     """
     dtype = torch_dtype(settings.dtype)
     model = load_skeleton(directory, dtype=dtype, device=torch_device(device), attention=attention)

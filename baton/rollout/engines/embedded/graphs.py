@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one launch in place of the hundreds of small ones that a step's Python makes.
+"""Decode steps as CUDA graphs: one launch replaces the hundreds of kernel launches of a step.
 
-A graph belongs to one width and one number of scanned positions, the fixed shapes that decode has anyway
-(`network.py`). It is captured when a shape is first met, on the inputs of that step, and compared there with the step
-itself: the same bits, or that shape goes on without a graph. Inputs lie in memory of the graph's own; what it returns
-is overwritten by the next step. Graphs end when the memory they read is given back (`release`).
+A graph belongs to one width and one number of scanned positions, the fixed shapes of decode (`network.py`). It is
+captured at the first use of a shape, on the inputs of that step, and its result is compared with the step's own: a
+shape whose bits differ runs without a graph. The graph owns its input buffers, and the next step overwrites its output.
+`release` must be called before the memory that graphs read is freed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, int], Tensor]
 """(ids [W], positions [W], scanned positions) → logits [W, V]."""
 _WARM_UPS = 2
-"""Steps before a capture: kernels are chosen and workspaces made in the first."""
+"""Steps before a capture: the first one selects kernels and allocates workspaces, which a capture cannot do."""
 
 
 Captured = Callable[[Tensor, Tensor], Tensor]
-"""(ids [W], positions [W]) → logits [W, V], which the next run overwrites: a step that can be run on other inputs."""
+"""A captured step: (ids [W], positions [W]) → logits [W, V], which the next run overwrites."""
 Capture = Callable[[Step, Tensor, Tensor, int], Captured]
 
 
 class GraphedSteps:
-    """A step, by graphs where they give the same bits."""
+    """A `Step` that uses graphs for the shapes in which they compute identical bits."""
 
     def __init__(self, step: Step, make_capture: Callable[[], Capture]) -> None:
         self._step, self._make_capture = step, make_capture
         self._capture = make_capture()
         self._captured: dict[tuple[int, int], Captured | None] = {}
-        """By width and scanned positions; None where the step itself has to do."""
+        """By (width, scanned positions); None for a shape that runs without a graph."""
 
     def __call__(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Do a decode step."""
+        """Run a decode step; capture it at the first use of its shape."""
         shape = (len(ids_W), kv_length)
         if shape not in self._captured:
             logits_WV = self._step(ids_W, position_W, kv_length).clone()
@@ -49,12 +49,15 @@ class GraphedSteps:
         return self._step(ids_W, position_W, kv_length) if captured is None else captured(ids_W, position_W)
 
     def release(self) -> None:
-        """Forget all graphs, with their memory."""
+        """Free all graphs and their memory."""
         self._captured.clear()
-        self._capture = self._make_capture()  # with another pool: the old one ends with its last graph
+        self._capture = self._make_capture()  # a new pool: the old one is freed with its last graph
 
     def _proven(self, ids_W: Tensor, position_W: Tensor, kv_length: int, expected_WV: Tensor) -> Captured | None:
-        """Capture a step; None where that fails or gives other bits. Running it again writes the same keys again."""
+        """Capture a step; return None if that fails or its bits differ.
+
+        The capture runs the step again, which is harmless: it writes the same keys and values to the same positions.
+        """
         what = f"decode of {len(ids_W)} rows over {kv_length} positions goes without a CUDA graph"
         try:
             captured = self._capture(self._step, ids_W, position_W, kv_length)
@@ -68,7 +71,7 @@ class GraphedSteps:
 
 
 class CudaCapture:
-    """Captures steps on a CUDA device; all its graphs share one pool of memory, since they run one after another."""
+    """Captures steps on a CUDA device. Its graphs share one memory pool, since they never run concurrently."""
 
     def __init__(self) -> None:
         self._pool: Any = None

@@ -1,16 +1,16 @@
-"""A Hugging Face causal LM as two functions of fixed shapes, prefill and decode, with weights that can be swapped.
+"""Runs a Hugging Face causal LM by two functions of fixed shapes, prefill and decode, with replaceable weights.
 
-The shapes are what makes a trajectory independent of its neighbours (law 5). A matrix product takes its kernel, and
-with it the order of its sums, from its shape; within one shape neither a row's place nor the other rows' content
-changes its bits. So prefill's shape follows from the length of the ids alone, and decode has one shape, unless smaller
-ones give the same bits. Each new engine tries that on its own model (for prefill, when a length is first met) and keeps
-those that do. Measured on a CPU:
+Fixed shapes make a trajectory independent of its neighbours. The shape of a matrix product determines its kernel and so
+the order of its sums; within one shape neither the index of a row nor the content of other rows changes its bits. The
+shape of prefill therefore follows from the length of the ids alone, and decode has one shape, plus the smaller ones
+that compute identical bits. Each engine determines these for its model at start (for prefill, at the first use of a
+length). Measured on a CPU:
 
-    rows       float32, one thread: the same bits from 16 rows on, other ones below; bfloat16 or two threads: never sure
-    positions  float32: the same bits at multiples of 16 up to 256, and of 256 beyond; bfloat16: at all
+    rows       float32, one thread: identical bits from 16 rows on, different below; bfloat16 or two threads: it varies
+    positions  float32: identical bits at multiples of 16 up to 256, and of 256 beyond; bfloat16: at all lengths
 
-It also proves on a few tokens that prefill and decode together give the logits of the plain forward, and refuses a
-model for which they do not.
+At start a few tokens are computed both by prefill + decode and by the plain forward; a model whose logits differ is
+refused.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row
 from baton.rollout.engines.fit import check_fit
 
 _PREFILL_TOKENS = 512
-"""A prefill computes at most this many tokens, or one row where the ids alone are longer."""
+"""Most tokens of a prefill, padding included; longer ids are prefilled as one row."""
 _MIN_PREFILL_TOKENS = 32
-"""And never fewer than this."""
+"""Fewest tokens of a prefill with fewer rows than `prefill_shape` allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
-"""(Up to this length, multiples of this many tokens); of `_LONG_BUCKET` beyond."""
+"""(largest length, its bucket): lengths are rounded up to a multiple of the bucket; beyond, of `_LONG_BUCKET`."""
 _LONG_BUCKET = 64
 MIN_WIDTH = 16
 """Rows of the narrowest decode step."""
 
 
 def prefill_shape(num_tokens: int) -> tuple[int, int]:
-    """Return the most rows, and the length, in which ids of this length are prefilled, whatever else waits.
+    """Return (most rows, padded length) of a prefill of ids of this length, independent of other ids.
 
-    Multiples of 16 up to 128, of 32 up to 256, of 64 beyond; 32 rows of 16, 16 of 32, 1 from 257 on.
+    Lengths are multiples of 16 up to 128, of 32 up to 256, of 64 beyond; 32 rows of 16, 16 of 32, 1 from 257 on.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
@@ -63,7 +63,7 @@ def prefill_shape(num_tokens: int) -> tuple[int, int]:
 
 
 class Network:
-    """The model, its slots and its masks."""
+    """The model with its slots and attention masks."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Network:
         uses_graphs: bool = False,
         attends_by_row: bool = False,
     ) -> None:
-        """Allocate the slots. Raises UserError for a model that cannot be driven through them.
+        """Allocate the slots. Raises UserError for a model that cannot be driven through a KV cache.
 
-        uses_graphs: whether `step` goes by CUDA graphs, where the device is one for them.
-        attends_by_row: whether decode attends to each row's own length (`row_attention.py`) and spans the whole cache.
+        uses_graphs: `step` uses CUDA graphs, on a CUDA device.
+        attends_by_row: decode attends over each row's own length (`row_attention.py`), and always gets the whole cache.
         """
         self._attends_by_row = attends_by_row
         if attends_by_row:
@@ -95,27 +95,27 @@ class Network:
         self._masks: Masks = masks_for(model.config, max_context_tokens, model.dtype)
         self._packed = PackedLinears(model)
         self._body: Module = model.base_model
-        """The model without its head: a prefill's logits are not wanted."""
+        """The model without its head: prefill needs no logits."""
         self._base = BaseWeights()
         self._shapes: dict[Parameter, torch.Size] = {}
-        """Of the weights that were given back; the next whole version brings them."""
+        """Shapes of the weights that were freed at rest; the next version must be a whole one."""
         self._is_whole = False
-        """Whether the last version came with all its weights."""
+        """Whether the last loaded version was a whole model, not an adapter."""
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Ascending decode widths, all of which give a row the same bits; the last takes every slot."""
+        """Ascending decode widths that compute identical bits for a row; the last spans all slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending numbers of positions that a decode step may scan, likewise; the last is the whole cache."""
+        """Ascending numbers of scanned positions that compute identical bits; the last is the whole cache."""
         self.prefill_rows: dict[int, tuple[int, ...]] = {}
-        """By length: ascending numbers of rows, all of which give a row the same bits."""
+        """By padded length: ascending numbers of rows that compute identical bits for a row."""
         self.cache = self._proven_cache()
         self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
         self.step: Step = self._graphed or self.decode
-        """`decode`, with logits that the next step may overwrite."""
+        """`decode`, except that the next step may overwrite the returned logits."""
 
     def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
-        """Compute the keys and values of sequences that share one `prefill_shape`, at most as many as its rows."""
+        """Compute the keys and values of sequences with one `prefill_shape`, at most as many as its rows."""
         most, length = prefill_shape(len(ids[0]))
         assert len(ids) <= most, f"{len(ids)} sequences for a prefill of {most} rows"
         if length not in self.prefill_rows:
@@ -138,7 +138,7 @@ class Network:
             return prefixes(cache, [len(row) for row in ids])
 
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Feed one id per slot, from the lowest on, at its own position; return the logits [W, V]."""
+        """Run the model on one id for each of the lowest W slots, at its own position; return the logits [W, V]."""
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
             rows = {"rows": Rows.of(position_W, kv_length)} if self._attends_by_row else {}
@@ -154,11 +154,10 @@ class Network:
             return logits
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy new values into the parameters, which stay where they are, cast to their dtype.
+        """Copy new values into the parameters in place, cast to their dtype.
 
-        An adapter's are merged into the weights that it belongs to, those of the last whole version. Tied parameters
-        may come under one of their names or all. Raises EngineFault, before anything has changed, for parameters that
-        are missing, names that the model does not have, and shapes that differ.
+        An adapter is merged into the weights of the last whole version. Tied parameters may have one of their names or
+        all. Raises EngineFault, with nothing changed, for missing parameters, unknown names and different shapes.
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
@@ -175,14 +174,15 @@ class Network:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the device behind slots and weights."""
+        """Bytes of device memory for slots and weights."""
         weights = (*self.model.parameters(), *self.model.buffers(), *self._base.tensors)
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
     def rest(self) -> None:
-        """Give the slots back, and the weights: the next version brings them.
+        """Free the device memory of slots and weights.
 
-        Weights of which versions are but adapters move to the host, as they were before any. Does nothing at rest.
+        After a whole version the weights are dropped, since the next version replaces them. After an adapter the base
+        weights are restored and moved to the host. Does nothing if already at rest.
         """
         if self.is_resting:
             return
@@ -200,10 +200,10 @@ class Network:
             else:
                 parameter.data = parameter.data.to("cpu")
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # whoever is next cuts memory into other pieces
+            torch.cuda.empty_cache()  # the trainer needs blocks of other sizes
 
     def wake(self) -> None:
-        """Take memory for slots and weights again; `load` must follow. Does nothing where it is awake."""
+        """Allocate slots and weights again; `load` must follow. Does nothing if not at rest."""
         if not self.is_resting:
             return
         self.is_resting = False
@@ -237,9 +237,9 @@ class Network:
         return cache
 
     def _probe(self) -> tuple[SlotCache, float]:
-        """Allocate the slots, and measure how far prefill + decode is from the plain forward.
+        """Allocate the slots; return them and the relative difference of prefill + decode from the plain forward.
 
-        Long enough to leave the attention window, where there is one shorter than the context.
+        The ids are longer than the longest sliding attention window, where the context allows.
         """
         windows = [w for w in self._masks.windows.values() if w is not None]
         length = min(max([*windows, 0]) + 12, self._max_context_tokens)
@@ -259,7 +259,7 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, most: int, length: int) -> tuple[int, ...]:
-        """Return the numbers of rows, ascending, that give a row of this length the same bits as the most."""
+        """Return the ascending numbers of rows that compute the same bits as `most` rows of this length."""
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)
         ids = torch.randint(self.vocabulary, (most, limit), generator=generator).tolist()
@@ -274,9 +274,10 @@ class Network:
         return (*same, most)
 
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the decode widths and cache lengths, ascending, that give the same bits as the largest of each.
+        """Return the ascending decode widths and cache lengths that compute the same bits as the largest of each.
 
-        Tried with noise in every position of every slot. On CUDA a narrower step saves next to nothing.
+        Measured with noise in every position of every slot. On CUDA a narrower step saves almost nothing, so only the
+        full width is used.
         """
         generator = torch.Generator().manual_seed(0)
         full = self.cache.length
@@ -306,14 +307,14 @@ def _are_equal(a: Prefix, b: Prefix) -> bool:
 
 
 def _widths(full: int) -> list[int]:
-    """Widths worth a try: multiples of 8 up to 64, then four per doubling."""
+    """Return the candidate widths below `full`: multiples of 8 up to 64, then four per doubling."""
     doublings = [64 << i for i in range(full.bit_length())]
     tried = [*range(MIN_WIDTH, 64, 8), *[d + d // 4 * quarter for d in doublings for quarter in range(4)]]
     return [w for w in tried if w < full]
 
 
 def _kv_lengths(full: int) -> list[int]:
-    """Lengths worth a try: up to 512 about sixteen of them, 16 to 64 apart, then two per doubling."""
+    """Return the candidate lengths below `full`: up to 512 at steps of 16 to 64, then two per doubling."""
     step = next((step for step in (16, 32) if full <= 16 * step), KV_BUCKET)
     doublings = [512 << i for i in range(full.bit_length())]
     return [n for n in (*range(step, 512, step), *[n for d in doublings for n in (d, d + d // 2)]) if n < full]

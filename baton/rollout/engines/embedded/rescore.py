@@ -1,20 +1,20 @@
-"""Score reported tokens again: their log-probabilities, and whether the keyed noise could have drawn them at all.
+"""Scores reported tokens again: their logprobs, and whether the keyed noise could have drawn them.
 
-A draw is a pure function of (noise seed, group, sample, position) and of the logits (`rollout/engines/sampling.py`), so
-whoever has the weights knows not only how likely a reported token was, but which token had to come. One prefill of the
-whole answer says both for all its tokens at once.
+A draw is a pure function of (noise seed, group, sample, position) and of the logits (`rollout/engines/sampling.py`).
+The weights therefore determine both the logprob of a reported token and which token must be drawn. One prefill of the
+whole response gives both for all its tokens.
 
-**The draw gap.** The token t was to be drawn where the uniform number u lies in its interval [F(t−1), F(t)) of the
-distribution function. Rounding moves the bounds. If it moves no logit by more than δ, it moves the log-odds of any
-bound, log F/(1−F), by at most 2δ, however small F is: so the distance is taken in log-odds, where one tolerance holds
-for every token. In plain probability a tolerance of 1 % would let through every end-of-sequence token, however
-unlikely, at each place whose draw happens to lie below 1 %.
+**The draw gap.** Token t is drawn when the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
+function. Rounding moves the bounds: if it moves no logit by more than δ, it moves the log-odds log F/(1−F) of any bound
+by at most 2δ, however small F is. The distance is therefore measured in log-odds, where one tolerance fits every token.
+In plain probability, a tolerance of 1 % would accept any token, however unlikely, at each position whose draw lies
+within 1 % of its interval.
 
-**Prefill is the yardstick**: each segment is scored under its own version, all ids before it prefilled under that
-version too, as an engine does on a resume. After weights changed in flight with the cache kept, tokens are another
-function of the ids, and this says nothing of them.
+**Prefill is the reference**: each segment is scored under its own version with all earlier ids prefilled under that
+version, as an engine does on a resume. Tokens that were generated after weights changed in flight, with the KV cache
+kept, depend on older keys and values, and cannot be verified this way.
 
-Shapes: B rows, S places of a padded row, N scored tokens, V vocabulary, F tokens drawn with top-p or top-k.
+Shapes: B rows, S positions of a padded row, N scored tokens, V vocabulary, F tokens drawn with top-p or top-k.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uni
 from baton.rollout.rescored import Claim, Rescored
 
 _MAX_LOGITS = 2**22
-"""Logits that exist at once; scoring holds several float64 copies of them."""
+"""Most logits in memory at once; scoring holds several float64 copies of them."""
 _BORDER = 0.05
-"""How far, as a share, rounding may move the border of top-p and top-k: tokens this near to it may be in or out."""
+"""Relative distance by which rounding may move the border of top-p and top-k: closer tokens may be kept or cut."""
 _MAX_GAP = 1e3
-"""Nats; stands for a draw that cannot select the token whatever the rounding."""
+"""Nats; the gap of a draw that cannot select the token under any rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Row:
 
     claim: Claim
     ids: tuple[int, ...]
-    """Prompt and answer up to, but without, the last token that is scored."""
+    """Prompt and response before the last scored token."""
     places: tuple[int, ...]
     """[N]"""
     token_ids: tuple[int, ...]
@@ -57,21 +57,21 @@ class _Row:
 
 
 class Rescorer:
-    """Scores claims under one version at a time. Owns its model."""
+    """Scores claims, under one version at a time. Owns its model."""
 
     def __init__(
         self, model: PreTrainedModel, *, weights_dtype: torch.dtype | None = None, max_tokens: int = 1024
     ) -> None:
-        """Take a model over; its own weights serve as the base of adapters until whole ones are loaded.
+        """Take ownership of a model; its weights are the base of adapters until a whole version is loaded.
 
-        weights_dtype: round weights to what the engines hold, while the model computes in its own, finer dtype.
-        max_tokens: of a forward, padding included; a longer row goes alone. On a CPU more is slower: the states of
-            1024 tokens still lie in its cache.
+        weights_dtype: dtype of the engines' weights; weights are rounded to it, while the model computes in its own.
+        max_tokens: of one forward, padding included; a longer row is computed alone. Larger values are slower on a
+            CPU: the hidden states of 1024 tokens fit into its cache.
         """
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
-        """Number of the loaded version."""
+        """Number of the loaded version; None before the first `load`."""
         self._weights_dtype = weights_dtype or model.dtype
         self._max_tokens = max_tokens
         self._base = BaseWeights()
@@ -79,7 +79,7 @@ class Rescorer:
         self._copy(own, {name: own[name].detach().clone() for name, _ in self.model.named_parameters()})
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
-        """Switch to a version's weights, a whole model's or an adapter's on the last whole ones.
+        """Switch to a version's weights: a whole model, or an adapter on the last whole one.
 
         Raises EngineFault, with nothing changed, for tensors that do not fit.
         """
@@ -93,9 +93,9 @@ class Rescorer:
         self.version = version
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Score each claim's policy tokens of the loaded version; none where it has no such tokens.
+        """Score each claim's policy tokens of the loaded version. A result is empty for a claim without such tokens.
 
-        The ids must be within the vocabulary: `swarm/verification/checks.py` looks at that first.
+        The ids must be within the vocabulary; `swarm/verification/checks.py` checks that first.
         """
         assert self.version is not None, "no version has been loaded"
         rows = [_row(claim, self.version) for claim in claims]
@@ -106,9 +106,9 @@ class Rescorer:
         return [found[i] if i in found else self._result(row, (empty, empty, empty)) for i, row in enumerate(rows)]
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
-        """Put rows of like length together, within the bound."""
+        """Yield batches of row indices, sorted by length, within max_tokens."""
         budget = self._max_tokens
-        if find_head(self.model) is None:  # then all places have logits
+        if find_head(self.model) is None:  # the forward then computes logits at all positions
             budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
         batch: list[int] = []
         for i in sorted(indices, key=lambda i: len(rows[i].ids)):
@@ -128,7 +128,7 @@ class Rescorer:
         targets_N = torch.tensor([i for row in rows for i in row.token_ids], device=device)
         params_N = [row.claim.sampling for row in rows for _ in row.places]
         uniform_N = torch.from_numpy(np.concatenate([_draws(row) for row in rows])).to(device)
-        head = find_head(self.model)  # no mask: behind a causal one no token sees the padding after it
+        head = find_head(self.model)  # no padding mask: causal attention never sees the padding, which comes last
         states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
         states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
         size = max(1, _MAX_LOGITS // self._vocabulary)
@@ -183,7 +183,7 @@ def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
 def token_scores(
     logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs [N], draw gaps [N] and tail masses [N] of the targets, see `Rescored`. Mirrors `sample`."""
+    """Return logprobs [N], draw gaps [N] and tail masses [N] of the targets, as in `Rescored`. Must match `sample`."""
     logits_NV = logits_NV.float()
     if params.temperature_W1 is not None:
         logits_NV = logits_NV / params.temperature_W1
@@ -206,9 +206,9 @@ def token_scores(
 
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far, in log-odds, each draw lies from its target's interval, and the target's tail mass.
+    """Return the distance in log-odds of each draw from its target's interval, and the target's tail mass.
 
-    Both sides of an interval are summed apart, so that a bound next to 1 is as exact as one next to 0.
+    The masses below and above the target are summed separately, so that a bound near 1 is as exact as one near 0.
     """
     ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
     own_N1 = mass_NV.gather(1, targets_N[:, None])
@@ -225,17 +225,17 @@ def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tenso
 def _filtered_distance(
     mass_FV: Tensor, targets_F: Tensor, odds_F: Tensor, top_k_F1: Tensor, top_p_F1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `_distance` within top-k and top-p, the least over all sets that rounding may have made of them.
+    """Return `_distance` under top-k and top-p: the minimum over all kept sets that rounding may have produced.
 
-    The set of the n likeliest may have been a token smaller or larger, have reached to the target, or have held the
-    target or the next token in its last one's stead: wherever those lie within `_BORDER` of where the border is.
+    With n tokens kept, the engine may have kept one more or one fewer, all tokens up to the target, or the target or
+    the next token instead of the last one, wherever these are within `_BORDER` of the border.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
     top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
     total_F1 = top_FV.sum(-1, keepdim=True)
     share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
-    """Of the likelier ones, before each."""
+    """Share of the mass of all tokens that are sorted before each token."""
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1

@@ -1,11 +1,11 @@
-"""Decode attention whose cost follows each row's own length, by torch's variable-length kernel. For CUDA.
+"""Decode attention that costs each row only its own length, with torch's variable-length kernel. For CUDA.
 
-A masked product scans for every row as many positions as the longest row has. Here the slots are handed over as they
-lie: [slots, length, kv_heads, head_dim] is one packed sequence per slot, each `length` long, of which the first
-`lengths_W` positions are used. Nothing is copied, grouped heads are not repeated, and `num_splits = 1` keeps a row's
-sum in one order: its bits do not depend on its neighbours (law 5).
+Masked attention scans as many positions for every row as the longest row has. The variable-length kernel reads the
+slots in place: [slots, length, kv_heads, head_dim] is one packed sequence of `length` positions per slot, of which it
+uses the first `lengths_W`. Nothing is copied, grouped heads are not repeated, and `num_splits = 1` fixes the order of a
+row's sum, so that its bits do not depend on its neighbours.
 
-Only decode comes here: prefill, and plain forwards, go on to transformers' own `sdpa`.
+Only decode uses it; prefill and plain forwards use the `sdpa` of transformers.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "baton_rows"
 _FOREIGN = ("softcap", "s_aux", "position_bias")
-"""What some models add to their products, and the kernel does not know."""
+"""Arguments of some models' attention that the kernel does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of a decode step lie."""
+    """Positions of a decode step's rows within the slots."""
 
     query_starts: Tensor
     """[W + 1] int32: one query per row."""
     starts: Tensor
-    """[W + 1] int32: of the slots, in positions."""
+    """[W + 1] int32: first position of each slot, counted over all slots."""
     lengths_W: Tensor
-    """[W] int32: positions that each row looks at, its own new one included."""
+    """[W] int32: positions that each row attends to, its new one included."""
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of the lowest slots, each at its own position."""
+        """Return the rows of the lowest W slots, each at its own position."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Have a model's attention ask for `Rows`: its forward then takes them as the keyword `rows`."""
+    """Register this attention for a model: its forward then takes `Rows` as the keyword `rows`."""
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without one a plain forward would see no mask at all
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)
 
 
@@ -60,14 +60,14 @@ def _attention(
     rows: Rows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """See transformers' attention functions; query [W, heads, 1, head_dim], key and value [W, kv_heads, length, …]."""
+    """Signature of transformers' attention functions: query [W, heads, 1, head_dim], key, value [W, kv_heads, L, …]."""
     if rows is None or any(kwargs.get(name) is not None for name in _FOREIGN):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return found
     window = kwargs.get("sliding_window")
     attended = varlen_attn(
         query[:, :, 0].contiguous(),
-        key.transpose(1, 2).flatten(0, 1),  # the slots as they lie: a view
+        key.transpose(1, 2).flatten(0, 1),  # a view of the slots, no copy
         value.transpose(1, 2).flatten(0, 1),
         rows.query_starts,
         rows.starts,
