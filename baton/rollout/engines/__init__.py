@@ -1,1 +1,1 @@
-"""Engines behind the `Engine` protocol. Import them lazily: planning and simulating need no torch."""
+"""Engines that implement the `Engine` protocol. Import them lazily: planner and simulator must not need torch."""

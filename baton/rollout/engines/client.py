@@ -1,10 +1,9 @@
-"""Asks another program to generate, from one thread: an event loop in a thread of its own carries the requests.
+"""`EngineClient`: sends requests to another program's engine from an event loop in its own thread.
 
-| task / thread      | consumes           | produces        | waits for          | unblocked by            |
-|--------------------|--------------------|-----------------|--------------------|-------------------------|
-| caller's thread    | the inbox          | requests, calls | tokens, an answer  | the loop, its deadline  |
-| loop: one per row  | the row's stream   | `GeneratedTokens`, `RequestLost` | the program        | tokens, cancel,
-death   |
+| task / thread     | consumes     | produces                         | waits for          | unblocked by         |
+|-------------------|--------------|----------------------------------|--------------------|----------------------|
+| caller's thread   | the inbox    | requests, calls                  | tokens, a response | the loop, a deadline |
+| loop: one per row | row's stream | `GeneratedTokens`, `RequestLost` | the program        | tokens, cancel, exit |
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 _HEARTBEAT_S = 0.5
-"""Between two checks that the program lives, during a call."""
+"""Interval during a call at which the program is checked to be alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One row to be grown."""
+    """A request to generate tokens for one row."""
 
     key: str
-    """Never used twice."""
+    """Unique id of the request."""
     token_ids: tuple[int, ...]
     """[prompt + L] all ids so far."""
     max_tokens: int
@@ -41,60 +40,64 @@ class EngineRequest:
     stop_token_ids: tuple[int, ...]
     seed: int
     cache_salt: str
-    """Prefixes are shared by requests of one salt only."""
+    """The prefix cache is shared only by requests with the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """New tokens of a request, in order."""
+    """New tokens of a request, in order of generation."""
 
     key: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of these tokens, at the sampling temperature."""
+    """Behavior logprobs of these tokens, at the sampling temperature."""
     finish: str | None
-    """The program's reason to end, where this is the end."""
+    """The program's finish reason; None before the end."""
     prefilled: int
-    """Prompt tokens that were computed for it, reported with its first tokens."""
+    """Prompt tokens computed for the request; not zero only with its first tokens."""
     weights: str | None = None
-    """The label of the weights that the program held."""
+    """Label of the weights that the program held; None where it does not report one."""
     by_weights: Mapping[str, int] | None = None
-    """At the end: the program's own count of tokens by the label of their weights."""
+    """At the end: the program's own count of tokens by the label of their weights; None where it reports none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLost:
-    """A request that the program gave up."""
+    """A request that failed in the program."""
 
     key: str
     error: str
 
 
 class EngineClient(ABC):
-    """The thread, its loop, and the requests in it. Used from one thread."""
+    """Base of clients: the event loop's thread and its requests. All public methods are called from one thread."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
-        """name: of the program, for messages. close_s: for `_stop`, and for the thread to end."""
+        """Start the loop's thread.
+
+        name: of the program, for messages. answer_timeout_s: deadline of calls. close_s: longest wait for `_stop`, and
+        then for the thread.
+        """
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """In the loop's thread."""
+        """Accessed only in the loop's thread."""
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
-        """Have rows grown; their tokens come by `take`."""
+        """Start requests; `take` returns their tokens."""
         self._loop.call_soon_threadsafe(self._begin, list(requests))
 
     @abstractmethod
     def end(self, keys: Sequence[str]) -> None:
-        """Have the program let go of requests. What it has sent of them may still come by `take`."""
+        """Abort requests. `take` may still return tokens of them."""
 
     def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
-        """Return what has come in, waiting at most `timeout_s` for the first. Raises what `check` does."""
+        """Return what has arrived, waiting at most `timeout_s` for the first. Raises what `check` does."""
         found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
@@ -104,11 +107,11 @@ class EngineClient(ABC):
             self.check()
         return found
 
-    def check(self) -> None:  # noqa: B027  # of a server, its streams say it
+    def check(self) -> None:  # noqa: B027  # not abstract: a server's death shows in its streams
         """Raise EngineFault when the program is known to be dead."""
 
     def close(self) -> None:
-        """Let go of all requests, and end the loop. May be called twice."""
+        """Abort all requests and end the loop. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -132,7 +135,7 @@ class EngineClient(ABC):
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 
     def _start_with(self, work: Coroutine[Any, Any, None], timeout_s: float, what: str) -> None:
-        """Do the first call; close where it fails."""
+        """Run the first call; close if it fails."""
         try:
             self._call(work, timeout_s, what)
         except BaseException:
@@ -140,7 +143,7 @@ class EngineClient(ABC):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Have something done in the loop. Raises DeadlineExceeded, and EngineFault when the program dies meanwhile."""
+        """Run a coroutine in the loop. Raises DeadlineExceeded, and EngineFault when it fails or the program dies."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s
         while True:

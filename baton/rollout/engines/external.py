@@ -1,10 +1,10 @@
-"""Another program behind the `Engine` protocol: Baton's book keeps the leases, the program makes the tokens.
+"""`ExternalEngine`: another program behind the `Engine` protocol. `SlotTable` keeps the leases.
 
-    submit ─▶ book: waiting ─▶ slot ═ Request ═▶ program ═ Grown ═▶ book: token by token ─▶ Report
+    submit ─▶ SlotTable ─▶ slot ═ EngineRequest ═▶ program ═ GeneratedTokens ═▶ SlotTable ─▶ Report
 
-`SlotTable` decides what runs, when it ends and what is reported, as for every engine here; the program is asked for ids
-and logprobs alone. It has as many places as the book has slots, so nothing waits in two queues. Its tokens come as they
-are made: what it makes beyond a stop string is thrown away.
+`SlotTable` decides what runs, when it ends and what is reported, as for every engine; the program returns only ids and
+logprobs. It runs as many requests as there are slots, so no request waits in two queues. Tokens are streamed, and those
+after a stop string are discarded.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from baton.rollout.engines.whole_weights import WholeWeights
 from baton.types import FromWorker, Lease, PolicyVersion
 
 _WAIT_S = 0.05
-"""`step` waits so long for the first token: short enough for what else its caller has to do."""
+"""Longest wait of `step` for the first token; short, because the caller has other work."""
 Client = TypeVar("Client", bound=EngineClient)
 
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A row that the program grows."""
+    """A row for which the program generates."""
 
     slot: int
     row: RunningLease
     ids: list[int]
-    """All so far."""
+    """All ids so far, prompt included."""
     by_weights: Counter[str] = field(default_factory=Counter)
-    """Tokens noted here, by the label of the weights that they were noted under."""
+    """Tokens recorded by this engine, by the label of the weights at that time."""
     is_ending: bool = False
-    """Whether the program was asked to let go of it, and is to say when it has."""
+    """Whether an abort was requested that the program has not confirmed."""
 
 
 class ExternalEngine(SlotEngine, Generic[Client]):
-    """An `Engine` whose tokens another program makes. The caller drives it with `step`."""
+    """An `Engine` whose tokens another program generates. The caller drives it by calling `step`."""
 
     _only_temperature: str
-    """Why top-p and top-k are refused."""
+    """Why top-p and top-k are refused, for the error."""
 
     def __init__(
         self,
@@ -59,22 +59,22 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         end_ids: tuple[int, ...],
         text: Text,
     ) -> None:
-        """line: to a program that serves `version`, with as many places as there are slots."""
+        """line: a client of a program that serves `version` and can run as many requests as there are slots."""
         super().__init__(settings, version, end_ids, text)
         self._line, self._weights, self._settings = line, weights, settings
         self.running: dict[str, RunningRequest] = {}
-        """By request."""
+        """By request key."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number:012x}" for number in count())
         self._num_loads = 0
         self._label = ""
-        """Of the weights, as the program knows them; empty before the first load."""
+        """Label of the program's weights; empty before the first load."""
         self._outbox: list[FromWorker] = []
-        """What was to be reported outside of `step`."""
+        """Messages that arose outside of `step`; the next `step` returns them."""
         self._heard_s = time.monotonic()
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError when its prompt leaves no room for a token, and for top-p and top-k."""
+        """Queue a lease. Raises UserError if its prompt leaves no room for a token, and for top-p and top-k."""
         if lease.sampling.top_p < 1 or lease.sampling.top_k:
             raise UserError(
                 f"trajectory {lease.trajectory.name}: got top_p {lease.sampling.top_p} and top_k "
@@ -83,9 +83,9 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         super().submit(lease)
 
     def step(self) -> list[FromWorker]:
-        """Take what has come, fill free slots, and return what is to be reported; wait shortly where that is nothing.
+        """Record arrived tokens, fill free slots, and return the messages to send; wait briefly if there are none.
 
-        Raises EngineFault when the program gives a trajectory up, or is silent for its answer_timeout_s.
+        Raises EngineFault when a request fails in the program, or the program sends nothing for its answer_timeout_s.
         """
         reports, self._outbox = self._outbox, []
         reports += [*self._take(0.0), *self._put_down()]
@@ -102,14 +102,14 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._line.close()
 
     def _take(self, timeout_s: float) -> list[FromWorker]:
-        """Note the tokens that have come; return what is to be reported of them."""
+        """Record the tokens that have arrived; return the reports that are due."""
         reports: list[FromWorker] = []
         steps: Counter[str] = Counter()
         for said in self._line.take(timeout_s):
             self._heard_s = time.monotonic()
             running = self.running.get(said.key)
             if running is None:
-                continue  # of a lease that has ended here, by a stop string, its budget or an abort
+                continue  # its lease has ended in the table: by a stop string, its budget or an abort
             if isinstance(said, RequestLost):
                 self._line.check()
                 name = running.row.lease.trajectory.name
@@ -117,7 +117,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._grow(said, running)
-        self._decode_steps += max(steps.values(), default=0)  # its steps are not seen: the longest row stands for them
+        self._decode_steps += max(steps.values(), default=0)  # an estimate: the program does not report its steps
         return reports
 
     def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
@@ -130,7 +130,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             report = self._book.grow(running.slot, token, logprob)
             if report is not None:
                 reports.append(report)
-            if not self._is_held(running):  # it has ended: what the program made beyond that is not wanted
+            if not self._is_held(running):  # the row has ended: discard the program's further tokens
                 del self.running[said.key]
                 if said.finish is None:
                     self._line.end([said.key])
@@ -140,7 +140,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
-        """Called when the program ended a row that the book has not ended."""
+        """Called when the program has ended a row that is still running in the table."""
         row = running.row
         raise EngineFault(
             f"{self._line.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
@@ -151,7 +151,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return self._book.rows[running.slot] is running.row
 
     def _put_down(self) -> list[FromWorker]:
-        """Report what was aborted, and have the program let go of it."""
+        """Report aborted rows, and abort their requests in the program."""
         reports = self._book.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
         for key in ended:
@@ -161,11 +161,11 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _fill(self) -> None:
-        """Give free slots to waiting leases."""
+        """Admit waiting leases to free slots and start their requests."""
         self._begin([RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()])
 
     def _begin(self, rows: Sequence[RunningRequest]) -> None:
-        """Ask for rows from the ids that they have."""
+        """Start requests that continue rows from their current ids."""
         requests = []
         for running in rows:
             key, row = next(self._keys), running.row

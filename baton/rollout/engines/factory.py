@@ -1,9 +1,9 @@
-"""From settings to an engine, whatever its kind. Each kind's module, and its package, is imported when it is asked for.
+"""Constructs the engine that the settings name, and imports only the module and package of its kind.
 
-| what the machine has                                  | made by                |
+| available on the machine                              | function               |
 |-------------------------------------------------------|------------------------|
 | a model: configuration, tokenizer and weights         | `engine_of_model`      |
-| configuration and tokenizer, weights come over a wire | `engine_from_skeleton` |
+| configuration and tokenizer; weights are loaded later | `engine_from_skeleton` |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def engine_from_skeleton(
 ) -> Engine:
     """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
 
-    base: tensors of the model that adapters are published for. The directory may be gone after this.
+    base: tensors of the base model, where versions are adapters. The directory may be deleted afterwards.
     Raises UserError for a model that it cannot drive, and for a package that is missing.
     """
     match settings.kind:
@@ -70,9 +70,9 @@ def engine_from_skeleton(
 def chosen(
     settings: EngineSettings, *, kind: str | None = None, slots: int | None = None, options: Sequence[str] = ()
 ) -> EngineSettings:
-    """Return a run's settings as this machine wants them. Raises UserError for what they do not know.
+    """Return a run's settings with the overrides of this machine. Raises UserError for unknown or invalid ones.
 
-    kind: in place of the recipe's. options: `key=value`, keys of the section of that kind, such as tensor_parallel=2.
+    kind: overrides the recipe's. options: `key=value` for keys of that kind's section, such as tensor_parallel=2.
     """
     kind = kind or settings.kind
     if kind not in KINDS:
@@ -101,9 +101,9 @@ def chosen(
 
 
 def check_server(settings: EngineSettings, *, is_own: bool) -> None:
-    """Raise UserError where a hub would have its worker talk to a server on some third machine.
+    """Raise UserError if the hub's settings name a server on another machine: a worker must not connect to it unasked.
 
-    is_own: whether the server was named on this machine, and not by the hub.
+    is_own: whether the server was named on this machine instead of by the hub.
     """
     url = settings.sglang.url
     if settings.kind != "sglang" or url is None or is_own:

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests: same slots, queue, endings and reports, scripted tokens."""
+"""An engine without a model, for tests: the slots, queue and reports of a real engine, with scripted tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from baton.rollout.engines.slot_table import RunningLease, SlotEngine
 from baton.types import FromWorker, PolicyVersion
 
 END_ID = 0
-"""Ends every scripted trajectory; no other token is 0."""
+"""The last token of every scripted trajectory; no other token is 0."""
 
 
 class FakeEngine(SlotEngine):
-    """An `Engine` whose token is a pure function of (group id, sample index, position, version).
+    """An `Engine` whose tokens are a pure function of (group id, sample index, position, version).
 
-    `length(group_id, sample_index)` scripts how many tokens a trajectory has, its end id included. A trajectory's text,
-    for stop strings, is its ids in decimal with blanks between.
+    `length(group_id, sample_index)` returns the number of tokens of a trajectory, its end id included. The text in
+    which stop strings are searched is the ids in decimal, separated by spaces.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class FakeEngine(SlotEngine):
         self._vocabulary = vocabulary
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to a new version; the tensors are not looked at."""
+        """Switch to a new version; the tensors are ignored."""
         self._book.switch(version)
 
     def step(self) -> list[FromWorker]:
-        """Admit what fits, give every running lease its next scripted token, and return what is to be reported."""
+        """Admit waiting leases, append the next scripted token to each running one, and return the messages to send."""
         book = self._book
         reports = book.open_step()
         self._prefilled_tokens += sum(len(row.prefix_ids) for _, row in book.admit())
@@ -64,7 +64,7 @@ class FakeEngine(SlotEngine):
 def fake_token(
     group_id: int, sample_index: int, position: int, version: int, *, length: int, vocabulary: int = 100
 ) -> int:
-    """Return the token that a `FakeEngine` puts at a position after the prompt; its logprob is -(1 + token % 8) / 8."""
+    """Return the token of a `FakeEngine` at a position after the prompt; its logprob is -(1 + token % 8) / 8."""
     if position >= length - 1:
         return END_ID
     mixed = group_id * 1_000_003 + sample_index * 10_007 + position * 101 + version * 31

@@ -1,4 +1,4 @@
-"""Whether published tensors are those of a model: every engine asks before it changes anything."""
+"""Checks that published tensors fit a model. Every engine calls this before it changes any weight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from baton.errors import EngineFault
 def check_fit(
     model: PreTrainedModel, own: Mapping[str, Tensor], tensors: Mapping[str, Any], which: str = "new weights do"
 ) -> None:
-    """Raise EngineFault naming parameters that are missing, names that the model does not have, shapes that differ.
+    """Raise EngineFault that names missing parameters, unknown names and different shapes.
 
-    own: the model's `state_dict(keep_vars=True)`. Tied parameters may come under one of their names or all.
+    own: the model's `state_dict(keep_vars=True)`. Tied parameters may have one of their names or all.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}

@@ -1,9 +1,9 @@
-"""One token per row from its logits: counter-based noise, inverse of the distribution function in vocabulary order.
+"""Samples one token per row: counter-based noise, and the inverse distribution function in vocabulary order.
 
-A draw is a pure function of (noise seed, group id, sample index, position) and of the row's logits. Going through the
-vocabulary in order, a last-bit difference in the logits changes the token only where the draw falls within a last bit
-of a boundary, so the same noise usually gives the same text on other hardware and after a resume.
-`W` rows, `V` vocabulary, `F` rows with top-p or top-k.
+A draw is a pure function of (noise seed, group id, sample index, position) and of the row's logits. In vocabulary
+order, a last-bit difference in the logits changes the token only where the draw is within a last bit of a boundary, so
+the same noise usually gives the same text on other hardware and after a resume.
+Shapes: W rows, V vocabulary, F rows with top-p or top-k.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.types import SamplingParams
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
-"""Probabilities become integers in units of 2^-50: their running sum is exact in any order and never decreases."""
+"""Probabilities become integers in units of 2^-50, so that their cumulative sum is exact and never decreases."""
 
 
 def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
@@ -43,22 +43,22 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """How each of W rows is sampled, as arrays: built when the rows change, read at every step."""
+    """The sampling parameters of W rows as tensors: built when the rows change, read at every step."""
 
     num_rows: int
     """W"""
     temperature_W1: Tensor | None
-    """None where every row has temperature 1; greedy rows hold 1."""
+    """None if every row has temperature 1; 1 for greedy rows."""
     is_greedy_W: Tensor | None
-    """None where no row is greedy."""
+    """None if no row is greedy."""
     filtered_F: Tensor | None
-    """Indices of the rows with top-p or top-k; None where there are none."""
+    """Indices of the rows with top-p or top-k; None if there are none."""
     top_k_F1: Tensor | None
     top_p_F1: Tensor | None
 
 
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
-    """Gather the sampling parameters of each row; empty rows are None and cost nothing."""
+    """Convert the sampling parameters of each row to tensors. params: [W], None for an empty row."""
     if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
         return RowParams(len(params), None, None, None, None, None)
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
@@ -85,10 +85,10 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
 
 
 def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; return its ids [W] and its behavior logprobs [W].
+    """Draw one token per row; return the ids [W] and the behavior logprobs [W].
 
-    The logprob is that of the whole vocabulary at the row's temperature (1 where the row is greedy), before top-p and
-    top-k. A row whose logits are not finite gets the logprob nan and an arbitrary id.
+    A logprob is over the whole vocabulary at the row's temperature (1 for a greedy row), before top-p and top-k. A row
+    whose logits are not finite gets the logprob nan and an arbitrary id.
     """
     logits_WV = logits_WV.float()
     if params.temperature_W1 is not None:
@@ -106,21 +106,21 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
 
 
 def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
-    """Return the first id whose running sum exceeds the draw: never one of mass 0, never beyond the last.
+    """Return the first id whose cumulative mass exceeds the draw; an id of mass 0 is never drawn.
 
-    A draw of at most 1 - 2^-53 times a total below 2^53 stays below the total also when rounded.
+    The product of a draw of at most 1 - 2^-53 and a total below 2^53 is below the total even when rounded.
     """
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
     target_W = (uniform_W * total_W).long()
     ids_W = torch.searchsorted(running_WV, target_W[:, None], right=True)[:, 0]
-    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # reached only where the logits are not finite
+    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # changes ids only where the logits are not finite
 
 
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
-    """Zero what lies outside the k likeliest tokens, then outside the smallest set of them that holds the share p.
+    """Set the mass to zero outside the k likeliest tokens, then outside the smallest set of these with share p.
 
-    Among equals the lower id is the likelier one. The likeliest token always stays.
+    Of equally likely tokens the lower id ranks first. The likeliest token is always kept.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
@@ -133,7 +133,7 @@ def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
 
 
 def mix(value: int) -> int:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)

@@ -1,10 +1,11 @@
-"""Which lease runs in which slot, when it ends, and what is reported: the rules that every engine here shares.
+"""Assigns leases to slots, ends them and forms reports. All engines share these rules.
 
-No torch: an engine asks the book which rows are new, computes one token per running row, and hands the tokens back.
+Needs no torch: an engine gets the newly admitted rows from the table, computes one token per running row, and passes
+the tokens to the table.
 
     submit ─▶ waiting ─▶ slot ─▶ token by token ─▶ Report(finish_reason)
         │         └─ abort, new weights ─▶ Report(is_aborted), Retry
-        └─ wrong version, nothing left to grow ─▶ Retry, Report(length)
+        └─ wrong version ─▶ Retry;  no tokens left in the budget ─▶ Report(length)
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Author, FinishReason, FromWorker, Lease, PolicyVersion, Report, Retry, Segment
 
 Text = Callable[[Sequence[int]], str]
-"""Ids to text, special tokens kept."""
+"""Decodes ids to text, special tokens kept."""
 
 
 class RunningLease:
-    """One lease being grown."""
+    """A lease with its state of generation, waiting or in a slot."""
 
     def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
         trajectory = lease.trajectory
@@ -30,11 +31,11 @@ class RunningLease:
         self.length = trajectory.num_tokens
         """Tokens after the prompt; also the position that keys the noise of the next draw."""
         self.prefix_ids = ids[:-1]
-        """[prompt + L - 1] the ids whose keys and values must lie in the cache before the first decode step."""
+        """[prompt + L - 1] the ids whose keys and values must be in the cache before the first decode step."""
         self.last_id = ids[-1]
-        """The id that the next decode step is fed."""
+        """The input id of the next decode step."""
         self.position = len(ids) - 1
-        """Of `last_id`, from the start of the prompt."""
+        """Position of `last_id`, counted from the start of the prompt."""
         self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
         self.end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
         self._stop = stop
@@ -46,16 +47,16 @@ class RunningLease:
 
     @property
     def room(self) -> int:
-        """Tokens that budget and context still allow."""
+        """Tokens that max_new_tokens and the context length still allow."""
         return self._max_length - self.length
 
     @property
     def num_unreported(self) -> int:
-        """Tokens grown since the last report."""
+        """Tokens generated since the last report."""
         return self.length - self._from_offset
 
     def append(self, token: int, logprob: float, routing: bytes | None = None) -> FinishReason | None:
-        """Append one token, and say whether and why it ends the trajectory."""
+        """Append one token; return the finish reason if it ends the trajectory."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
         if routing is not None:
@@ -68,14 +69,14 @@ class RunningLease:
         return None if self.room > 0 else FinishReason.LENGTH
 
     def close_segment(self, version: int) -> None:
-        """End the open segment, whose tokens were all drawn under `version`."""
+        """End the open segment, whose tokens were all sampled under `version`."""
         if self._tokens:
             segment = Segment(tuple(self._tokens), tuple(self._logprobs), version, Author.POLICY, tuple(self._routing))
             self._closed.append(segment)
             self._tokens, self._logprobs, self._routing = [], [], []
 
     def report(self, version: int, finish_reason: FinishReason | None = None, *, is_aborted: bool = False) -> Report:
-        """Return everything grown since the last report."""
+        """Return a report of all tokens since the last report."""
         self.close_segment(version)
         report = Report(self.lease.lease_id, self._from_offset, tuple(self._closed), finish_reason, is_aborted)
         self._closed, self._from_offset = [], self.length
@@ -83,10 +84,10 @@ class RunningLease:
 
 
 class StopText:
-    """Watches one trajectory's text for its stop strings.
+    """Detects the stop strings of one trajectory.
 
-    Only the policy's own words count, since the environment's last insertion. A stop string of n bytes is completed
-    within n tokens that carry text, so the tail that is looked at is short.
+    Only policy tokens after the environment's last insertion count. A stop string of n bytes spans at most n tokens
+    that have text, so only a short tail is decoded.
     """
 
     def __init__(self, lease: Lease, text: Text) -> None:
@@ -98,7 +99,7 @@ class StopText:
             self._tail = [*self._tail, *segment.token_ids] if segment.author is Author.POLICY else []
 
     def ends_with(self, token: int) -> bool:
-        """Take one more token; say whether the text now contains a stop string."""
+        """Append a token; return whether the text now contains a stop string."""
         self._tail.append(token)
         del self._tail[: -self._window]
         text = self._text(self._tail)
@@ -106,7 +107,7 @@ class StopText:
 
 
 class SlotTable:
-    """The slots, the queue before them, and the reports behind them."""
+    """The slots of an engine, its queue of waiting leases, and its pending reports."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self.version = version
@@ -114,7 +115,7 @@ class SlotTable:
         """[slots]"""
         self.num_running = 0
         self.waiting_prefixes: Counter[tuple[int, ...]] = Counter()
-        """How many waiting leases share each prefix."""
+        """Number of waiting leases per prefix."""
         self._settings = settings
         self._end_ids = end_ids
         self._text = text
@@ -144,12 +145,12 @@ class SlotTable:
         self.waiting_prefixes[row.prefix_ids] += 1
 
     def abort(self, lease_id: int) -> None:
-        """End a lease at the next `open_step`. Harmless for one that is unknown or has ended."""
+        """End a lease at the next `open_step`. Does nothing for one that is unknown or has ended."""
         if self._knows(lease_id):
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Take a new version: open segments end here, and leases that must not be served by it are put down."""
+        """Switch to a new version: open segments end, and leases that it may not serve are aborted or refused."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -162,7 +163,7 @@ class SlotTable:
         self.version = version
 
     def open_step(self) -> list[FromWorker]:
-        """Free the slots of aborted leases; return what is to be reported before the next token."""
+        """Free the slots of aborted leases; return all messages that are due before the next token."""
         reports, self._outbox = self._outbox, []
         for lease_id in [i for i in self._aborted if i in self._waiting]:
             row = self._waiting[lease_id]
@@ -177,7 +178,7 @@ class SlotTable:
         return reports
 
     def admit(self) -> list[tuple[int, RunningLease]]:
-        """Move waiting leases into free slots, the oldest first and the lowest first; return the new (slot, row)s."""
+        """Move waiting leases, oldest first, into free slots, lowest first; return the new (slot, row) pairs."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting:
             return admitted
@@ -191,7 +192,7 @@ class SlotTable:
         return admitted
 
     def compact(self, width: int) -> list[tuple[int, int]]:
-        """Move the rows in slots from `width` on into free ones below it; return the (source, destination) slots."""
+        """Move rows from slots at or above `width` into free ones below; return the (source, destination) pairs."""
         assert self.num_running <= width, f"{self.num_running} rows do not fit into {width} slots"
         free = (slot for slot in range(width) if self.rows[slot] is None)
         moves = [(slot, next(free)) for slot in range(width, len(self.rows)) if self.rows[slot] is not None]
@@ -206,9 +207,9 @@ class SlotTable:
     def commit(
         self, token_ids: Sequence[int], logprobs: Sequence[float], routing: Sequence[bytes] | None = None
     ) -> list[FromWorker]:
-        """Append one token to every running row; return the reports that are due, and free the slots that ended.
+        """Append one token to every running row; free the slots of ended rows, and return the reports that are due.
 
-        All are indexed by slot. Raises EngineFault when a logprob is not finite.
+        All arguments are indexed by slot. Raises EngineFault when a logprob is not finite.
         """
         reports: list[FromWorker] = []
         for slot, _ in self.running():
@@ -218,7 +219,7 @@ class SlotTable:
         return reports
 
     def grow(self, slot: int, token: int, logprob: float, routing: bytes | None = None) -> Report | None:
-        """Append one token to the row in a slot; return a report that is due, and free the slot if that ends it.
+        """Append one token to the row in a slot; free the slot if the row ends, and return a report if one is due.
 
         Raises EngineFault when the logprob is not finite.
         """
@@ -237,7 +238,7 @@ class SlotTable:
         return row.report(number) if row.num_unreported >= self._settings.report_every_tokens else None
 
     def flush(self) -> list[FromWorker]:
-        """Report what every running row has grown since its last report, where there is something."""
+        """Report the tokens of every running row since its last report; rows without new tokens are left out."""
         number = self.version.number
         return [row.report(number) for _, row in self.running() if row.num_unreported]
 
@@ -260,7 +261,7 @@ def _serves(lease: Lease, number: int) -> bool:
 
 
 class SlotEngine:
-    """What every `Engine` over a `SlotTable` has in common; see there."""
+    """The methods of `Engine` that only forward to a `SlotTable`."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self._book = SlotTable(settings, version, end_ids, text)
@@ -288,4 +289,4 @@ class SlotEngine:
         return self._book.flush()
 
     def close(self) -> None:
-        """Nothing runs on its behalf."""
+        """Do nothing: this engine has no processes."""

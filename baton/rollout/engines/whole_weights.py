@@ -1,4 +1,4 @@
-"""Published tensors as vLLM loads them: a whole model, under the names that its files have."""
+"""Converts published tensors to a whole model under the names of its files, as vLLM and SGLang load it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fit import check_fit
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
-"""Returns the tensors that adapters are published for, by the names of `state_dict`."""
+"""Returns the tensors of the base model of adapters, by the names of `state_dict`."""
 
 
 class Skeleton:
-    """All of a model but its weights, read from a directory."""
+    """A model's configuration and tokenizer, read from a directory; its parameters are on the meta device."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         meta = torch.device("meta")
@@ -43,7 +43,7 @@ class Skeleton:
 
 
 class ModelFiles:
-    """A model in a directory or the local cache, and the base model of a checkpoint of an adapter."""
+    """A model in a directory or the local Hugging Face cache; for an adapter's checkpoint, its base model too."""
 
     def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class ModelFiles:
         self._dtype, self._attention = torch_dtype(settings.dtype), attention
 
     def load(self) -> PreTrainedModel:
-        """Load the model on the host, an adapter merged."""
+        """Load the model on the host, with an adapter merged."""
         return self._load(self.path)
 
     def read_base(self) -> Mapping[str, Tensor]:
@@ -66,23 +66,23 @@ class ModelFiles:
 
 
 class WholeWeights:
-    """The model's shape, without its values: says whether tensors fit, and makes whole models of adapters.
+    """Checks tensors against a model's shapes, and merges adapters into whole models.
 
-    An adapter is merged into the base here, as the embedded engine does it: vLLM then serves an ordinary model, and
-    what it samples from is to the bit what a merged checkpoint of the run would be.
+    Adapters are merged as in the embedded engine, so that vLLM and SGLang serve an ordinary model whose weights are
+    bit-identical to a merged checkpoint of the run.
     """
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
-        """model: its parameters may be on the meta device."""
+        """model: only its names and shapes are used, so its parameters may be on the meta device."""
         self._model = model
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
         self._base_tensors: Mapping[str, Tensor] | None = None
 
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return a version's tensors by their names in a file, each of tied ones once.
+        """Return a version's tensors by their names in a model file, tied ones once.
 
-        Raises EngineFault for tensors that do not fit, and for an adapter of weights that are not here.
+        Raises EngineFault for tensors that do not fit, and for an adapter without the base model's tensors.
         """
         if is_adapter(tensors):
             base = self._adapted_base()

@@ -1,1 +1,1 @@
-"""SGLang as the engine."""
+"""The engine of kind `sglang`: a running SGLang server."""

@@ -1,1 +1,1 @@
-"""vLLM as the engine."""
+"""The engine of kind `vllm`: vLLM in its own processes."""

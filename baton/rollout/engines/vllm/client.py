@@ -1,7 +1,7 @@
 """vLLM's asynchronous engine as an `EngineClient`.
 
-The core and its workers are processes that vLLM starts: `EngineCore`, and one more per device where there are several.
-Its own tasks in the loop read the core's socket.
+vLLM starts the core and its workers as processes: `EngineCore`, plus one per device where there are several. vLLM's own
+tasks in the loop read the core's socket.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.errors import EngineFault, UserError, first_line
 from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
 
 _CLOSE_S = 20.0
-"""In which the core's processes are asked, then told, to end."""
+"""Time for the core's processes to terminate, at first by request and then by force."""
 
 
 class VllmClient(EngineClient):
-    """One AsyncLLM: started, asked, and ended from one thread."""
+    """One AsyncLLM, used from one thread."""
 
     def __init__(self, arguments: dict[str, Any], *, start_timeout_s: float, answer_timeout_s: float) -> None:
-        """Start vLLM. Raises UserError for a model or shape that it refuses, EngineFault when it does not come up."""
+        """Start vLLM. Raises UserError for a model or shape that it refuses, EngineFault when it does not start."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._llm: Any = None
         set_up_environment()
@@ -37,15 +37,15 @@ class VllmClient(EngineClient):
         self._loop.call_soon_threadsafe(self._end, list(keys))
 
     def pause(self) -> None:
-        """Hold all requests where they are. After this `take` has every token that was made, and none is."""
+        """Pause all requests. Afterwards no tokens are generated, and `take` returns all that were."""
         self._call(self._pause(), self._answer_timeout_s, "to pause")
 
     def resume(self) -> None:
-        """Go on with all requests."""
+        """Resume all requests."""
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to go on")
 
     def load(self, path: str, label: str) -> int:
-        """Have all workers take the tensors of a file; return how many each took. Between `pause` and `resume`."""
+        """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
         return self._call(self._load(path, label), self._answer_timeout_s, "to take new weights")
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class VllmClient(EngineClient):
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # it would report the end of the core as a fault
+                llm.output_handler.cancel()  # it would report the exit of the core as a fault
             await in_thread(llm.shutdown, 5.0)
 
     def _end(self, keys: list[str]) -> None:
@@ -95,8 +95,8 @@ class VllmClient(EngineClient):
             temperature=request.temperature,
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
-            ignore_eos=True,  # what ends a trajectory is said in stop_token_ids
-            logprobs=0,  # of the sampled token alone
+            ignore_eos=True,  # stop_token_ids contains all ids that end a trajectory
+            logprobs=0,  # only that of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -113,17 +113,17 @@ class VllmClient(EngineClient):
                 ids, finish = tuple(one.token_ids), one.finish_reason
                 self._inbox.put(GeneratedTokens(request.key, ids, logprobs, finish, computed, by_weights=account))
         except asyncio.CancelledError:
-            if self._llm is not None:  # it aborts by itself, unless it was still taking the request in
+            if self._llm is not None:  # generate() aborts when cancelled, except while it still adds the request
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
             raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, the caller's thread must hear of it
+        except Exception as error:  # noqa: BLE001  # any failure must reach the caller's thread
             self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
         finally:
             self._tasks.pop(request.key, None)
 
     async def _pause(self) -> None:
-        """vLLM answers when nothing is under way in it; its last tokens may still be on their way through this loop."""
+        """Pause vLLM, then wait until its last tokens, which may still be queued in this loop, are in the inbox."""
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         seen = -1
         while seen != (seen := self._inbox.qsize()):
@@ -137,9 +137,9 @@ class VllmClient(EngineClient):
 
 
 def set_up_environment() -> None:
-    """Tell vLLM, before it is imported, what it only takes from the environment; what the user has set stays.
+    """Set vLLM's environment variables before its import. Variables that the user has set are kept.
 
-    It sends nothing to anybody, asks nobody for models, and starts its processes anew: this one has threads.
+    They disable usage statistics and downloads, and start processes by spawn, because this process has threads.
     """
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -155,7 +155,7 @@ def set_up_environment() -> None:
 
 
 def _said(error: Exception) -> str:
-    """What vLLM means: its settings are pydantic's, whose first line only counts the errors."""
+    """Return the message of vLLM's error. The first line of a pydantic error only counts the errors."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).splitlines()[0]
     return first_line(error)

@@ -1,11 +1,11 @@
-"""vLLM behind the `Engine` protocol: see `rollout/engines/external.py`.
+"""vLLM behind the `Engine` protocol, on top of `rollout/engines/external.py`.
 
-**A new version** is taken between two of vLLM's steps: pause (requests stay where they are), take every token that was
-made, note it under the old version, copy the tensors in place, switch the book, go on. Running requests keep their keys
-and values. Prefixes are shared under a salt that changes with the weights: none of an older version is ever found.
+**A new version** is loaded between two steps of vLLM: pause (requests are kept), record all generated tokens under the
+old version, copy the tensors in place, switch the table, resume. Running requests keep their keys and values. The salt
+of the prefix cache changes with the weights, so that no prefix of an older version is reused.
 
-**Noise**: each request has a seed from (run seed, group, sample, position where it begins). The same request alone
-draws the same tokens again; what Baton's keyed noise promises beyond that (any machine, any resume) vLLM does not.
+**Noise**: the seed of a request follows from (run seed, group, sample, position where it begins). The same request
+alone draws the same tokens again. Unlike Baton's keyed noise, this does not hold on other machines or after a resume.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from baton.types import FromWorker, PolicyVersion
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
-    """An `Engine` whose tokens vLLM makes, in processes of its own."""
+    """An `Engine` whose tokens vLLM generates, in its own processes."""
 
-    # it says how likely a token was after the cut, and a trajectory wants to know it before
+    # vLLM's logprobs are those after top-p and top-k, and a trajectory records those before
     _only_temperature = "vLLM gives logprobs after the cut: allowed is temperature alone"
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights at once; running leases keep their KV cache and go on under the new version.
+        """Switch to new weights at once; running leases keep their KV cache and continue under the new version.
 
         Raises EngineFault, with nothing changed, for tensors that do not fit.
         """
@@ -51,7 +51,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
         self._heard_s = time.monotonic()
 
     def _load(self, whole: Mapping[str, Any], label: str) -> int:
-        """Hand tensors over in one file in memory, which all workers of this machine read."""
+        """Load tensors through one file in memory, which all vLLM workers of this machine read."""
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "weights.safetensors"
             save_file(dict(whole), path)
@@ -74,10 +74,10 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return reports
 
     def _check_account(self, said: GeneratedTokens, running: RunningRequest) -> None:
-        """Raise EngineFault where vLLM says that other weights made these tokens than was noted here."""
+        """Raise EngineFault if vLLM attributes these tokens to other weights than this engine recorded."""
         account = said.by_weights
         if account is None or "" in running.by_weights or sum(account.values()) != running.by_weights.total():
-            return  # nothing to compare, or it made more than is wanted
+            return  # nothing to compare, or vLLM generated tokens after the row's end
         if account != running.by_weights:
             raise EngineFault(
                 f"trajectory {running.row.lease.trajectory.name}: noted here are the weights {running.by_weights}, and "

@@ -1,4 +1,4 @@
-"""A vLLM engine of a model in a directory, or of a configuration alone, which is given weights later."""
+"""Builds a vLLM engine from a model directory, or from a configuration whose weights are loaded later."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from baton.specs.model import read_model
 from baton.types import PolicyVersion
 
 _CPU_BLOCK = 128
-"""Tokens in a block of vLLM's KV cache on a CPU: every sequence takes whole ones."""
+"""Tokens per block of vLLM's KV cache on a CPU; every sequence uses whole blocks."""
 
 
 def vllm_of_model(
     path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
 ) -> VllmEngine:
-    """Build an engine that serves the model in a directory, a checkpoint of an adapter included, as `version`."""
+    """Build an engine that serves the model in a directory as `version`; it may be an adapter's checkpoint."""
     _check_vllm(device)
     files = ModelFiles(path, settings, attention)
     if files.base_path == path:
@@ -42,7 +42,7 @@ def vllm_from_skeleton(
 ) -> VllmEngine:
     """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
 
-    base: tensors of the model that adapters are published for.
+    base: tensors of the base model, where versions are adapters.
     """
     _check_vllm(device)
     read_base = None if base is None else lambda: base
@@ -73,7 +73,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
     own = settings.vllm
     return {
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # what is sampled is said by leases alone
+        "generation_config": "vllm",  # ignore the model's generation_config.json: leases define the sampling
         "dtype": settings.dtype,
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.slots,
@@ -90,7 +90,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
-    """Room for all slots at their longest, and a quarter for prefixes that may be wanted again; None on a GPU."""
+    """Bytes of the KV cache on a CPU: all slots at full length, plus a quarter for shared prefixes. None on a GPU."""
     from vllm.platforms import current_platform
 
     own = settings.vllm
@@ -104,7 +104,7 @@ def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
 
 
 def _check_vllm(device: str) -> None:
-    """Raise UserError where vLLM is missing, or made for other devices than are asked for."""
+    """Raise UserError if vLLM is not installed or is built for another device than `device`."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "engine.kind: got 'vllm', which is not installed: `pip install 'baton-rl[vllm]'` where there is a GPU; "

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's own worker processes: weights are taken from a file in memory, in place.
+"""Code that runs inside vLLM's worker processes: loads weights in place from a file in memory.
 
-vLLM adds this class to its worker (`worker_extension_cls`). Imported there, where nothing else of Baton is needed.
+vLLM mixes `WeightsLoader` into its worker class (`worker_extension_cls`). This module imports nothing else of Baton.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import psutil  # one of vLLM's own requirements
 from safetensors import safe_open
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-"""The logger that says which layers a reload has left as they were."""
+"""The logger that names the layers which a reload did not change."""
 
 
 class WeightsLoader:
     """Loads published tensors into the running model."""
 
     model_runner: Any
-    """The worker's own."""
+    """The attribute of vLLM's worker."""
 
     def take_weights(self, path: str) -> int:
-        """Copy the tensors of a safetensors file into the model; return how many were taken.
+        """Copy the tensors of a safetensors file into the model; return their number.
 
-        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and lays out the weights anew, but not
-        those of a head that is tied to the embedding: on a CPU that is a packed copy, and stays the old one (vLLM
-        0.32). Raises RuntimeError when any other layer was left as it was.
+        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and repacks the weights, except those of a
+        head that is tied to the embedding: on a CPU the head is a packed copy that vLLM 0.32 does not update, so it is
+        repacked here. Raises RuntimeError if any other layer was not updated.
         """
         taken = 0
 
@@ -60,10 +60,10 @@ class WeightsLoader:
         return taken
 
     def end_with(self, pid: int) -> bool:
-        """Have this process and vLLM's core end when the process that asked for them does, however it ends.
+        """Kill this process and vLLM's core when the client process `pid` ends, however it ends.
 
-        A core whose client was killed would wait for it for ever, and keep its memory. Returns whether it is watched
-        for: a worker on another machine has another family.
+        Otherwise a core whose client was killed waits for it without limit and keeps its memory. Returns False, and
+        does nothing, if `pid` is not an ancestor of this process, as on another machine.
         """
         ancestors = [process.pid for process in psutil.Process().parents()]
         if pid not in ancestors:
@@ -82,14 +82,14 @@ class WeightsLoader:
         return [module for modules in sharing.values() if len(modules) > 1 for module in modules]
 
     def _without_weights(self, tied: list[Any]) -> set[str]:
-        """Return the kinds of layers that a file has nothing for: tied ones, and those with buffers alone."""
+        """Return the class names of layers without weights in the file: tied layers, and those with only buffers."""
         modules = self.model_runner.get_model().modules()
         bare = [module for module in modules if not any(p is not None for p in module._parameters.values())]
         return {type(module).__name__ for module in (*tied, *bare)}
 
 
 def _end_with(pid: int, own: list[int]) -> None:
-    """Wait until the ancestor is none any more, then end vLLM's processes from the core down."""
+    """Wait until `pid` is no ancestor any more, then kill vLLM's processes, the core first."""
     while pid in [process.pid for process in psutil.Process().parents()]:
         time.sleep(1.0)
     for one in own:
@@ -98,7 +98,7 @@ def _end_with(pid: int, own: list[int]) -> None:
 
 
 class _Missed(logging.Filter):
-    """Keeps what is said of layers that were not loaded, and says it not."""
+    """Collects the layers that were not loaded, and drops their log records."""
 
     def __init__(self) -> None:
         super().__init__()
