@@ -1,12 +1,12 @@
-"""The inside of an engine process: one engine, one torch thread, driven by messages.
+"""The main function of an engine process: one engine with one torch thread, driven by messages.
 
 | thread | consumes          | produces         | waits for                    | unblocked by                       |
 |--------|-------------------|------------------|------------------------------|------------------------------------|
 | reader | the socket        | queued messages  | the parent                   | a message, or the parent's end     |
 | main   | queued messages   | reports          | a message, when it is idle   | the reader                         |
 
-The reader takes messages off the socket whatever the engine does: the parent's sends never wait for the engine's, and
-two full sockets cannot hold each other up. Started by `EnginePool` as `python -m baton engine FD`.
+The reader drains the socket while the engine computes: the parent's sends never wait for the engine's, and two full
+socket buffers cannot deadlock. `EnginePool` starts the process as `python -m baton engine FD`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from baton.rollout.processes.protocol import (
 from baton.types import Abort, Lease, ends_lease
 
 SIGN_OF_LIFE_S = 5.0
-"""A working engine is heard of at least this often, though no report be due."""
+"""Longest time between two Progress messages of an active engine, also without reports."""
 
 
 def serve(descriptor: int) -> None:
-    """Serve one parent until it hangs up. An error is sent to the parent as a Fault, and ends the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
+    """Serve the parent until it closes the socket. An error is sent to it as a Fault and ends the process."""
+    # a terminal sends signals to parent and child: the parent handles them, and its exit closes the socket
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
     scratch = ""
@@ -56,16 +57,16 @@ def serve(descriptor: int) -> None:
         threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
         _loop(parent, inbox, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the parent is gone; nobody is left to tell
+        pass  # the parent has exited, so no error can be sent
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
         send_to_parent(parent, fault_of(error))
-        return  # the parent, and with it the other engines, still use the directory
+        return  # the parent still runs: it and the other engines use the scratch directory
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None]) -> None:
-    """Queue what the parent sends, and None when it is gone."""
+    """Queue the parent's messages, then None when it has exited."""
     try:
         while True:
             inbox.put(receive_to_engine(parent))

@@ -1,11 +1,11 @@
-"""Several engine processes behind one worker port: leases go where a slot is free, weights go to all.
+"""Several engine processes behind one `WorkerTransport`: a lease goes to a free slot, weights go to all processes.
 
-      runner ──lease──▶ queue ──▶ engine process 0 (one torch thread)
-        ▲                  └────▶ engine process 1 …
-        └── reports ◀── whichever has something
+      controller ──lease──▶ queue ──▶ engine process 0 (one torch thread)
+          ▲                   └─────▶ engine process 1 …
+          └── reports ◀── all processes
 
-A lease is handed over only when a slot is free or about to be: a process that drew short answers takes more of them.
-Where a trajectory runs makes no difference to its tokens (law 5): all processes have the same slots and one thread.
+A lease is sent to a process only when one of its slots is free, so a process with short responses gets more leases. The
+tokens of a trajectory do not depend on its process: all have the same number of slots and one thread.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from baton.rollout.transport import WorkerTransport
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
 CLOSE_GRACE_S = 2.0
-"""What all processes together have to end by themselves."""
+"""Time for all processes together to exit before they are killed."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
-"""Writes tensors to a safetensors file; handed in, because this module needs no torch."""
+"""Writes tensors to a safetensors file; an argument, because this module must not import torch."""
 
 
 class EngineProcess:
-    """One child process and what it has been given."""
+    """One child process, with its leases and last counters."""
 
     def __init__(self, index: int) -> None:
         self.name = f"engine process {index}"
@@ -55,14 +55,17 @@ class EngineProcess:
         self.pid = self.process.pid
 
     def tell(self, message: ToEngine) -> None:
-        """Send a message, or queue what the process does not read at once. Raises EngineFault when it has ended."""
+        """Send a message, or queue it while the socket is full. Raises EngineFault when the process has ended."""
         try:
             send_to_engine(self.socket, message)
         except OSError as error:
             raise self._ended() from error
 
     def hear(self) -> Progress | Serving | None:
-        """Return the next message, or None while it is not whole. Raises EngineFault when the process cannot go on."""
+        """Return the next message, or None while it is incomplete.
+
+        Raises EngineFault when the process has ended or failed, and UserError when that is its reason.
+        """
         try:
             message = receive_from_engine(self.socket)
         except (EOFError, OSError) as error:
@@ -93,14 +96,14 @@ class EnginePool(WorkerTransport):
         timeout_s: float,
         trace: LeaseTrace | None = None,
     ) -> None:
-        """Start the processes and wait until all serve. Raises EngineFault or DeadlineExceeded naming the process."""
+        """Start the processes and wait until all serve. Raises EngineFault, UserError, or DeadlineExceeded."""
         self._slots = start.engine_settings().slots
         self._count = count
         self._inbox: list[FromWorker] = []
-        """Reports that came while a version was being loaded."""
+        """Reports that `receive` has not returned yet."""
         self._save_tensors = save_tensors
         self.timeout_s = timeout_s
-        """Within which all processes must serve a version."""
+        """Seconds within which all processes must serve a new version."""
         self._trace = trace or LeaseTrace(TraceWriter())
         self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         self._queue: deque[Lease] = deque()
@@ -120,7 +123,7 @@ class EnginePool(WorkerTransport):
 
     @property
     def slots(self) -> int:
-        """Over all processes."""
+        """Slots of all processes."""
         return self._count * self._slots
 
     def send(self, message: FromHub) -> None:
@@ -129,7 +132,7 @@ class EnginePool(WorkerTransport):
                 self._queue.append(message)
             case Abort(lease_id=lease_id):
                 waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
-                if waiting is not None:  # let an engine report it, so that there is one path for aborts
+                if waiting is not None:  # an engine reports every abort, so send it the queued lease first
                     self._queue.remove(waiting)
                     self._hand_over(self.processes[0], waiting)
                 for process in self.processes:
@@ -148,7 +151,7 @@ class EnginePool(WorkerTransport):
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """The tensors go through one file in memory, read by all processes."""
+        """Switch all processes to new weights, through one file in memory that all of them read."""
         path = self.directory / f"{version.lineage}-{version.number}.safetensors"
         self._save_tensors(tensors, path)
         try:
@@ -159,19 +162,22 @@ class EnginePool(WorkerTransport):
             path.unlink(missing_ok=True)
 
     def stats(self) -> EngineStats:
-        """Sums over the processes, as of their last reports."""
+        """Return the sums over all processes, as of their last messages."""
         fields = EngineStats.__struct_fields__
         return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
 
     def close(self, *, is_over: bool = False) -> None:
-        """End all processes. May be called twice."""
+        """Stop all processes. May be called twice."""
         sockets, processes = [one.socket for one in self.processes], [one.process for one in self.processes]
         end_children(sockets, processes, grace_s=CLOSE_GRACE_S)
         self.processes = []
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _fill(self) -> None:
-        """Hand waiting leases to the processes with the most free slots; siblings go together while there is room."""
+        """Send waiting leases to the process with the most free slots.
+
+        Siblings go to one process while it has room, because their prompt is then prefilled once.
+        """
         while self._queue:
             process = min(self.processes, key=lambda p: len(p.leases))
             if len(process.leases) >= self._slots:
@@ -192,7 +198,7 @@ class EnginePool(WorkerTransport):
         return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
-        """Wait until every process serves a version; reports that come meanwhile are kept."""
+        """Wait until every process serves a version; keep the reports that arrive meanwhile."""
         begin_s = time.monotonic()
         deadline = begin_s + self.timeout_s
         waiting = set(self.processes)

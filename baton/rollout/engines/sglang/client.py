@@ -1,17 +1,16 @@
 """An SGLang server as an `EngineClient`.
 
-| task               | consumes         | produces        | waits for           | unblocked by                   |
-|--------------------|------------------|-----------------|---------------------|--------------------------------|
-| loop: one per row  | a /generate      | `Grown`, `RequestLost` | the server          | events, its end,
-answer_timeout| | loop: the ender    | rows to be ended | /abort_request  | their streams' ends | the ends; it asks
-until then   |
+| task              | consumes         | produces                         | waits for       | unblocked by             |
+|-------------------|------------------|----------------------------------|-----------------|--------------------------|
+| loop: one per row | /generate stream | `GeneratedTokens`, `RequestLost` | the server      | events, end, timeout     |
+| loop: the ender   | rows to abort    | /abort_request                   | the streams     | the end of each stream   |
 
-**A row has ended when its stream has.** What the server made until then comes before the end, however late, so that
-nothing made is lost or stamped with the next version. An abort may reach the server before the request that it means,
-which then runs on: so it is asked again until the stream ends. Before new weights it is asked until no stream is open
-and the server says that its load is zero.
+**A row has ended when its stream has.** All tokens generated until then arrive before the end of the stream, so that
+none is lost or attributed to the next version. An abort may reach the server before its request does, and is then
+ignored; it is therefore repeated until the stream ends. Before new weights are loaded, aborts are repeated until no
+stream is open and the server reports a load of zero.
 
-Request ids all have one length: SGLang aborts every request whose id begins with the one it is given.
+All request ids have the same length, because SGLang aborts every request whose id starts with the given one.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from baton.rollout.engines.client import EngineClient, EngineRequest, RequestLos
 from baton.rollout.engines.sglang import wire
 
 _ASK_AGAIN_S = 0.1
-"""Between two aborts of what has not ended, and two looks at the load."""
+"""Interval between two aborts of the same request, and between two queries of the load."""
 _CLOSE_S = 5.0
 _LONGEST_ANSWER = 1 << 20
-"""Bytes of an answer that is no stream."""
+"""Most bytes of a response that is not a stream."""
 _LACKS = object()
-"""Said in the stead of a server that does not know a path."""
+"""Result of a request to a path that the server does not have (404)."""
 
 
 class SglangClient(EngineClient):
-    """One server: asked from one thread."""
+    """A client of one server, used from one thread."""
 
     def __init__(
         self, url: str, *, key: str | None, longest_event: int, start_timeout_s: float, answer_timeout_s: float
     ) -> None:
-        """Connect. longest_event: bytes. Raises DeadlineExceeded naming the server when it does not come up."""
+        """Connect. longest_event: bytes. Raises DeadlineExceeded naming the server if it does not respond in time."""
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
@@ -51,21 +50,21 @@ class SglangClient(EngineClient):
 
     @property
     def max_context_tokens(self) -> int | None:
-        """What the server says that a request may have; None where it does not say."""
+        """The server's limit of tokens per request; None where it does not report one."""
         return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
-        """Have the server let go of requests. Each still ends by `take`, with all that was made of it."""
+        """Abort requests. `take` still returns the end of each, with all its tokens."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
 
     def quiesce(self) -> None:
-        """Abort everything until no stream is open and the server's load is zero; `take` then has all that was made."""
+        """Abort all requests until no stream is open and the server's load is zero; `take` then has all tokens."""
         self._call(self._quiesce(), self._answer_timeout_s, "to end all requests")
 
     def load(self, directory: str, label: str) -> None:
-        """Have the server read its weights from a directory and forget every prefix. After `quiesce`.
+        """Load the server's weights from a directory and flush its prefix cache. Call after `quiesce`.
 
-        Raises EngineFault when it refuses, or says afterwards that it holds another version than `label`.
+        Raises EngineFault if it refuses, or reports another version than `label` afterwards.
         """
         self._call(self._load(directory, label), self._answer_timeout_s, "to take new weights")
 
@@ -123,14 +122,14 @@ class SglangClient(EngineClient):
         except TimeoutError:
             text = f"not a word in {self._answer_timeout_s:.0f} s (engine.sglang.answer_timeout_s)"
             self._inbox.put(RequestLost(request.key, text))
-        except Exception as error:  # noqa: BLE001  # whatever it is, the caller's thread must hear of it
+        except Exception as error:  # noqa: BLE001  # any failure must reach the caller's thread
             self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
         finally:
             self._tasks.pop(request.key, None)
             self._ending.discard(request.key)
 
     async def _keep_ending(self) -> None:
-        """Ask for every row that is to end, again and again, until its stream has ended."""
+        """Repeat the abort of each row to be ended until its stream has ended."""
         while True:
             for key in list(self._ending & self._tasks.keys()):
                 with contextlib.suppress(EngineFault):  # a dead server shows in the streams
@@ -157,7 +156,7 @@ class SglangClient(EngineClient):
             raise EngineFault(f"{self.name} was given weights {label} and says that it holds {holds}")
 
     async def _ask_either(self, paths: Sequence[str]) -> Any:
-        """Ask at the first of several names that the server knows."""
+        """Request the first of several paths that the server has."""
         *others, last = paths
         for path in others:
             answer = await self._ask("GET", path, may_lack=True)
@@ -168,7 +167,7 @@ class SglangClient(EngineClient):
     async def _ask(
         self, method: str, path: str, body: Any = None, *, is_json: bool = True, may_lack: bool = False
     ) -> Any:
-        """One small call. Raises EngineFault for any answer but 200, for one too long, and for none."""
+        """Send one request that is not a stream. Raises EngineFault for a status but 200, a long response, and none."""
         what = f"{self.name}: {method} {path}"
         try:
             async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:

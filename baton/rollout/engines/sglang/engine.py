@@ -1,12 +1,13 @@
-"""A running SGLang server behind the `Engine` protocol: see `rollout/engines/external.py`.
+"""A running SGLang server behind the `Engine` protocol, on top of `rollout/engines/external.py`.
 
-The server is this engine's alone: its requests are all aborted when weights change.
+One engine uses the server exclusively: all requests of the server are aborted when weights change.
 
-**An abort** is reported when the server has let go of the request: all it made until then is in the report.
+**An abort** is reported once the server has ended the request; the report includes all tokens generated until then.
 
-**A new version** comes to an idle server: all requests are aborted until its load is zero, their tokens are noted under
-the old version, it reads the new weights from a directory and flushes its prefixes, and what may go on is asked for
-anew, from its ids. So no token has a wrong version, and none is computed from keys and values of another one.
+**A new version** is loaded while the server is idle: all requests are aborted until its load is zero, their tokens are
+recorded under the old version, the server reads the new weights from a directory and flushes its prefix cache, and
+requests that may continue are sent again with their ids. So each token has the right version, and none is computed from
+keys and values of another version.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from baton.types import FromWorker, PolicyVersion
 
 
 class SglangEngine(ExternalEngine[SglangClient]):
-    """An `Engine` whose tokens an SGLang server makes."""
+    """An `Engine` whose tokens an SGLang server generates."""
 
-    # versions of SGLang differ in whether logprobs are those before or after top-p and top-k have cut the vocabulary
+    # whether logprobs are those before or after top-p and top-k depends on the version of SGLang
     _only_temperature = "with SGLang only temperature is allowed"
 
     def __init__(
@@ -45,16 +46,19 @@ class SglangEngine(ExternalEngine[SglangClient]):
         text: Text,
         write_skeleton: Callable[[Path], None],
     ) -> None:
-        """It serves no version until weights are loaded. write_skeleton: all of a model but its weights."""
+        """Serve no version until weights are loaded.
+
+        write_skeleton: writes a model's configuration and tokenizer to a directory.
+        """
         super().__init__(line, weights, settings, PolicyVersion("", -1), end_ids, text)
         self._write_skeleton = write_skeleton
         self._directory: Path | None = None
-        """Of the weights that the server holds: it goes back to them when the next ones fail."""
+        """Directory of the server's current weights, to which the server returns when loading the next ones fails."""
         self._is_quiet = False
-        """Whether every stream was to end."""
+        """Whether all streams were aborted for new weights; an aborted stream is then no fault."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease; it is reported with all it has once the server has let go of it. Harmless for an unknown one."""
+        """End a lease; it is reported once the server has ended the request. Does nothing for an unknown lease."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True
@@ -64,9 +68,9 @@ class SglangEngine(ExternalEngine[SglangClient]):
             super().abort(lease_id)
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights; running leases go on under the new version, their keys and values computed again.
+        """Switch to new weights; running leases continue under the new version, with recomputed keys and values.
 
-        Raises EngineFault, with nothing changed, for tensors that do not fit; and when the server does not take them.
+        Raises EngineFault, with nothing changed, for tensors that do not fit; also if the server does not load them.
         """
         whole = self._weights.whole(tensors)
         self._line.quiesce()
@@ -88,15 +92,15 @@ class SglangEngine(ExternalEngine[SglangClient]):
         self._begin(held)
 
     def close(self) -> None:
-        """Let go of the server, which stays. May be called twice."""
+        """Disconnect from the server, which keeps running. May be called twice."""
         super().close()
         self._forget_directory()
 
     def _write(self, whole: Mapping[str, Any]) -> Path:
-        """Write a model's directory where the server reads it."""
+        """Write a model directory that the server can read."""
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
-        directory.chmod(0o755)  # the server may be another user's
+        directory.chmod(0o755)  # the server may run as another user
         self._write_skeleton(directory)
         save_file(dict(whole), directory / "model.safetensors", metadata={"format": "pt"})
         return directory

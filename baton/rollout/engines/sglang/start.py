@@ -1,4 +1,4 @@
-"""An SGLang engine for a model in a directory, or for a configuration alone, which is given weights later."""
+"""Builds an SGLang engine from a model directory, or from a configuration whose weights are loaded later."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, 
 from baton.types import PolicyVersion
 
 _BYTES_PER_TOKEN = 256
-"""A stream's event says at most so much of a token: id, logprob, text."""
+"""Upper bound of the bytes per token in a stream's event: id, logprob, text."""
 
 
 def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
-    """Have the recipe's server serve the model in a directory, a checkpoint of an adapter included, as `version`."""
+    """Load the model in a directory into the recipe's server as `version`; it may be an adapter's checkpoint."""
     files = ModelFiles(path, settings, attention)
     engine = _engine(files.base_directory(), settings, files.read_base)
     try:
@@ -34,7 +34,7 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
 def sglang_from_skeleton(directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings) -> SglangEngine:
     """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
 
-    base: tensors of the model that adapters are published for.
+    base: tensors of the base model, where versions are adapters.
     """
     return _engine(directory, settings, None if base is None else lambda: base)
 

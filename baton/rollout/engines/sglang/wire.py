@@ -1,14 +1,14 @@
-"""What goes over the wire to an SGLang server and comes back: bodies, and the events of a stream.
+"""Request bodies and responses of an SGLang server, and the events of its streams.
 
-Read from SGLang's documentation and sources (`managers/io_struct.py`, `entrypoints/http_server.py`,
+Sources: SGLang's documentation and code (`managers/io_struct.py`, `entrypoints/http_server.py`,
 `managers/tokenizer_manager.py`). An event of a `/generate` stream is a line `data: {...}`, the last one `data: [DONE]`:
 
     {"output_ids": [...], "meta_info": {"id": rid, "completion_tokens": n, "weight_version": "...",
      "output_token_logprobs": [[logprob, id, text or null], ...],
      "finish_reason": null | {"type": "stop" | "length" | "abort", "message": ...}}}
 
-By default every event has all tokens from the first on; a server that was started to stream increments sends only the
-new ones, but all of them once more where a request was aborted while it waited.
+By default every event contains all tokens from the first on. A server in incremental mode sends only new ones, except
+that it repeats all tokens when a request is aborted while it waits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton.rollout.engines.client import EngineRequest, GeneratedTokens
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself."""
+    """The properties of a server that matter here."""
 
     is_incremental: bool = False
-    """Whether the events of a stream have new tokens only."""
+    """Whether the events of a stream contain only new tokens."""
     context_length: int | None = None
-    """Tokens that a request may have."""
+    """Most tokens of a request; None where the server does not report it."""
 
 
 class _MetaInfo(msgspec.Struct):
@@ -51,7 +51,7 @@ class _Event(msgspec.Struct):
 SERVER_INFO = ("/server_info", "/get_server_info")
 MODEL_INFO = ("/model_info", "/get_model_info")
 LOADS = ("/v1/loads?include=core", "/get_load")
-"""What newer servers answer to, and older ones."""
+"""Paths of newer servers first, then those of older ones."""
 _EVENT = msgspec.json.Decoder(_Event)
 
 
@@ -67,18 +67,18 @@ def generate_body(request: EngineRequest) -> dict[str, Any]:
             "skip_special_tokens": False,
         },
         "return_logprob": True,
-        "logprob_start_len": -1,  # of what is generated alone
+        "logprob_start_len": -1,  # no logprobs of the prompt
         "stream": True,
     }
 
 
 def abort_body(rid: str | None) -> dict[str, Any]:
-    """Return the body of `/abort_request` for one request, or for all."""
+    """Return the body of `/abort_request` for one request, or for all if `rid` is None."""
     return {"rid": rid or "", "abort_all": rid is None}
 
 
 def read_server(info: Any) -> ServerInfo:
-    """Read `/server_info`. Raises EngineFault for what is no object."""
+    """Parse the response of `/server_info`. Raises EngineFault if it is not an object."""
     if not isinstance(info, dict):
         raise EngineFault(f"an SGLang server says of itself {str(info)[:100]!r}")
     length = info.get("context_length")
@@ -89,7 +89,7 @@ def read_server(info: Any) -> ServerInfo:
 
 
 def load_of(answer: Any) -> int:
-    """Return the requests that a server still has, from `/get_load` or `/v1/loads`. Raises EngineFault for others."""
+    """Return the number of requests in a server, from `/get_load` or `/v1/loads`. Raises EngineFault if unreadable."""
     if isinstance(answer, dict) and "loads" in answer:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]
@@ -108,7 +108,7 @@ def _requests(part: dict[str, Any]) -> int:
 
 
 async def read_json(stream: StreamReader, longest: int) -> Any:
-    """Read an answer. Raises ValueError for one that is longer than `longest` bytes or no JSON."""
+    """Read a JSON response. Raises ValueError if it has more than `longest` bytes or is not JSON."""
     found = bytearray()
     async for piece in stream.iter_any():
         found += piece
@@ -118,7 +118,7 @@ async def read_json(stream: StreamReader, longest: int) -> Any:
 
 
 async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[GeneratedTokens]:
-    """Yield what is new in each event. Raises ValueError for an event too long, malformed, or that says an error."""
+    """Yield the new tokens of each event. Raises ValueError for an event that is too long, malformed, or an error."""
     known = 0
     async for line in _lines(stream, longest):
         if not line.startswith(b"data:"):
