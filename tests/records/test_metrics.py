@@ -188,7 +188,7 @@ def test_wandb_that_is_not_installed_is_one_sentence_before_anything_starts(
 OFFLINE = """
 import sys
 from pathlib import Path
-from baton.metrics import LogSettings, MetricsWriter
+from baton.records.metrics import LogSettings, MetricsWriter
 
 writer = MetricsWriter(Path(sys.argv[1]), resume_step=-1, log=LogSettings(wandb="p"))
 writer.write(1, {"reward/mean": 0.5})

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timing
 HOLD = """
 import sys, time
 from pathlib import Path
-from baton.run_lock import RunLock
+from baton.records.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -21,7 +21,7 @@ from baton.types import FailureCause
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
 REFUSED = """
-import baton.tasks.judging.isolation as isolation
+import baton.rewards.isolation as isolation
 isolation._enter_namespaces = lambda network: "refused by the test"
 """
 

@@ -119,7 +119,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_its_name_and_the_run_can_go_on(
     message = "trainer rank 1 (pid 5) ended by SIGKILL; go on from the last checkpoint"
 
     def lost(self: LocalRanks, message_to: object, timeout_s: float) -> list[Any]:
-        if type(message_to).__name__ == "Step":
+        if type(message_to).__name__ == "TrainStep":
             raise RankLost(message)
         return asked(self, message_to, timeout_s)
 
