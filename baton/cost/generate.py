@@ -160,6 +160,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
     efficiency = place.efficiency
     prompt += efficiency.prefill_overhead_s * prefills_per_trajectory(work, batch)
     step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(work, batch))
+    # the engine starts whole steps while a slot waits for its next trajectory
     empty_s = step * math.ceil(efficiency.handover_s / step)
     per_token = step / batch + (empty_s / batch + prompt + efficiency.trajectory_overhead_s) / work.output.mean
     if work.max_staleness == 0:

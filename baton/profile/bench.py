@@ -1,11 +1,11 @@
-"""`baton bench rollout`: the modes of [rollout] take turns on one engine, with long-tailed, scripted lengths.
+"""`baton bench rollout`: runs the modes of [rollout] alternately on one engine, with scripted long-tailed lengths.
 
-What is measured is the rollout side alone: the trainer takes no time, and every version has the same weights, loaded
-anew each time. `sync_2x` is the control that tells over-provision from mere concurrency: sync with as many groups as
+Only the rollout side is measured: the trainer takes no time, and every version has the same weights, loaded again
+each time. `sync_2x` is a control that separates over-provision from mere concurrency: sync with as many groups as
 `partial` keeps open, whose batch feeds several train steps.
 
-The bound is the engine at full width all the time: (tokens / slots) × the mean time of a step in which every slot was
-taken, as measured here, plus each prompt's prefill once.
+The bound is an engine that is always at full width: (tokens / slots) × the mean measured time of a step with every
+slot taken, plus one prefill per prompt.
 """
 
 from __future__ import annotations
@@ -33,58 +33,59 @@ from baton.types import FromPort, PolicyVersion, Prompt, RewardResult, SamplingP
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Steps of each mode that are not counted: carrying has to come to its steady state."""
+"""Uncounted first steps of each mode, after which the number of carried groups is steady."""
 
 
 class ModeResult(msgspec.Struct, frozen=True):
-    """One mode, over all its turns."""
+    """Results of one mode over all its rounds."""
 
     mode: str
     steps: int
     tokens: int
-    """Of delivered batches."""
+    """Tokens of the delivered batches."""
     seconds: float
-    """On one processor where the engine runs on a CPU, else on the wall."""
+    """Processor time if the engine runs on a CPU, else wall time."""
     tokens_per_s: float
     over_sync: float | None
     over_control: float | None
-    """Against sync with as many groups as partial keeps open; None where it was not measured."""
+    """Rate relative to sync with as many groups as partial keeps open; None if that was not measured."""
     occupancy: float
-    """Decode rows that carried a trajectory."""
+    """Share of decode rows that had a trajectory."""
     of_bound: float
-    """Time that the bound takes ÷ time taken."""
+    """Time of the bound divided by the measured time."""
     full_step_ms: float | None
-    """A decode step with every slot taken, as far as this mode had any: all rows scan as far as the longest."""
+    """Time of a decode step with every slot taken; None if this mode had none. All rows attend over the longest
+    context."""
     reprefilled_frac: float
-    """Tokens prefilled again after they were put down, per token."""
+    """Tokens prefilled again after an abort, per token."""
     mean_staleness: float
-    """Versions, of the oldest token of each trajectory."""
+    """Mean age, in versions, of the oldest token of each trajectory."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Of each round: the spread."""
+    """Rate of each round, which shows the spread."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
-    """What `baton bench rollout` found."""
+    """Results of `baton bench rollout`."""
 
     clock: str
-    """`processor`, `wall`, or `steps`: every decode step takes the same time, whatever its width."""
+    """`processor`, `wall`, or `steps`: every decode step takes the same time at any width."""
     slots: int
     mean_tokens: float
     longest_tokens: int
     between: float
     within: float
     full_step_ms: float
-    """A decode step with every slot taken."""
+    """Time of a decode step with every slot taken."""
     step_ms_by_width: dict[int, float]
-    """Mean time of a decode step without a prefill, by its width: the curve that the bound comes from."""
+    """Mean time of a decode step without a prefill, by width. The bound is computed from its value at full width."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """The most that any mode could reach."""
+    """Upper bound of the speed-up of any mode over sync."""
     modes: tuple[ModeResult, ...]
 
 
 class TimedTransport(LocalTransport):
-    """Notes what each step of the engine took."""
+    """Records the width, prefill and duration of each engine step."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
         super().__init__(engine)
@@ -103,18 +104,18 @@ class TimedTransport(LocalTransport):
 
 
 class FlatTransport(TimedTransport):
-    """A clock that goes on by one second with each decode step."""
+    """A transport whose clock advances by one second per decode step."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, lambda: float(engine.stats.decode_steps))
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Takes no time."""
+        """Load weights in no time."""
         self.engine.load_weights(tensors, version)
 
 
 class NoJudges:
-    """`Judges` that take no time: every other trajectory of a group is right."""
+    """A `Judges` that takes no time; every other trajectory of a group has reward 1."""
 
     sees_groups = False
 
@@ -130,7 +131,7 @@ class NoJudges:
 
 
 class ModeBench:
-    """One mode's runner and its account."""
+    """The controller and the measurements of one mode."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class ModeBench:
         self._controller = RolloutController(parts, settings.rules())
         self._version = -1
         self._held = ExitStack()
-        """Keeps this mode from leasing while another one has the engine."""
+        """Keeps this mode paused while another mode uses the engine."""
         self.tokens, self.seconds, self.steps = 0, 0.0, 0
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.reprefilled = self.prompt_tokens = 0
@@ -165,7 +166,7 @@ class ModeBench:
         self.full_steps_s: list[float] = []
 
     def turn(self, steps: int, *, is_counted: bool = True) -> None:
-        """So many steps, on the engine that the other modes use as well; ends with nothing running."""
+        """Run this many steps on the engine that all modes share, and end with nothing running."""
         self._take_engine()
         before, first_step = self._port.stats(), len(self._port.steps)
         begin_s, tokens = self._port.clock(), 0
@@ -190,7 +191,7 @@ class ModeBench:
             self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
 
     def _take_engine(self) -> None:
-        """Begin, or go on after another mode has had the engine."""
+        """Start, or resume after another mode has used the engine."""
         if self._version < 0:
             self._version = 0
             self._controller.begin(0, StreamCursor(0, {}))
@@ -230,7 +231,7 @@ class ModeBench:
 
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
-    """Return the settings of each mode: the recipe's where they are of that mode, else defaults; and the control."""
+    """Return the settings of each mode (the recipe's if it has this mode, else defaults) and of the control."""
     known: tuple[Mode, ...] = ("sync", "partial", "async")
     unknown = [mode for mode in modes if mode not in known]
     if unknown or not modes:
@@ -259,7 +260,7 @@ def measure(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Let the sides take turns of about `steps` batches in all, and put the numbers together."""
+    """Run the modes alternately, about `steps` batches each, and compute the results."""
     for side in sides:
         side.turn(warm_up, is_counted=False)
     port.steps.clear()
@@ -316,9 +317,9 @@ def bench_engine(
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
-    """Measure modes where a step takes the same time whatever its width, with a slot for each trajectory in flight.
+    """Measure modes with a step time that does not depend on the width, and a slot for every trajectory in flight.
 
-    A scripted engine on a clock of decode steps; what a GPU is to short batches of a large model.
+    Uses a scripted engine and a clock that counts decode steps. It models a GPU with short batches of a large model.
     """
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
@@ -331,7 +332,7 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
 
 
 def _most_in_flight(rules: Rules) -> int:
-    """Trajectories that a mode wants to run at once; async as many as partial by default."""
+    """Return how many trajectories a mode runs at once; for async as many as partial by default."""
     if rules.max_concurrency is not None:
         return rules.max_concurrency
     groups = rules.max_outstanding(rules.overprovision) if rules.mode == "partial" else rules.batch_groups

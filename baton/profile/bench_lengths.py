@@ -1,4 +1,4 @@
-"""Scripted response lengths: lognormal, correlated within groups, cut at a longest one. The same for every mode."""
+"""Scripted response lengths: lognormal, correlated within groups, cut at a maximum. The same for every mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import NormalDist
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
-"""Steps of low-discrepancy sequences: even a few groups have nearly the spread that was asked for."""
+"""Steps of low-discrepancy sequences: even a few groups have nearly the requested spread."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ScriptedLengths:
     between: float
     """Standard deviation of the log length between groups."""
     within: float
-    """… and between the members of one group."""
+    """Standard deviation of the log length between members of one group."""
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:

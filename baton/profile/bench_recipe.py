@@ -1,4 +1,4 @@
-"""From a recipe to a bench."""
+"""Builds a bench from a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from baton.types import PolicyVersion
 def bench_rollout(
     recipe: Recipe, modes: Sequence[str], *, tail: float, between: float, within: float, steps: int, flat: bool
 ) -> BenchResult:
-    """Measure modes of rollout on the recipe's model and engine, or where a step's time is flat in its width."""
+    """Measure rollout modes on the recipe's model and engine, or, with `flat`, with a step time independent of its
+    width."""
     sides = sides_of(recipe.rollout, modes)
     longest = recipe.rollout.max_new_tokens
     lengths = ScriptedLengths(longest / tail, longest, between, within)

@@ -1,4 +1,4 @@
-"""Decode and prefill of the recipe's engine, over batch and context."""
+"""Measures decode and prefill of the recipe's engine over batch and context."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
 DECODE_STEPS = 24
 REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
-"""Of the engine's context: where decode and prefill are measured."""
+"""Contexts at which decode and prefill are measured, as shares of the engine's context."""
 START_S = 600.0
-"""For an engine beside the measured one, on a machine that starts several."""
+"""Time limit for the start of an engine beside the measured one; several start at once."""
 Say = Callable[[str], None]
 
 
 @contextmanager
 def companions(command: Sequence[str], count: int) -> Iterator[None]:
-    """Keep as many engines busy, each in a process of its own."""
+    """Keep `count` engines busy in processes of their own while the context is open."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
@@ -52,7 +52,7 @@ def companions(command: Sequence[str], count: int) -> Iterator[None]:
 
 
 def keep_busy(recipe: Recipe) -> None:
-    """Generate until killed, as an engine process would; says so on stdout first."""
+    """Generate until killed, as an engine process does. Writes `busy` to stdout after the first batch."""
     set_up_torch(1)
     engine = _engine(recipe)
     context, first = int(recipe.engine.max_context_tokens * CONTEXT_SHARES[0]), 0
@@ -65,7 +65,7 @@ def keep_busy(recipe: Recipe) -> None:
 
 
 def _engine(recipe: Recipe) -> EmbeddedEngine:
-    """The recipe's engine, but nothing ends a trajectory except its length."""
+    """Build the recipe's engine without end tokens: only its length ends a trajectory."""
     model = load_model(
         recipe.model.path,
         dtype=torch_dtype(recipe.engine.dtype),
@@ -77,7 +77,7 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
-    """Measure decode steps and prefills over batch and context; a prefill of one sequence alone too."""
+    """Measure decode steps and prefills over batch and context, and the prefill of a single sequence."""
     engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})
@@ -103,7 +103,7 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
 
 
 def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
-    """Return the seconds of prefill and of a decode step, for distinct prompts."""
+    """Return the seconds of a prefill and of a decode step, for distinct prompts."""
     generator = torch.Generator().manual_seed(first)
     sampling = SamplingParams(steps + 2)
     for index in range(batch):

@@ -1,10 +1,10 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-Every figure is the median of several: what a run on this machine will meet, its usual disturbances included. Decode and
-prefill over batch and context (`engine.py`); batches of the recipe's own prompts and train steps in turns, as a run has
-them; on a CPU both once more at the same time, because they share cores (`turns.py`); publication of weights. Then the
-shares of peak with which the cost model comes nearest to all of them. On a CPU an engine process has one thread, the
-trainer has all: there one core counts as one GPU.
+Every figure is a median over repeats on the machine as it is, with its usual disturbances. Measured are: decode and
+prefill over batch and context (`engine.py`); batches of the recipe's prompts and train steps alternately, and on a
+CPU also at the same time because they share cores (`turns.py`); weight publication. Then the cost model's parameters
+are fitted to these. On a CPU an engine process has one thread and the trainer has all; there one core counts as one
+GPU.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from baton.trainer import alarms
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What was measured, and what fits it."""
+    """The measurements, and the efficiencies fitted to them."""
 
     gpu: str
     devices: int
-    """Cores (or GPUs) that the trainer has."""
+    """Cores or GPUs of the trainer."""
     efficiency: Efficiency
     points: list[Measurement]
     publish_s: float
 
 
 def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = ()) -> Profile:
-    """Measure the recipe's model, engine and trainer on its device. Raises UserError for a GPU without a name.
+    """Measure the recipe's model, engine and trainer on its device. Raises UserError if the GPU's name is unknown.
 
-    `companion` is a command that keeps an engine busy: where a run has several engine processes, they are measured
-    while the others work, because they share memory and cores.
+    `companion` is a command that keeps an engine busy. If a run has several engine processes on a CPU, one is
+    measured while the others are busy, because they share memory and cores.
     """
     device = torch_device(recipe.model.device)
     on_cpu = device.type == "cpu"
@@ -61,7 +61,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     with companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
         points = list(engine_points(recipe, say))
     torch.set_num_threads(threads)
-    alarms.logger.disabled = True  # made-up rewards are as far from the policy as can be
+    alarms.logger.disabled = True  # rewards and behavior logprobs of these batches are made up and would raise alarms
     try:
         turns = take_turns(recipe, threads, say)
     finally:

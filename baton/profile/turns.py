@@ -1,7 +1,8 @@
-"""Batches and train steps in turns, as a run has them, and at the same time, as `async` has them.
+"""Measures batches and train steps, first alternately as in `sync`, then at the same time as in `async`.
 
-Train steps get the lengths that came out of the batches, and multiples of them, with an advantage for all groups or for
-half: what is without one goes forward only, which tells a backward pass from a forward one.
+Train steps get the lengths of the generated batches and multiples of them, with an advantage for all groups or for
+half. Groups without an advantage need no backward pass, which separates the cost of a backward pass from that of a
+forward pass.
 """
 
 from __future__ import annotations
@@ -49,27 +50,28 @@ from baton.types import (
 )
 
 NEVER_STALE = 1_000
-"""A bound of staleness that no batch here comes near to."""
+"""A staleness bound that no batch here reaches."""
 LONGEST_ROLLOUT = 256
-"""Tokens at which the responses of a batch are cut, so that measuring takes no longer."""
+"""Maximum response length, to limit the time of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
-"""Train steps that are measured: factor on the lengths that came out, share of groups that have an advantage."""
+"""Measured train steps: factor on the generated lengths, share of groups that have an advantage."""
 
 
 class StepTimings(msgspec.Struct):
-    """What batches and train steps took."""
+    """Measured times of batches and train steps."""
 
     rollout: Measurement
     train: list[Measurement]
     beside: OverlapMeasurement | None
-    """The same at the same time, where they share cores."""
+    """Both at the same time, if they share cores."""
     lengths: Workload
     handover_s: float
     publish_s: float
 
 
 class _Rollouts:
-    """Batches of the recipe's own prompts as a run makes them: by its runner, with a journal, weights before each."""
+    """Batches of the recipe's prompts generated as in a run: by the controller, with a journal and a publication
+    before each."""
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
@@ -78,7 +80,7 @@ class _Rollouts:
         longest = min(sampling.max_new_tokens, LONGEST_ROLLOUT)
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
         self.spans: list[Span] = []
-        """Of leases."""
+        """Spans of leases."""
         self._weights, self._version = weights, 0
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
@@ -105,7 +107,7 @@ class _Rollouts:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
     def batch(self) -> tuple[float, list[Trajectory]]:
-        """Generate one; return its seconds and its trajectories."""
+        """Generate one batch; return its seconds and its trajectories."""
         self._controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
         self.spans = []
         started = time.perf_counter()
@@ -116,14 +118,14 @@ class _Rollouts:
         return seconds, [member.trajectory for group in groups for member in group.members]
 
     def beside(self, trainer: Trainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
-        """Train in a thread of its own while engines that are always full go on, as `async` does; return the seconds of
-        a train step and the tokens that come in a second."""
+        """Train in a thread while engines that are always full generate, as in `async`. Return the seconds of a
+        train step and the generated tokens per second."""
         keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE, **self._shape}
         controller = RolloutController(self._parts, RolloutSettings.model_validate(keys).rules())
         controller.begin(self._version, self._controller.place)
         seconds: list[float] = []
         rates: list[float] = []
-        for _ in range(REPEATS + 1):  # the first one warms up
+        for _ in range(REPEATS + 1):  # the first round warms up
             controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
             self._version += 1
             controller.next_batch()
@@ -136,7 +138,8 @@ class _Rollouts:
         return statistics.median(seconds[1:]), statistics.median(rates[1:])
 
     def handover_s(self) -> float:
-        """From the end of a lease to the next one in its slot, in the last batch; 0 where each slot had but one."""
+        """Return the median time from the end of a lease to the next one in its slot, in the last batch; 0 if no
+        slot had two."""
         gaps: list[float] = []
         ends: dict[tuple[str, int], float] = {}
         for span in sorted(self.spans, key=lambda span: span.begin_s):
@@ -152,7 +155,7 @@ class _Rollouts:
 
 
 def take_turns(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Generate and train in turns, as often as there are kinds of train steps; then at the same time."""
+    """Generate and train alternately, with repeats of each kind of train step; then both at the same time."""
     trainer = _trainer(recipe)
     with tempfile.TemporaryDirectory() as directory:
         rollouts = _Rollouts(recipe, trainer.publish(), Path(directory))
@@ -179,7 +182,7 @@ def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: 
     rollout = Measurement("rollout", count, mean, statistics.median(times[len(TRAIN_KINDS) :]))
     say(f"a batch of {count} responses, {mean} tokens on average: {rollout.seconds:.3f} s")
     points = []
-    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first one warms up
+    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first round warms up
         tokens = round(statistics.fmean(each for _, each in found[1:]))
         seconds = statistics.median(each for each, _ in found[1:])
         points.append(Measurement("train", count, tokens, seconds, trained_share=share))
@@ -207,7 +210,7 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 
 
 def _trainer(recipe: Recipe) -> Trainer:
-    """The recipe's own trainer, alone on this device, at a learning rate that leaves the weights as they are."""
+    """Build the recipe's trainer, alone on this device, with a learning rate that keeps the weights unchanged."""
     alone: dict[str, object] = {"ranks": 1, "tensor_parallel": 1}
     still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
     return build_trainer(recipe.model_copy(update={"trainer": still}), load_tokenizer(recipe.model.path))
@@ -220,7 +223,7 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Trajectories as they came out, so many times as long; rewards differ in a share of the groups."""
+    """Return a batch with these lengths times `factor`; rewards differ within a share of the groups."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}
@@ -245,7 +248,7 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
-    """Publish, write to a file, read it and load it into an engine: the way weights go to an engine process."""
+    """Time publication: write weights to a file, read it and load it into an engine, as for an engine process."""
     engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
     times = []
     with tempfile.TemporaryDirectory() as directory:

@@ -58,6 +58,7 @@ def lognormal(mean: float, cv: float, longest: float) -> Lengths:
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
     z = np.array([normal.inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES)])
+    # the cut lowers the mean, so the location is found by bisection
     low, high = math.log(mean) - 10, math.log(mean) + 10
     for _ in range(80):
         middle = (low + high) / 2
