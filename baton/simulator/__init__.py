@@ -1,1 +1,1 @@
-"""A run in virtual time: the live run's own decisions, with engines, trainer, judges and links that only take time."""
+"""Runs in virtual time: the decisions of a live run, with engines, trainer, scorers and links that only take time."""

@@ -1,9 +1,10 @@
-"""Bad days by the thousand: `make chaos`. Each is drawn from its number: mode, settings, and what goes wrong when.
+"""Thousands of random cases with faults: `make chaos`. The number of a case is the seed of its mode, settings and
+faults.
 
     python -m baton.simulator.chaos [DAYS] [FIRST]
 
-Every law is checked at every event. A day on which one does not hold is shown with its number and the shortest log that
-was found to show it; then the exit code is 1.
+Every invariant is checked at every event. A case that violates one is printed with its number and the shortest event
+log found that reproduces it; then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from baton.swarm.lease_rules import LeaseRules
 MODES = ("sync", "partial", "async")
 DAYS = 10_000
 UNTIL_S = 40.0
-"""Faults begin before."""
+"""Faults begin before this time."""
 HELP_S = 200.0
-"""When somebody joins whatever happened, so that a run can go on."""
+"""Time at which a worker joins in every case, so that a run that has lost all workers can continue."""
 LOT = 50
-"""Days that a process takes at once."""
+"""Number of cases per task of a process."""
 
 
 @dataclass(slots=True)
 class ChaosSummary:
-    """What happened on many days."""
+    """Summary of many cases."""
 
     days: Counter[str] = field(default_factory=Counter)
-    """By mode."""
+    """Number of cases by mode."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Faults, and what was done about them."""
+    """Number of faults and of reactions to them, by name."""
     tokens: int = 0
     violations: dict[int, str] = field(default_factory=dict)
-    """Day → what does not hold, and the log that shows it."""
+    """Case → violated invariant and the log that shows it."""
 
     def add(self, other: ChaosSummary) -> None:
         self.days += other.days
@@ -59,7 +60,7 @@ class ChaosSummary:
 
 
 def random_case(number: int) -> tuple[Setting, RunOptions]:
-    """Return a day: three workers of impatient people, for whom everything that takes minutes takes seconds."""
+    """Return a case: three workers, with timeouts of seconds instead of minutes."""
     draw = choices(number, "day")
     mode = MODES[number % len(MODES)]
     keys: dict[str, object] = {
@@ -98,7 +99,7 @@ def random_case(number: int) -> tuple[Setting, RunOptions]:
 
 
 def live_through(numbers: Iterable[int]) -> ChaosSummary:
-    """Let these days happen."""
+    """Simulate these cases."""
     found = ChaosSummary()
     for number in numbers:
         setting, options = random_case(number)
@@ -117,7 +118,7 @@ def live_through(numbers: Iterable[int]) -> ChaosSummary:
 
 
 def survey(days: int, first: int = 0, processes: int = 1) -> ChaosSummary:
-    """Let so many days happen, on several cores."""
+    """Simulate `days` cases from number `first` on, in several processes."""
     lots = [range(start, min(start + LOT, first + days)) for start in range(first, first + days, LOT)]
     found = ChaosSummary()
     if processes == 1:
@@ -131,7 +132,7 @@ def survey(days: int, first: int = 0, processes: int = 1) -> ChaosSummary:
 
 
 def sentences(found: ChaosSummary, seconds: float) -> Iterator[str]:
-    """Say what happened."""
+    """Yield lines that describe the results."""
     modes = ", ".join(f"{count:,} {mode}" for mode, count in found.days.items())
     yield f"{found.days.total():,} bad days ({modes}), {found.tokens:,} tokens, {seconds:.0f} s"
     faults = {kind: found.outcomes[f"fault: {kind}"] for kind in KINDS}
@@ -144,7 +145,7 @@ def sentences(found: ChaosSummary, seconds: float) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Let days happen and say how it went; 1 where a law did not hold."""
+    """Simulate cases and print the results; return 1 if an invariant was violated."""
     numbers = [int(text) for text in arguments]
     begin_s = time.monotonic()
     days, first = [*numbers, *(DAYS, 0)[len(numbers) :]][:2]

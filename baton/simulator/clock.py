@@ -1,4 +1,5 @@
-"""Virtual time: a heap of what is to happen. Time jumps to the next of it; what is due at once happens in order."""
+"""Virtual time: a heap of scheduled actions. Time jumps to the next action; simultaneous actions run in scheduling
+order."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ Action = Callable[..., None]
 
 
 class VirtualClock:
-    """One timeline. Nothing here is random and nothing looks at real time."""
+    """One timeline. It uses neither randomness nor real time."""
 
     __slots__ = ("_heap", "_sequence", "now_s", "num_fired")
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_fired = 0
-        """Actions so far."""
+        """Number of actions that have run."""
         self._sequence = 0
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
 
     def at(self, at_s: float, action: Action, *args: Any) -> None:
-        """Have something done at a time that is not past."""
+        """Schedule an action; `at_s` must not be in the past."""
         assert at_s >= self.now_s, f"an action at {at_s} s is asked for at {self.now_s} s"
         self._sequence += 1
         heapq.heappush(self._heap, (at_s, self._sequence, action, args))
@@ -31,7 +32,7 @@ class VirtualClock:
         self.at(self.now_s + wait_s, action, *args)
 
     def fire(self) -> bool:
-        """Go to the next action and do it; False when there is none."""
+        """Advance to the next action and run it. Return False if there is none."""
         if not self._heap:
             return False
         self.now_s, _, action, args = heapq.heappop(self._heap)
@@ -40,5 +41,5 @@ class VirtualClock:
         return True
 
     def __len__(self) -> int:
-        """Actions that are still to come."""
+        """Return the number of scheduled actions."""
         return len(self._heap)

@@ -1,13 +1,13 @@
-"""An engine in virtual time: continuous batching over a number of slots and a KV cache of some size.
+"""An engine in virtual time: continuous batching over a number of slots and a KV cache of limited size.
 
-Decode steps are not simulated one by one. Between two events nothing changes but the contexts, which grow by a token a
-step, so a step's time changes linearly and a stretch of k steps takes, in closed form,
+Decode steps are not simulated one by one. Between two events only the contexts change, by one token per step, so the
+time of a step changes linearly, and k steps take
 
     D(k) = k · step + slope · k (k − 1) / 2
 
-Everything takes effect between two steps, as in a real engine: what arrives in the middle of one waits for its end. A
-sequence that is admitted is prefilled first, and the others wait for it; a prompt is prefilled once for all members of
-its group that are here. Where the KV cache is full, the youngest sequence makes room and is prefilled again later.
+Requests take effect between two steps, as in a real engine. An admitted sequence is prefilled first while the others
+wait; a prompt is prefilled once for all members of its group in the engine. If the KV cache is full, the youngest
+sequence is evicted and prefilled again later.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from baton.simulator.timing import steps_within
 from baton.simulator.tracing import trace_row
 
 WATERMARK = 0.01
-"""Share of the KV cache that admission leaves free, as vLLM does."""
+"""Share of the KV cache that admission leaves free, as in vLLM."""
+# tolerance for rounding when times are compared, seconds
 _CLOSE = 1e-9
 
 
 class EngineOwner(Protocol):
-    """Who holds an engine."""
+    """The owner of an engine, which receives its reports."""
 
     def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
-        """The engine reports. May submit, abort and switch at once."""
+        """Receive reports of the engine. May submit, abort and switch in the call."""
 
 
 class SimEngine:
@@ -57,18 +58,18 @@ class SimEngine:
         self._heap: list[tuple[int, int, SimulatedLease]] = []
         self._waiting: deque[SimulatedLease] = deque()
         self._rows: dict[int, SimulatedLease] = {}
-        """Every lease that is here, running or waiting."""
+        """Every lease in the engine, running or waiting."""
         self._here: Counter[int] = Counter()
-        """Groups among what runs."""
+        """Number of running rows by group."""
         self._lanes: list[int] = list(range(spec.slots))
         self._aborting: dict[int, None] = {}
         self._dropping: dict[int, None] = {}
         self._switch: tuple[int, bool, float] | None = None
         self._width = self._context = self._step = self._born = 0
         self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
-        """The last: when a whole step was last done, prefill after it included."""
+        """`_since_s`: end of the last whole step, including the prefill after it."""
         self._wake = 0
-        """Number of the latest wake; earlier ones are out of date."""
+        """Number of the latest wake; earlier ones are ignored."""
         self._report_s, self._slowness = math.inf, 1.0
         self._is_between = self._is_stopped = self._has_prefilled = False
 
@@ -91,19 +92,20 @@ class SimEngine:
             self._poke()
 
     def abort(self, lease: int) -> None:
-        """Have a lease put down and reported; nothing for one that is not here."""
+        """Abort a lease and report it; does nothing if the lease is not in the engine."""
         if lease in self._rows:
             self._aborting[lease] = None
             self._poke()
 
     def drop(self, lease: int) -> None:
-        """Have a lease forgotten: nothing more is said of it."""
+        """Drop a lease without a report."""
         if lease in self._rows:
             self._dropping[lease] = None
             self._poke()
 
     def switch(self, version: int, *, resumes: bool, load_s: float = 0.0) -> None:
-        """Serve another version from the next step on. `resumes`: what runs is prefilled again by the new weights."""
+        """Serve another version from the next step on. `resumes`: running rows are prefilled again under the new
+        weights."""
         self._switch = (version, resumes, load_s)
         self._poke()
 
@@ -113,12 +115,12 @@ class SimEngine:
             self._poke()
 
     def stop(self) -> None:
-        """Stand still where it is, for good or until `go_on`."""
+        """Stop at the last whole step, permanently or until `go_on`."""
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 
     def abandon(self) -> None:
-        """After `stop`, for good: what is in the slots is lost."""
+        """Give up the running rows, after a permanent `stop`; their tokens are lost."""
         for _, _, row in self._heap if self._tracer is not None else ():
             self._count(row)
             self._leave(row, "lost")
@@ -129,7 +131,7 @@ class SimEngine:
         self._between()
 
     def flush(self) -> None:
-        """Report what has grown so far, whole steps of it."""
+        """Report the tokens of all whole steps so far."""
         if self._is_stopped:
             return
         self._settle(self._whole_steps())
@@ -142,7 +144,7 @@ class SimEngine:
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
 
     def unreported(self) -> int:
-        """Tokens that are made, and nobody has been told of."""
+        """Return the number of tokens that are generated but not reported."""
         steps = 0 if self._is_stopped else self._whole_steps()
         rows = self._rows.values()
         return sum((row.end_step >= 0) * (self._fresh(row) + steps) + sum(n for _, n in row.grown) for row in rows)
@@ -153,14 +155,14 @@ class SimEngine:
         return steps * self._step_s + self._slope_s * steps * (steps - 1) / 2
 
     def _whole_steps(self) -> int:
-        """Steps done since `_since_s` by now, at most what is planned."""
+        """Return the steps completed since `_since_s`, at most `_planned`."""
         elapsed = self._clock.now_s - self._since_s
         if elapsed <= 0 or not self._width:
             return 0
         return min(self._planned, int(steps_within(elapsed, self._step_s, self._slope_s) + _CLOSE))
 
     def _poke(self) -> None:
-        """Look after what was asked for at the end of the current step."""
+        """Wake at the end of the current step to handle new requests."""
         if self._is_between or self._is_stopped:
             return
         now_s = self._clock.now_s
@@ -185,7 +187,7 @@ class SimEngine:
         self._between()
 
     def _settle(self, steps: int) -> None:
-        """Count steps that are done."""
+        """Account for completed steps."""
         if not steps:
             return
         seconds, width = self._duration_s(steps), self._width
@@ -278,7 +280,7 @@ class SimEngine:
         return row.length - (row.end_step - self._step) - row.tokens
 
     def _count(self, row: SimulatedLease) -> None:
-        """Write down what has grown since the last count, under the version that serves."""
+        """Record the tokens since the last count under the served version."""
         fresh = self._fresh(row)
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"
@@ -288,7 +290,7 @@ class SimEngine:
             row.grown.append((self.version, fresh))
 
     def _leave(self, row: SimulatedLease, ended: str = "abort") -> None:
-        """A sequence leaves the batch."""
+        """Remove a row from the batch."""
         if self._tracer is not None:
             trace_row(self._tracer, self.name, row, self._since_s, ended)
         self._width -= 1
@@ -317,7 +319,7 @@ class SimEngine:
             self.busy.preemptions += 1
 
     def _admit(self) -> None:
-        """Fill the slots with what waits, first come first served, as far as the KV cache goes."""
+        """Fill free slots with waiting rows in order of arrival, as far as the KV cache allows."""
         waiting, self._has_prefilled = self._waiting, False
         while waiting and self._width < self.slots:
             row = waiting[0]
@@ -358,7 +360,7 @@ class SimEngine:
         self.busy.prefill_s += seconds
 
     def _plan(self) -> None:
-        """Find the next event, and sleep until then."""
+        """Find the next event and schedule a wake for it."""
         width = self._width
         if not width:
             if self._waiting:
@@ -380,7 +382,7 @@ class SimEngine:
         self._set_wake(self._since_s + self._duration_s(steps), steps)
 
     def _until_report(self, steps: int) -> int:
-        """Fewer steps where a report is due before."""
+        """Return fewer steps if a report is due before."""
         if self._report_s == math.inf:
             self._report_s = self._clock.now_s + self._report_every_s
         if self._since_s + self._duration_s(steps) <= self._report_s:

@@ -1,16 +1,16 @@
-"""What goes wrong, and when: from a TOML file, from a trace of preemptions, or drawn from a seed.
+"""Faults of a simulated run: from a TOML file, from a trace of preemptions, or drawn from a seed.
 
 ```toml
 [[fault]]
-kind = "crash"        # the worker's process ends; another takes its place after for_s (0: none does)
+kind = "crash"        # the worker's process ends; a replacement starts after for_s (0: never)
 at_s = 120.0
-worker = "w3"         # a name; without it one of those that are alive
+worker = "w3"         # a name; without it one of the running workers
 for_s = 60.0
 ```
 
-Kinds: `crash`, `hang` (it stands still and says nothing for for_s), `slow` (by factor), `leave` (it says goodbye),
-`join` (one more like `worker`), `restart` (the controller dies and is back after for_s), `partition`, and
-`network_fault` (of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
+Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (ends after it has
+reported), `join` (adds a worker like `worker`), `restart` (the controller stops and is back after for_s),
+`partition`, and `storm` (of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class FaultSettings(Settings):
-    """[[fault]] one thing that goes wrong."""
+    """[[fault]] one fault."""
 
     kind: Kind
-    """What happens."""
+    """Kind of the fault."""
     at_s: float = Field(ge=0)
-    """When."""
+    """Virtual time of the fault."""
     worker: str = ""
-    """Name of the worker; without it one of those that are alive, or for `partition` and `network_fault` all."""
+    """Name of the worker. Without it one of the running workers, or for `partition` and `storm` all."""
     for_s: float = Field(default=0.0, ge=0)
-    """How long it lasts, or how long until something takes its place; 0: for good."""
+    """Duration of the fault, or time until a replacement starts; 0: permanent."""
     factor: float = Field(default=1.0, ge=1)
-    """`slow`: everything takes so many times as long."""
+    """`slow`: factor on all times of the worker."""
     loss: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of messages lost, each with its connection."""
+    """`storm`: share of messages lost, each together with its connection."""
     duplicate: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of messages that come twice."""
+    """`storm`: share of messages that arrive twice."""
     reorder: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of messages that are overtaken by later ones."""
+    """`storm`: share of messages that later ones overtake."""
     delay_s: float = Field(default=0.0, ge=0)
-    """`network_fault`: longest extra delay of a message."""
+    """`storm`: maximum extra delay of a message."""
     corrupt: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of fetched versions with a corrupt chunk."""
+    """`storm`: share of fetched versions with a corrupt chunk."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> FaultSettings:
@@ -66,37 +66,38 @@ class FaultSettings(Settings):
 
 
 class RandomSettings(Settings):
-    """[random] faults drawn from the seed, beside those that are named."""
+    """[random] faults drawn from the seed, in addition to those listed."""
 
     faults: int = Field(ge=0)
-    """How many."""
+    """Number of faults."""
     until_s: float = Field(gt=0)
-    """They happen before this time."""
+    """They begin before this time."""
     kinds: tuple[Kind, ...] = KINDS
-    """Which."""
+    """Kinds to draw from."""
 
 
 class SpotSettings(Settings):
     """[spot] preemptions of rented machines, from a trace."""
 
     trace: Path
-    """CSV with columns at_s, worker, for_s: when it is taken away, how long until another is there (0: never)."""
+    """CSV with columns at_s, worker, for_s: time of the preemption, and time until a replacement starts (0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
-    """Warning before it is taken: with one, the worker puts down what it has and leaves."""
+    """Warning time before a preemption. If positive, the worker reports its tokens and leaves when warned, instead
+    of crashing."""
 
 
 class FaultsSettings(Settings):
     """A fault file."""
 
     fault: tuple[FaultSettings, ...] = ()
-    """What happens, in any order."""
+    """Faults, in any order."""
     random: RandomSettings | None = None
-    """Drawn from the seed."""
+    """Faults drawn from the seed."""
     spot: SpotSettings | None = None
-    """From a trace."""
+    """Faults from a trace."""
 
     def schedule(self, seed: int) -> list[FaultSettings]:
-        """Return all faults in the order of time. Raises UserError for a trace that cannot be read."""
+        """Return all faults sorted by time. Raises UserError for a trace that cannot be read."""
         found = list(self.fault)
         if self.random is not None:
             found += draw_faults(choices(seed, "faults"), self.random)
@@ -106,7 +107,7 @@ class FaultsSettings(Settings):
 
 
 def draw_faults(random: Random, wanted: RandomSettings) -> list[FaultSettings]:
-    """Draw faults: when they happen, what, and how bad."""
+    """Draw the time, kind, duration and strength of each fault."""
     found = []
     for _ in range(wanted.faults):
         kind = random.choice(wanted.kinds)
@@ -122,7 +123,7 @@ def draw_faults(random: Random, wanted: RandomSettings) -> list[FaultSettings]:
 
 
 def read_trace(spot: SpotSettings) -> list[FaultSettings]:
-    """Read a trace of preemptions. Raises UserError naming the line."""
+    """Read a trace of preemptions. Raises UserError with the line number."""
     if not spot.trace.is_file():
         raise UserError(f"spot.trace: there is no file {spot.trace}")
     found = []

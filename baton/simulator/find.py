@@ -1,4 +1,4 @@
-"""When a law does not hold: the fewest faults that show it, and the event log up to there."""
+"""Reduces a violated invariant to few faults, few train steps and the event log up to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.simulator.world import NoProgress
 
 
 class InvariantBroken(BatonError):
-    """A law of the architecture does not hold; the message has the seed and the log that shows it."""
+    """An invariant does not hold; the message has the seed and the log that shows it."""
 
 
 MOST_TRIES = 400
@@ -24,7 +24,7 @@ SHOWN_LINES = 60
 
 @dataclass(frozen=True, slots=True)
 class ReproducedViolation:
-    """A law that does not hold, as small as it was found."""
+    """A reproduced violation, reduced as far as it was found."""
 
     law: str
     what: str
@@ -32,10 +32,10 @@ class ReproducedViolation:
     steps: int
     faults: tuple[FaultSettings, ...]
     log: tuple[str, ...]
-    """Every event and command up to it."""
+    """Every event and command up to the violation."""
 
     def sentence(self, shown: int = SHOWN_LINES) -> str:
-        """For people: what, the seed, the faults, and the end of the log."""
+        """Return the invariant, the seed, the faults, and the end of the log as text."""
         faults = "\n".join(f"  {f.model_dump(exclude_defaults=True)}" for f in self.faults) or "  none"
         left_out = max(0, len(self.log) - shown)
         lines = "\n".join(f"  {line}" for line in self.log[left_out:])
@@ -47,7 +47,7 @@ class ReproducedViolation:
 
 
 def broken_law(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
-    """Simulate with all laws on; return the violation in as few faults and events as were found, or None."""
+    """Simulate with all invariants checked. Return the violation with the fewest faults and events found, or None."""
     first = _try(setting, options)
     if first is None:
         return None
@@ -85,7 +85,7 @@ def _try(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
         law, what = error.law, f"at {error.at_s:.3f} s: {error.what}"
     except NoProgress as error:
         law, what = "progress", str(error)
-    except AssertionError as error:  # a decision object's own
+    except AssertionError as error:  # an assertion of a decision object
         law, what = "its own assertion", str(error)
     lines = tuple(line.decode() for line in log.lines)
     return ReproducedViolation(law, what, options.seed, setting.num_steps, tuple(faults), lines)

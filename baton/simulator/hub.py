@@ -1,7 +1,7 @@
-"""The hub in virtual time: the live lease table, with payloads that are counts.
+"""The hub in virtual time: the live run's lease table, with token counts as payloads.
 
-What `swarm/hub/hub.py` and `swarm/lease_broker.py` do with a message is done here: a report counts only where its lease
-is current and its offset is the length; a worker that is cut off keeps its leases until it has been silent too long.
+Handles messages as `swarm/hub/hub.py` and `swarm/lease_broker.py` do: a report counts only if its lease is current
+and its offset equals the lease's length. A disconnected worker keeps its leases until its heartbeat timeout.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry
 
 MAX_REFUSALS = 64
-"""In a row, after which a worker is hung up on, as in the live desk."""
+"""Consecutive refusals after which a worker is disconnected, as in the live lease broker."""
 
 
 class LeaseTableObserver(Protocol):
-    """Whoever looks at every event of the lease table."""
+    """Observes every event and command of the lease table."""
 
     def heard_lease(self, event: ev.Event) -> None:
-        """The table is told."""
+        """Called after the table has handled an event, before its commands are applied."""
 
     def said_lease(self, command: ev.Command) -> None:
-        """It wants something done."""
+        """Called before a command is applied."""
 
     def settled_lease(self, event: ev.Event) -> None:
-        """That is done."""
+        """Called when all commands of an event are applied."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
-    """A trajectory that is to be grown."""
+    """A trajectory to generate."""
 
     generation_request: GenerationRequest
     committed: int
@@ -51,7 +51,7 @@ class SimulatedTask:
 
 @dataclass(slots=True, eq=False)
 class SimulatedProgress:
-    """One lease of it."""
+    """One lease of a task."""
 
     worker: int
     task: int
@@ -60,12 +60,12 @@ class SimulatedProgress:
     newest: int
     """Version of its last token; -1 before the first."""
     segments: Segments = field(default_factory=list)
-    """From `base` on."""
+    """Tokens after `base`."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedPeer:
-    """A worker as the hub knows it."""
+    """The hub's record of a worker."""
 
     worker: SimWorker
     is_connected: bool = True
@@ -80,7 +80,7 @@ class SimHub:
     def __init__(
         self, table: LeaseTable, clock: VirtualClock, controller: Simulation, lineage: str, acks: bool
     ) -> None:
-        """acks: whether workers are told what has come in, which only a fault makes use of."""
+        """acks: whether reports are acknowledged to workers, which is only needed with faults."""
         self.table, self.lineage = table, lineage
         self.peers: dict[int, SimulatedPeer] = {}
         self.versions: dict[int, PolicyVersion] = {}
@@ -88,13 +88,13 @@ class SimHub:
         self.branches: dict[int, SimulatedProgress] = {}
         self.watches: list[LeaseTableObserver] = []
         self.outcomes: Callable[[str], None] = lambda name: None
-        """Hears of expulsions and the like."""
+        """Receives the name of each outcome to count, such as an expulsion."""
         self._clock, self._controller, self._acks = clock, controller, acks
         self._want: Want | None = None
         self._next_worker = 0
         self._to_say: deque[tuple[Any, ...]] = deque()
-        """For the controller, which hears it when the table's commands are carried out: the live one has a thread of
-        its own."""
+        """Calls to the controller, delayed until the table's commands are applied; the live controller has its own
+        thread."""
         self._is_speaking = False
 
     # ---- from the controller -----------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class SimHub:
         self._tell(ev.TaskAborted(self._clock.now_s, task))
 
     def announce(self, version: PolicyVersion) -> None:
-        """A version can be fetched."""
+        """Announce a version that can be fetched."""
         self.versions[version.number] = version
         self._want = Want(version)
         for number in list(self.peers):
@@ -155,7 +155,7 @@ class SimHub:
                 raise AssertionError(f"a worker sends no {type(message).__name__}")
 
     def cut(self, worker: SimWorker) -> None:
-        """A connection has ended: nothing new for it, and its leases wait for it."""
+        """Mark a worker as disconnected: it gets no new leases and keeps those it has."""
         peer = self.peers.get(worker.number)
         if peer is None or peer.worker is not worker:
             return
@@ -182,7 +182,7 @@ class SimHub:
         self._alive(number, peer)
 
     def _held(self, number: int, claimed: set[int]) -> None:
-        """What a worker should hold and does not is leased anew; what it should not is dropped."""
+        """Return leases that the worker should hold but does not to the queue, and drop those it should not hold."""
         known = set(self.table.workers[number].leases)
         for lease in sorted(known - claimed):
             self._tell(ev.LeaseReturned(self._clock.now_s, lease))
@@ -218,7 +218,7 @@ class SimHub:
         self._acknowledge(number, lease, branch)
 
     def _is_older(self, branch: SimulatedProgress, segments: Segments) -> bool:
-        """Whether tokens follow those of a newer version: the live hub takes that for a lie (swarm/checks.py)."""
+        """Whether tokens follow those of a newer version, which the live hub treats as a fault (swarm/checks.py)."""
         return any(version < branch.newest for version, _ in segments)
 
     def _refused(self, number: int, peer: SimulatedPeer, retry: Retry) -> None:
@@ -237,7 +237,7 @@ class SimHub:
         self._tell(ev.WorkerSeen(self._clock.now_s, number, peer.serves, peer.decoded))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """The number of a version of this lineage; None for any other."""
+        """Return the number of a version of this lineage; None for any other."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _acknowledge(self, number: int, lease: int, branch: SimulatedProgress) -> None:

@@ -1,14 +1,15 @@
-"""The laws of the architecture, checked at every event by somebody who counts for himself.
+"""The invariants of the architecture, checked at every event against independent counts.
 
-| law | what is checked here |
-|---|---|
-| conservation | every trajectory is in one state, the same here and there; generated = trained + masked + filtered +
-dropped + lost + carried, to the token; groups in a batch are whole, of the right number, and never trained twice | |
-append only | a trajectory only grows, by whole segments whose versions ascend, and ends at its own length | | staleness
-| what is trained is within the bound, what is beyond it is masked; the gate lets no more groups be open | | version |
-tokens are of the version asked for, which is published, and of this lineage; nothing runs while weights are exchanged |
-| leases | a trajectory has at most two; what a lease reported is committed, wasted or open, to the token; whoever has room is given what waits; nobody is believed for longer than the rules say |
-"""  # noqa: E501
+conservation  every trajectory is in exactly one state, the same in the scheduler and here; generated = trained +
+              masked + filtered + dropped + lost + carried, exactly; groups in a batch are complete, of the right
+              number, and never trained twice
+append only   a trajectory grows only by whole segments with ascending versions, and ends at its scripted length
+staleness     trained tokens are within the bound, older ones are masked; the gate limits the open groups
+version       tokens have the requested version, which is published and of this lineage; nothing runs while weights
+              are exchanged, unless the mode allows it
+leases        a trajectory has at most two; reported tokens are committed, wasted or open, exactly; a worker with
+              room gets what waits; no silent worker is considered alive beyond the timeout
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Key = tuple[int, int]
 
 
 class InvariantViolation(AssertionError):
-    """A law does not hold."""
+    """An invariant does not hold."""
 
     def __init__(self, law: str, what: str, at_s: float) -> None:
         super().__init__(f"{law}, at {at_s:.3f} s: {what}")
@@ -48,7 +49,7 @@ class _Own:
 
 
 class InvariantChecker:
-    """A witness of one run."""
+    """Checks the invariants of one run."""
 
     def __init__(self, world: Simulation, swarm: Swarm | None) -> None:
         self._world, self._swarm = world, swarm
@@ -67,7 +68,7 @@ class InvariantChecker:
         self.num_checked = 0
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:
-        """Raise InvariantViolation unless something holds. `what` may be a function, asked only then."""
+        """Raise InvariantViolation unless `holds`. `what` may be a function; it is called only in that case."""
         if not holds:
             raise InvariantViolation(law, what() if callable(what) else str(what), self._world.clock.now_s)
 
@@ -128,7 +129,8 @@ class InvariantChecker:
         self._counts["generated"] += event.num_tokens
 
     def _restarted(self) -> None:
-        """The controller is another: what it kept is carried, what it settled is past."""
+        """Reset for a new controller: tokens in open groups count as generated, everything settled before is
+        removed."""
         self._lineage = self._world.lineage
         self._counts.clear()
         self._wanted, self._served = False, None
@@ -185,7 +187,7 @@ class InvariantChecker:
         own.state, own.ask = TrajectoryState.LEASED, (assign.version, assign.is_exact)
 
     def _taken(self, group_id: int, why: str) -> list[_Own]:
-        """The members of a group that leaves."""
+        """Remove a group and return its members."""
         del self._groups[group_id]
         members = [self._own.pop((group_id, s)) for s in range(self._rules.group_size)]
         whole = all(own.state is TrajectoryState.JUDGED for own in members)
@@ -259,7 +261,7 @@ class InvariantChecker:
 
 
 class _LeaseTableChecker:
-    """What one incarnation of the lease table is held to."""
+    """Checks one incarnation of the lease table."""
 
     def __init__(self, laws: InvariantChecker) -> None:
         self._must = laws.check
@@ -267,7 +269,7 @@ class _LeaseTableChecker:
         self._wasted: Counter[str] = Counter()
         self._leases: set[int] = set()
         self._lengths: dict[int, int] = {}
-        """Task → tokens that are committed."""
+        """Task → number of committed tokens."""
         self._aborted: set[int] = set()
         self._heard_s: dict[int, float] = {}
 

@@ -1,4 +1,4 @@
-"""Judges in virtual time: so many at once, each taking its time; others queue."""
+"""The reward scorer in virtual time: a limited number of scorings at once, each of some duration; others queue."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from baton.simulator.setting import ScoringSpec
 
 
 class SimulatedScorer:
-    """Hands each trajectory back when it is judged."""
+    """Calls back for each trajectory when it is scored."""
 
     def __init__(self, spec: ScoringSpec, clock: VirtualClock, seed: int, tracer: Tracer | None = None) -> None:
         self._spec, self._clock, self._tracer = spec, clock, tracer
         self._random = choices(seed, "judges")
         self._sigma = math.sqrt(math.log1p(spec.cv**2))
         self._free_s: list[float] = []
-        """When each judge that was ever busy is free."""
+        """When each scorer that was ever busy becomes free."""
         self.busy_s = 0.0
         self._since_s = self._until_s = 0.0
-        """Between which any judgement is waited for."""
+        """Begin and end of the current period with pending scorings."""
         self._num = 0
 
     def submit(self, then: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class SimulatedScorer:
         self._clock.at(begin_s + seconds, then)
 
     def close(self) -> None:
-        """Trace the time in which judgements were waited for without a break."""
+        """Trace the last period in which scorings were pending without interruption."""
         if self._tracer is not None and self._num:
             self._tracer.span("judge", "judges", 0, self._since_s, self._until_s, trajectories=self._num)
         self._num = 0

@@ -1,4 +1,4 @@
-"""The same run under many settings: a table, and the one to take."""
+"""Simulates a run under many settings; returns a table and the recommended setting."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from baton.simulator.world import NoProgress
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1
-"""Share of a batch that may be too old to be trained, in what is recommended: over-provision's own bound."""
+"""Maximum share of a batch that may be masked as stale in a recommended setting; over-provision uses the same bound."""
 CLOSE = 0.02
-"""Throughputs nearer than this are the same, and the fresher tokens are taken."""
+"""Throughputs within this relative difference count as equal; then the setting with the fresher tokens is
+recommended."""
 
 
 class SweepAxis(msgspec.Struct, frozen=True):
@@ -34,21 +35,21 @@ class SweepPoint(msgspec.Struct, frozen=True):
     values: dict[str, str]
     result: Result | None
     why_not: str = ""
-    """In a sentence, where the values do not go together."""
+    """Why the values cannot be combined, as a sentence."""
 
 
 class ParameterSweep(msgspec.Struct, frozen=True):
-    """A whole table."""
+    """A complete table."""
 
     axes: tuple[SweepAxis, ...]
     points: tuple[SweepPoint, ...]
     recommended: int | None
-    """Place among the points."""
+    """Index among the points."""
     why: str
 
 
 def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
-    """Read `key=a,b,c`. Raises UserError."""
+    """Parse `key=a,b,c`. Raises UserError."""
     axes = []
     for text in texts:
         key, equals, values = text.partition("=")
@@ -98,7 +99,8 @@ def _point(
 
 
 def recommend(points: Sequence[SweepPoint]) -> tuple[int | None, str]:
-    """Return the place of the fastest with few masked tokens; of those as fast, the one with the freshest tokens."""
+    """Return the index of the recommended point and the reason: the freshest tokens among the fastest with few
+    masked tokens."""
     run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
     if not run:
         return None, "none of the settings can be run"

@@ -1,7 +1,7 @@
-"""Engines behind one queue, as `rollout/processes/pool.py` has them: a lease is handed over when a slot is free.
+"""Engines behind one queue, like `rollout/processes/pool.py`: a lease is sent to an engine when a slot is free.
 
-They exchange weights together, and the trainer waits for it. Nothing takes time on the way, so nothing is reported
-before it matters: at the end of a lease, and when a version is exchanged.
+The engines exchange weights together, and the trainer waits for it. Messages take no time here, so tokens are
+reported only when they matter: at the end of a lease and when weights are exchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.simulator.world import Simulation
 
 
 class SimulatedEnginePool:
-    """A `Port` over engines of one machine."""
+    """A `SimulatedTransport` over engines of one machine."""
 
     def __init__(
         self, setting: Setting, clock: VirtualClock, controller: Simulation, tracer: Tracer | None = None
@@ -29,7 +29,7 @@ class SimulatedEnginePool:
         self._queue: dict[int, GenerationRequest] = {}
         self._held: dict[int, SimEngine] = {}
         self._given: Counter[int] = Counter()
-        """Engine → leases that are with it or on their way."""
+        """Engine (by id) → leases that it has or that are being sent to it."""
 
     def begin(self) -> None:
         setting = self._setting
@@ -40,7 +40,7 @@ class SimulatedEnginePool:
         self._controller.capacity(setting.slots)
 
     def restart(self) -> None:
-        """The engines are the controller's children, and die with it."""
+        """Stop the engines, which are child processes of the controller."""
         for engine in self.engines:
             engine.stop()
         self._gone += self.engines
@@ -51,7 +51,7 @@ class SimulatedEnginePool:
         self._fill()
 
     def abort(self, lease: int) -> None:
-        """What waits goes to an engine all the same: there is one path for aborts."""
+        """Abort a lease. A waiting lease is sent to an engine first, so that all aborts take one path."""
         generation_request = self._queue.pop(lease, None)
         if generation_request is not None:
             self._hand_over(self.engines[0], generation_request)
@@ -94,7 +94,7 @@ class SimulatedEnginePool:
         self._fill()
 
     def _fill(self) -> None:
-        """Hand waiting leases to the engines with the most free slots; siblings go together while there is room."""
+        """Send waiting leases to the engines with the most free slots. Siblings stay together while there is room."""
         while self._queue:
             engine = min(self.engines, key=self._load) if len(self.engines) > 1 else self.engines[0]
             if self._load(engine) >= engine.slots:
@@ -112,7 +112,8 @@ class SimulatedEnginePool:
         self._tell(engine.submit, generation_request)
 
     def _tell(self, what: Callable[..., None], *about: object) -> None:
-        """Engine processes hear after a while, and have begun a step by then; an engine that was stopped is deaf."""
+        """Call an engine, after `handover_s` if set: engine processes receive messages late, after starting another
+        step."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

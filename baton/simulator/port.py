@@ -1,4 +1,4 @@
-"""Between the controller and whatever generates: the seam that `WorkerTransport` is in the live run, in counts."""
+"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`, with token counts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from baton.simulator.rows import EngineTime, GenerationRequest
 
 
 class SimulatedTransport(Protocol):
-    """Whatever generates."""
+    """Generates trajectories: a pool of engines or a swarm."""
 
     def begin(self) -> None:
-        """Start."""
+        """Start, or start again after `restart`."""
 
     def want(self, generation_request: GenerationRequest) -> None:
-        """Have a trajectory grown."""
+        """Submit a trajectory to generate."""
 
     def abort(self, lease: int) -> None:
-        """Have it put down."""
+        """Abort a lease."""
 
     def load(self, version: int) -> None:
-        """Have a version served."""
+        """Load a version into the engines."""
 
     def restart(self) -> None:
-        """The controller is gone: hang up. `begin` is called when it is back."""
+        """Disconnect because the controller has stopped. `begin` is called when it is back."""
 
     def slow(self, factor: float) -> None:
-        """Everything takes so many times as long from now on."""
+        """From now on, everything takes this many times as long."""
 
     def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Engine → (slots, GPUs, where its time went)."""
+        """Return engine → (slots, GPUs, use of its time)."""

@@ -1,4 +1,4 @@
-"""What a simulated run leaves behind, step by step; `result.py` makes sense of it."""
+"""The raw record of a simulated run, by train step; `result.py` summarises it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ class SimulatedStep:
     """One train step."""
 
     wanted_s: float
-    """When its batch was wanted …"""
+    """Time at which its batch was requested."""
     begin_s: float
-    """… and when it was there."""
+    """Time at which training began."""
     tokens: int
-    """Prompts and responses of the batch."""
+    """Prompt and response tokens of the batch."""
     counts: StepCounts
-    """Since the batch before."""
+    """Counts since the previous batch."""
     staleness: dict[int, int]
     """Versions behind the trainer → tokens."""
     end_s: float = 0.0
     is_trained: bool = False
-    """Not so for one that a restart of the controller broke off."""
+    """False for a step that a restart of the controller interrupted."""
     train_s: float = 0.0
 
 
 @dataclass(slots=True)
 class RunRecord(Ledger):
-    """One run, and the ledger of all incarnations of its controller."""
+    """One run, with the sum of the ledgers of all incarnations of its controller."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
     engines: dict[str, tuple[int, int, EngineTime]] = field(default_factory=dict)
-    """Name → (slots, GPUs, where its time went)."""
+    """Name → (slots, GPUs, use of its time)."""
     judge_s: float = 0.0
     carried: int = 0
-    """At the end."""
+    """Tokens in open groups at the end."""
     unreported: int = 0
-    """Tokens that were made and died with their worker."""
+    """Tokens that were generated but lost with their worker before it reported them."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Faults and what was done about them, by name."""
+    """Number of faults and of reactions to them, by name."""
 
     def trained_step(self, now_s: float, train_s: float) -> None:
         step = self.steps[-1]
         step.end_s, step.train_s, step.is_trained = now_s, train_s, True
 
     def restarted(self, now_s: float, ledger: Ledger) -> None:
-        """The controller has died: what its ledger settled stays settled."""
+        """Add the ledger of a controller that has stopped."""
         if self.steps and not self.steps[-1].is_trained:
             self.steps[-1].end_s = now_s
         self._add(ledger)

@@ -1,4 +1,4 @@
-"""One simulated run as `baton simulate` asks for it: with its log and its spans, and every failure as a sentence."""
+"""One simulated run as `baton simulate` requests it, with its log, its spans and readable errors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from baton.simulator.world import NoProgress
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate, and what to record of it."""
+    """What to simulate and what to record."""
 
     setting: Setting
     options: RunOptions = field(default_factory=RunOptions)
     log: Path | None = None
-    """File for every event and command; it is written also when the run fails."""
+    """File for all events and commands; also written if the run fails."""
     is_traced: bool = False
 
 
 def run_request(request: SimulationRequest) -> tuple[Result, Sequence[Span]]:
-    """Simulate; return the result, and the spans where they were asked for.
+    """Simulate; return the result, and the spans if `is_traced`.
 
     Raises UserError for a run that makes no progress, and InvariantBroken with the smallest log that shows the
     violation.

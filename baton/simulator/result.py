@@ -1,4 +1,4 @@
-"""What a simulated run says about a real one."""
+"""Summary of a simulated run in the figures of a real one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from baton.simulator.record import RunRecord, SimulatedStep
 from baton.simulator.setting import Setting
 
 WARM_SHARE = 0.2
-"""Of the steps, at the beginning, that do not count towards the steady state …"""
+"""Share of the first steps that are excluded from steady-state figures."""
 STEADY_STEPS = 5
-"""Steps after these that figures of a steady state are averaged over at least."""
+"""Minimum number of later steps for steady-state figures; with fewer, a note is added."""
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Where the time of an engine, or of a kind of engines, goes: shares of the run."""
+    """Use of time by one kind of engine, as shares of the run."""
 
     name: str
     num: int
-    """Engines."""
+    """Number of engines."""
     gpus: int
-    """Of all of them."""
+    """GPUs of all of them together."""
     decode: float
     prefill: float
     load: float
@@ -38,59 +38,59 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One simulated run. Times in seconds, tokens of the policy, unless it says otherwise."""
+    """Results of one simulated run. Times are in seconds and tokens are the policy's unless stated otherwise."""
 
     mode: str
     steps: int
     seconds: float
-    """Of the whole run, in virtual time."""
+    """Virtual time of the whole run."""
     warm_steps: int
-    """First steps that the figures of a step leave out."""
+    """First steps that steady-state figures exclude."""
     step_s: float
-    """From one version to the next."""
+    """Time from one version to the next."""
     step_s_spread: float
     """Standard deviation over steps."""
     wait_s: float
-    """Of a step, in which the trainer waits for its batch."""
+    """Part of a step in which the trainer waits for its batch."""
     train_s: float
     other_s: float
-    """Publication and what else lies between a trained step and the wish for the next batch."""
+    """Rest of a step: publication and other time between a train step and the request for the next batch."""
     trained_tokens_per_s: float
-    """Prompts and responses of the batches: the planner's throughput."""
+    """Prompt and response tokens trained per second; the planner's throughput."""
     generated_tokens_per_s: float
     trajectories_per_s: float
     trainer_busy: float
     """Share of the steady state in which the trainer trains."""
     rollout_occupancy: float
-    """Slot time in which a trajectory was leased, while anything ran."""
+    """Share of slot time in which a trajectory was leased, while any ran."""
     engines: list[Shares]
-    """By kind: engines of one shape together."""
+    """By kind; engines of one shape are one entry."""
     staleness: dict[int, float]
     """Versions behind the trainer → share of the trained batches' tokens."""
     mean_staleness: float
     masked_share: float
-    """Of the batches' tokens."""
+    """Share of the batches' tokens."""
     carried_groups: float
-    """Open when a batch is taken, mean."""
+    """Mean number of open groups when a batch is taken."""
     carry_age: float
-    """Versions from a group's opening to its batch, mean."""
+    """Mean number of versions from a group's opening to its batch."""
     reprefilled_share: float
-    """Tokens prefilled again after they were put down, per generated token."""
+    """Tokens prefilled again after an abort, per generated token."""
     tokens: dict[str, int]
-    """generated, trained, masked, filtered, dropped, carried, unreported; `lost: CAUSE`."""
+    """Keys: generated, trained, masked, filtered, dropped, carried, unreported; `lost: CAUSE`."""
     price: float
-    """Of the whole run."""
+    """Price of the whole run."""
     price_per_million_tokens: float
-    """Of trained tokens, in the steady state."""
+    """Price of 10⁶ trained tokens in the steady state."""
     currency: str
     outcomes: dict[str, int]
-    """Faults, and what was done about them."""
+    """Number of faults and of reactions to them."""
     notes: list[str]
-    """What was assumed."""
+    """Assumptions, one sentence each."""
 
 
 def summarise(setting: Setting, record: RunRecord) -> Result:
-    """Make sense of a run."""
+    """Summarise a run."""
     rules = setting.rules
     done = [step for step in record.steps if step.is_trained]
     warm = min(len(done) - 1, max(1, int(WARM_SHARE * len(done)), _first_full(rules))) if len(done) > 1 else 0
@@ -138,7 +138,7 @@ def summarise(setting: Setting, record: RunRecord) -> Result:
 
 
 def _too_few(num_steps: int, rules: Rules) -> list[str]:
-    """Say so where a run is too short for figures of a steady state."""
+    """Return a note if the run is too short for steady-state figures."""
     first = max(1, _first_full(rules))
     if num_steps >= first + STEADY_STEPS:
         return []
@@ -149,7 +149,7 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
 
 
 def _first_full(rules: Rules) -> int:
-    """Steps before the pipeline of versions is full."""
+    """Return the number of steps until the pipeline of versions is full."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 
@@ -179,7 +179,7 @@ def _tokens(record: RunRecord) -> dict[str, int]:
 
 
 def _engines(record: RunRecord) -> list[Shares]:
-    """Engines whose names differ in their number alone are of one kind."""
+    """Group engines whose names differ only in their number."""
     kinds: dict[str, list[tuple[int, int, object]]] = {}
     for name, engine in record.engines.items():
         kinds.setdefault(name.rstrip("0123456789").rstrip("#- "), []).append(engine)

@@ -1,4 +1,4 @@
-"""What goes through a simulated engine: a lease, its reports, and where the time went."""
+"""Types of a simulated engine: a lease, its reports, and the use of the engine's time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """A trajectory that is to be grown."""
+    """A trajectory to generate."""
 
     lease: int
     group_id: int
     sample_index: int
     prompt: int
     tokens: int
-    """After the prompt."""
+    """Tokens after the prompt."""
     length: int
-    """Tokens at which it ends."""
+    """Number of tokens at which it ends."""
     version: int
     is_exact: bool
     newest: int = -1
@@ -26,23 +26,23 @@ class GenerationRequest:
 
 @dataclass(slots=True, eq=False)
 class SimulatedLease(GenerationRequest):
-    """One lease in an engine, with the tokens that were counted last."""
+    """One lease in an engine, with the tokens at its last count."""
 
     grown: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens) that have not been reported."""
+    """(version, tokens) not reported yet."""
     end_step: int = -1
     """The engine's step after which it is complete; -1 while it waits."""
     born: int = 0
     """Order of admission."""
     lane: int = 0
     since_s: float = 0.0
-    """When it was admitted."""
+    """Time of its admission."""
     traced: dict[int, int] = field(default_factory=dict)
     """Version → tokens since then, for the trace."""
 
 
 class LongestContext:
-    """The longest context of those that run: all grow by a token a step, so their order stays."""
+    """The longest context among running rows. All grow by one token per step, so their order is constant."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, SimulatedLease]] = []
@@ -51,7 +51,7 @@ class LongestContext:
         heapq.heappush(self._heap, (step - context, row.born, row))
 
     def context(self, step: int) -> int:
-        """Of the longest; some row runs."""
+        """Return the longest context; at least one row must run."""
         heap = self._heap
         while heap[0][2].end_step < 0 or heap[0][2].born != heap[0][1]:
             heapq.heappop(heap)
@@ -60,18 +60,18 @@ class LongestContext:
 
 @dataclass(slots=True, eq=False)
 class LeaseProgress:
-    """What an engine says of one lease."""
+    """An engine's report about one lease."""
 
     row: SimulatedLease
     segments: list[tuple[int, int]]
     """(version, tokens) since the last report."""
     end: str
-    """``, `finished`, `put_down` or `refused`."""
+    """Empty, `finished`, `put_down` or `refused`."""
 
 
 @dataclass(slots=True)
 class EngineTime:
-    """Where an engine's time went, seconds, and what it made."""
+    """Where an engine's time went, in seconds, and the tokens it computed."""
 
     decode_s: float = 0.0
     prefill_s: float = 0.0
@@ -81,7 +81,7 @@ class EngineTime:
     decoded: int = 0
     prefilled: int = 0
     reprefilled: int = 0
-    """Tokens after prompts among them."""
+    """Prefilled tokens that were generated before (not prompt tokens)."""
     preemptions: int = 0
 
     def plus(self, other: EngineTime) -> EngineTime:

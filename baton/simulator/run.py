@@ -1,4 +1,4 @@
-"""Puts a simulated run together and lets it happen."""
+"""Builds a simulated run and runs it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class RunOptions:
     seed: int = 0
     faults: Sequence[FaultSettings] = ()
     laws: bool = False
-    """Check every law at every event."""
+    """Check every invariant at every event."""
     log: EventLog | None = None
-    """Hears every event and command."""
+    """Receives every event and command."""
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
 
 
 def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
-    """Return a world that is ready to run. Raises UserError for faults that do not fit the setting."""
+    """Build a simulation that is ready to run. Raises UserError for faults that do not fit the setting."""
     options = options or RunOptions()
     world = Simulation(setting, options.seed, tracer=options.tracer, make_scheduler=options.make_scheduler)
     swarm: Swarm | None = None
@@ -66,5 +66,5 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
 
 
 def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
-    """Simulate a run. Raises Hang, and Broken for a law that does not hold."""
+    """Simulate a run. Raises NoProgress, and AssertionError (InvariantViolation) if an invariant does not hold."""
     return build(setting, options).run()

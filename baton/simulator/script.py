@@ -1,9 +1,9 @@
-"""How long each trajectory becomes, its prompt and its reward: a function of the seed and its place, and of nothing
-else, so that no decision changes the work.
+"""Lengths, prompts and rewards of trajectories. They depend only on the seed and the trajectory's ids, so decisions
+of the scheduler do not change the work.
 
-Lengths follow a `Lengths` distribution. Members of a group share a part of their normal score (`correlation`): hard
-prompts are long for all. `drift` lets lengths grow or shrink as training goes on. Or they are those of a run's own
-groups in their order, which has both.
+Lengths follow a `Lengths` distribution. Members of a group share a part of their normal score (`correlation`),
+because hard prompts are long for all members. `drift` changes lengths during training. Alternatively, lengths are
+those of the groups of a recorded run, in order, which include both effects.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from baton.simulator.seeds import generator
 from baton.specs.workload import Lengths
 
 BLOCK = 256
-"""Groups drawn at once."""
+"""Number of groups drawn at once."""
 KEPT_BLOCKS = 256
-"""Blocks kept; others are drawn again when they are asked for, with the same numbers."""
+"""Number of cached blocks; others are drawn again with the same numbers when needed."""
 _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group of a run."""
+    """A group of a recorded run."""
 
     prompt: int
     lengths: tuple[int, ...]
@@ -37,18 +37,18 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryWork:
-    """What trajectories are like."""
+    """Distributions of trajectories."""
 
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Of the normal scores of two members of a group, from 0 to 1."""
+    """Correlation of the normal scores of two members of a group, 0 to 1."""
     drift: float = 0.0
-    """Share by which lengths grow with each train step; they stay within the longest."""
+    """Relative growth of lengths per train step; they stay within the longest."""
     trained_share: float = 1.0
-    """Of groups whose rewards differ."""
+    """Share of groups whose rewards differ."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """In their order; after the last the first comes again. Where there are any, nothing is drawn."""
+    """Recorded groups, used cyclically in order. If given, nothing is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class Script:
         return self._block(group_id).prompts[group_id % BLOCK]
 
     def length(self, group_id: int, sample_index: int) -> int:
-        """Tokens that a trajectory ends with, after its prompt."""
+        """Return the tokens of a complete trajectory, after its prompt."""
         if self._recorded:
             lengths = self._recorded[group_id % len(self._recorded)].lengths
             return lengths[sample_index % len(lengths)]
         return self._block(group_id).lengths[group_id % BLOCK][sample_index]
 
     def reward(self, group_id: int, sample_index: int) -> float:
-        """1 or 0. All members of a group that teaches nothing have the same."""
+        """Return 0 or 1; equal for all members of a group without an advantage."""
         if not self._teaches(group_id):
             return float(group_id % 2)
         return float(sample_index % 2)

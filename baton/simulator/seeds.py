@@ -1,4 +1,4 @@
-"""Randomness by concern: a change of one leaves the others as they were."""
+"""Random generators by concern, so that a change of one leaves the draws of the others unchanged."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Concern = Literal[
     "rewards",
     "victims",
 ]
-"""What is drawn. Part of the seed: another text gives other draws, so none of these ever changes."""
+"""What is drawn. The text is part of the seed, so none of these may change."""
 
 
 def generator(seed: int, concern: Concern, *place: int) -> Generator:
-    """Return numpy's generator for a concern, and a place within it."""
+    """Return numpy's generator for a concern and an index within it."""
     return Generator(PCG64(SeedSequence([seed, zlib.crc32(concern.encode()), *place])))
 
 
 def choices(seed: int, concern: Concern) -> Random:
-    """Return Python's generator for a concern: for a few draws at a time."""
-    return Random(f"{seed}/{concern}")  # nothing is secret here
+    """Return Python's generator for a concern, for a small number of draws."""
+    return Random(f"{seed}/{concern}")  # no cryptographic use

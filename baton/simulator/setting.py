@@ -1,4 +1,4 @@
-"""What is simulated: a run in numbers, wherever they come from."""
+"""What is simulated: a run in numbers, independent of their source."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class EngineSpec:
     kv_tokens: float = math.inf
     """Tokens that its KV cache holds."""
     weight: float = 1.0
-    """Its share of the work by the plan, against others of as many slots."""
+    """Share of the work per slot by the plan, relative to other engines."""
     num_gpus: int = 1
     pads: bool = False
-    """Whether a step reads as far for every row as for the longest that runs."""
+    """Whether every row of a step attends over the longest running context."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringSpec:
-    """Whoever judges finished trajectories."""
+    """The reward scorer for finished trajectories."""
 
     latency_s: float = 0.0
-    """Mean."""
+    """Mean time of one scoring."""
     cv: float = 0.0
     """Standard deviation over mean; lognormal."""
     concurrency: int = 1024
@@ -46,21 +46,21 @@ class SwarmSpec:
     rules: LeaseRules = field(default_factory=LeaseRules)
     have_want: VersionSyncRules = field(default_factory=VersionSyncRules)
     link_s: float = 0.02
-    """A message on its way."""
+    """Latency of a message."""
     fetch_s: float = 1.0
-    """A worker's fetching and verifying a version that is announced."""
+    """Time in which a worker fetches and verifies an announced version."""
     activate_s: float = 0.0
-    """Switching the engine to it."""
+    """Time in which the engine switches to it."""
     heartbeat_s: float = 5.0
     tick_s: float = 1.0
     report_every_s: float = 2.0
     reconnect_s: float = 0.5
-    """First wait after a cut; doubled each time, at most 30 s."""
+    """First wait before reconnecting; doubled after each failure, at most 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A run."""
+    """One run."""
 
     rules: Rules
     engines: tuple[EngineSpec, ...]
@@ -68,25 +68,26 @@ class Setting:
     train: TrainSpeed
     judges: ScoringSpec = field(default_factory=ScoringSpec)
     publish_s: float = 0.0
-    """From the end of a train step until all engines serve its version, or, in a swarm, until it can be fetched."""
+    """Time from the end of a train step until all engines serve its version, or, in a swarm, until it can be
+    fetched."""
     num_steps: int = 50
     publish_every: int = 1
-    """Versions of which one is published."""
+    """One of this many versions is published."""
     checkpoint_every: int = 50
     swarm: SwarmSpec | None = None
-    """None: engines behind one queue, that exchange weights together."""
+    """None: engines share one queue and exchange weights together."""
     train_slowdown: float = 1.0
-    """Factor on the trainer while engines work: cores that they share."""
+    """Slowdown of the trainer while engines work on the same cores."""
     engine_slowdown: float = 1.0
-    """Factor on engines while the trainer works."""
+    """Slowdown of the engines while the trainer works."""
     handover_s: float = 0.0
-    """From an engine's report until the next trajectory is with it, where a queue feeds engines."""
+    """Time from an engine's report until it receives the next trajectory, if a queue feeds engines."""
     shares_prefill: bool = True
     trainer_gpus: int = 0
     price_per_h: float = 0.0
     currency: str = "USD"
     notes: tuple[str, ...] = ()
-    """What was assumed, in sentences."""
+    """Assumptions, one sentence each."""
 
     @property
     def slots(self) -> int:

@@ -1,4 +1,4 @@
-"""From what a user has, a plan or a recipe, to a setting."""
+"""Builds a setting from a plan or a recipe."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from baton.specs.plan import Plan, Replica
 from baton.specs.workload import LengthSettings, Workload
 
 REPORTS_PER_STEP = 20
-"""How often workers report where nobody fails: what they say in the middle of a lease changes nothing then."""
+"""Reports per train step of workers without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Of an engine that a table of rates describes, which says nothing of its batch."""
+"""Slots of an engine described by a table of rates, which does not specify a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """What a user wants otherwise than a plan or a recipe has it."""
+    """User options that change what a plan or recipe specifies."""
 
     overrides: Sequence[str] = ()
     """`rollout.KEY=VALUE`."""
@@ -47,18 +47,18 @@ class SimulationOptions:
     drift: float = 0.0
     judge_cv: float = 0.0
     swarm: SwarmSpec = field(default_factory=SwarmSpec)
-    """Links, reports and patience of a swarm."""
+    """Links, reports and timeouts of a swarm."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """A run's own groups, in place of draws from their lengths."""
+    """Groups of a recorded run; they replace drawn lengths."""
     is_detailed: bool = False
-    """Whether a plan's workers report, beat and are watched as often as live ones: what faults are about."""
+    """Whether a plan's workers report, send heartbeats and time out as often as live ones. Needed with faults."""
 
     def also(self, overrides: Sequence[str]) -> SimulationOptions:
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
 class SettingSource(Protocol):
-    """Whatever a setting can be made from."""
+    """Builds a setting."""
 
     def setting(self, simulation_options: SimulationOptions) -> Setting:
         """Return the setting. Raises UserError."""
@@ -69,17 +69,17 @@ class SettingSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """A plan, with the model and the workload that it was made for."""
+    """A plan, with the model and workload that it was made for."""
 
     plan: Plan
     model: ModelSpec
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """For the links; without it those of the catalogue."""
+    """Source of the link bandwidths; without it, those of the catalogue are used."""
 
     def setting(self, simulation_options: SimulationOptions) -> Setting:
-        """Engines of several machines are a swarm: so Baton runs them."""
+        """Return the setting. Engines are simulated as workers of a swarm, as in a live run of a plan."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
         base: dict[str, Any] = {
@@ -176,7 +176,7 @@ def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
 
 
 def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
-    """Apply overrides to settings of [rollout]. Raises UserError naming the key."""
+    """Apply overrides to the settings of [rollout]. Raises UserError with the key."""
     wanted: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -186,7 +186,7 @@ def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutS
             hint = f"; did you mean rollout.{near[0]}?" if near else ""
             raise UserError(f"override {override!r}: with --plan, allowed are rollout.KEY=VALUE{hint}")
         wanted[key] = _value(text)
-    if wanted.get("mode", base["mode"]) != base["mode"]:  # what goes with the other mode goes with it
+    if wanted.get("mode", base["mode"]) != base["mode"]:  # defaults of the plan's mode do not apply to another mode
         base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
     tree = base | wanted
     try:
@@ -210,13 +210,13 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecipeSource:
-    """A recipe on this machine: one engine for each engine process, or worker, as the live run would have."""
+    """A recipe on this machine, with one engine per engine process or worker, as in a live run."""
 
     path: Path
     efficiencies: Efficiencies | None = None
-    """What `baton profile` measured here; None: shares of peak that are usual elsewhere."""
+    """Measurements of `baton profile` on this machine; None: default shares of peak."""
     work: Workload | None = None
-    """Its lengths, prompts and judging; None: they are assumed."""
+    """Measured lengths, prompts and scoring times; None: assumed."""
     gpu: str = "CPU"
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
@@ -302,7 +302,7 @@ def _script_work(work: Workload, simulation_options: SimulationOptions) -> Traje
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
-    """Read the groups of a run, in the order in which they were opened. Raises UserError where there is no run."""
+    """Read the groups of a run in the order in which they were opened. Raises UserError if there is no run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
     return tuple(

@@ -1,4 +1,4 @@
-"""A swarm in virtual time, as a port: the hub, its workers, the links between them, and what goes wrong there."""
+"""A swarm in virtual time, as a transport: the hub, its workers, their connections, and injected faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.types import PolicyVersion
 
 
 class Swarm:
-    """A `Port` over workers that come and go."""
+    """A `SimulatedTransport` over workers that join and leave."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Swarm:
         self.watches: list[LeaseTableObserver] = []
         self.incarnation = -1
         self.is_down = True
-        """Whether the controller is."""
+        """Whether the controller is down."""
         self._tracer, self._make_table = tracer, make_table
         self._published_s = 0.0
         self.hub: SimHub
@@ -47,7 +47,7 @@ class Swarm:
     # ---- the port ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new incarnation of the hub; workers come by themselves."""
+        """Start a new incarnation of the hub. After a restart, workers reconnect by themselves."""
         self.incarnation += 1
         self.is_down = False
         table = self._make_table(self.spec.rules)
@@ -66,7 +66,7 @@ class Swarm:
         self.hub.abort(lease)
 
     def load(self, version: int) -> None:
-        """Published in the background, one after the other, and announced when it is whole."""
+        """Publish a version in the background, after those before it, and announce it when it is complete."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
@@ -80,7 +80,7 @@ class Swarm:
             worker.engine.slow(factor * worker.slowness)
 
     def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Workers of one name are one."""
+        """Return the use of time by worker name; workers of one name are added up."""
         found: dict[str, tuple[int, int, EngineTime]] = {}
         for worker in self.workers:
             spec = worker.spec
@@ -120,7 +120,7 @@ class Swarm:
         return [worker for worker in self.workers if worker.is_up]
 
     def restart(self) -> None:
-        """Every connection ends, and nobody listens."""
+        """Stop the hub and cut every connection."""
         self.is_down = True
         for worker in self.alive():
             if worker.is_connected:
@@ -152,10 +152,10 @@ class Swarm:
 
 
 class FaultInjector:
-    """Lets faults happen to a swarm."""
+    """Applies faults to a swarm at their times."""
 
     def __init__(self, swarm: Swarm, faults: Sequence[FaultSettings], random: Random) -> None:
-        """Raises UserError for a worker that there is not."""
+        """Raises UserError for an unknown worker."""
         self._swarm, self._random = swarm, random
         self._specs = {spec.name: spec for spec in swarm.setting.engines}
         for fault in faults:

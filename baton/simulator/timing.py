@@ -1,4 +1,4 @@
-"""What decoding, prefill and training take: the planner's own functions, tabulated, because they are asked millions of
+"""Times of decode, prefill and training: the cost model's functions, tabulated because they are called millions of
 times."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 KNOTS = 64
-"""Contexts at which a decode step is computed; between them it is linear."""
+"""Number of contexts at which a decode step is computed; linear in between."""
 
 
 def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
-    """Steps of step_s, step_s + slope_s, … that take so long."""
+    """Return the number of steps of step_s, step_s + slope_s, … that fit into `elapsed_s`."""
     half = slope_s / 2
     first = step_s - half
     if abs(half) < 1e-15:
@@ -27,35 +27,35 @@ def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
 
 
 class Speed(Protocol):
-    """How fast an engine is."""
+    """Speed of an engine."""
 
     @property
     def trajectory_s(self) -> float:
-        """Of its time, for each trajectory that it takes, beside prefill and decode."""
+        """Engine time per trajectory, beside prefill and decode."""
 
     @property
     def prefill_overhead_s(self) -> float:
-        """Of one prefill, however many sequences it has."""
+        """Fixed time of one prefill, for any number of sequences."""
 
     def step_s(self, rows: int, context: float) -> float:
-        """Time in which each of `rows` trajectories of this mean context grows by a token."""
+        """Return the time in which each of `rows` trajectories of this mean context gets one token."""
 
     def prefill_s(self, tokens: int) -> float:
-        """Time of prefilling one sequence."""
+        """Return the time to prefill one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatSpeed:
-    """A speed in three numbers, for tests and for what-if questions."""
+    """A speed in a few numbers, for tests and what-if questions."""
 
     base_s: float = 0.01
-    """Of a decode step."""
+    """Fixed time of a decode step."""
     row_s: float = 0.0
-    """Of a decode step, for each trajectory in it."""
+    """Time of a decode step per trajectory in it."""
     context_s: float = 0.0
-    """Of a decode step, for each token of context in it."""
+    """Time of a decode step per token of context in it."""
     token_s: float = 0.0
-    """Of prefill, for each token."""
+    """Prefill time per token."""
     trajectory_s: float = 0.0
     prefill_overhead_s: float = 0.0
 
@@ -67,7 +67,7 @@ class FlatSpeed:
 
 
 class CostSpeed:
-    """A replica as the cost model sees it."""
+    """Speed of a replica by the cost model."""
 
     def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
@@ -99,7 +99,7 @@ class CostSpeed:
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
-    """Tokens that the KV cache of a replica holds; infinite where every slot has its own fixed room."""
+    """Return the tokens that a replica's KV cache holds; infinite if every slot has a fixed cache."""
     if work.engine_context_tokens:
         return math.inf
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
@@ -109,21 +109,21 @@ def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, lay
 
 @dataclass(frozen=True, slots=True)
 class TrainSpeed:
-    """A train step in its terms."""
+    """Terms of a train step's time."""
 
     fixed_s: float
-    """Whatever the batch: overheads, the optimiser, gradients."""
+    """Independent of the batch: overheads, optimiser, gradients."""
     token_s: float
-    """For each token, prompts included."""
+    """Per token, including prompts."""
     squared_s: float
-    """For the square of each trajectory's tokens: attention."""
+    """Per squared token count of each trajectory (attention)."""
 
     def step_s(self, lengths: Sequence[int]) -> float:
         return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Share a mean batch's time of computing among its tokens and their squares, in proportion to FLOPs."""
+    """Split a mean batch's compute time into terms per token and per squared token count, in proportion to FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token
@@ -132,7 +132,7 @@ def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: flo
 
 
 def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
-    """A trainer on `devices` equal GPUs or cores that work together, as `baton profile` measures it."""
+    """Return the speed of a trainer on `devices` equal GPUs or cores, as `baton profile` measures it."""
     flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
     passes = forward_passes(work, place.efficiency.backward)

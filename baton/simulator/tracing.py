@@ -1,4 +1,5 @@
-"""A simulated run's spans, under the names of a live one's (`baton/trace`), with prefill apart from generation."""
+"""Spans of a simulated run, with the names of a live run's (`records/trace.py`); prefill is separate from
+generation."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from baton.simulator.rows import SimulatedLease
 
 
 class Spans:
-    """A `Tracer` that keeps what it is told."""
+    """A `Tracer` that keeps its spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -19,7 +20,7 @@ class Spans:
 
 
 def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
-    """A lease leaves its slot: `ended` is finish, abort or lost."""
+    """Trace a lease that leaves its slot. `ended` is finish, abort or lost."""
     versions, row.traced = row.traced, {}
     if end_s <= row.since_s:
         return

@@ -1,4 +1,4 @@
-"""Trouble on the wires while it lasts: what becomes of messages and fetches."""
+"""Faults of the network: what happens to messages and fetches while a `partition` or `storm` lasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FINE = MessageFault()
 
 
 class NetworkFaults:
-    """All storms and partitions of a run."""
+    """All partitions and storms of a run."""
 
     def __init__(self, faults: Sequence[FaultSettings], clock: VirtualClock, random: Random) -> None:
         self._storms = [fault for fault in faults if fault.kind in ("partition", "storm")]
@@ -26,7 +26,7 @@ class NetworkFaults:
         return any(network_fault.kind == "partition" for network_fault in self._over(worker))
 
     def fetch_fault(self, worker: str) -> str:
-        """Why a fetch that is complete now failed; empty where it did not."""
+        """Return why a fetch that completes now failed, or an empty string."""
         for network_fault in self._over(worker):
             if network_fault.kind == "partition":
                 return "the store cannot be reached"
@@ -35,7 +35,7 @@ class NetworkFaults:
         return ""
 
     def _over(self, worker: str) -> list[FaultSettings]:
-        """Those that a worker meets with now."""
+        """Return the faults that affect a worker now."""
         now_s = self._clock.now_s
         return [s for s in self._storms if s.at_s <= now_s < s.at_s + s.for_s and s.worker in ("", worker)]
 

@@ -1,9 +1,9 @@
-"""How messages get from the hub to a worker and back: in order, after a while, if at all.
+"""Connections between hub and worker: ordered, with latency, possibly with faults.
 
-The messages are those of `swarm/messages.py`, but for those that carry tokens: here they have counts of them.
+The messages are those of `swarm/messages.py`, except that messages with tokens have token counts here.
 
-A connection is TCP's: messages come in order, and one that is lost takes the connection with it. Faults may break that
-on purpose: a message is delayed beyond others (reordered), comes twice, or is lost.
+A connection behaves like TCP: messages arrive in order, and a lost message breaks the connection. Faults can violate
+this: a message may be delayed behind later ones (reordered), arrive twice, or be lost.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Segments = list[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class SimulatedReport:
-    """A worker has grown a lease."""
+    """Tokens that a worker has generated for a lease."""
 
     lease: int
     offset: int
     segments: Segments
     end: str = ""
-    """`finished` or `put_down`, or nothing."""
+    """`finished` or `put_down`, or empty while the lease runs."""
 
     @property
     def length(self) -> int:
@@ -36,37 +36,37 @@ class SimulatedReport:
 
 @dataclass(slots=True, eq=False)
 class SimulatedHello:
-    """A worker is connected, for the first time or again."""
+    """Sent when a worker connects or reconnects."""
 
     serves: PolicyVersion | None
     leases: list[int]
-    """That it holds, or of whose end nobody has told it that it is known."""
+    """Leases that it holds, or whose end has not been acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFault:
-    """What becomes of a message."""
+    """What happens to a message."""
 
     delay_s: float = 0.0
     is_lost: bool = False
     is_doubled: bool = False
     is_late: bool = False
-    """It comes after others that were sent later."""
+    """It arrives after messages that were sent later."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedConnection:
-    """One direction of one worker's connection."""
+    """One direction of a worker's connection."""
 
     clock: VirtualClock
     link_s: float
     take: Callable[[Any], None]
-    """Who hears the messages."""
+    """Receives the messages."""
     lose: Callable[[], None]
     """Cuts the connection."""
     fate: Callable[[], MessageFault] | None = None
     connection: int = 0
-    """Messages of an earlier one never arrive."""
+    """Number of the current connection; messages of an earlier one never arrive."""
     last_s: float = field(default=0.0)
 
     def send(self, message: Any) -> None:
@@ -86,7 +86,7 @@ class SimulatedConnection:
             self.clock.at(at_s + self.link_s, self._arrive, self.connection, message)
 
     def cut(self) -> None:
-        """Nothing that is under way arrives."""
+        """Drop all messages in transit."""
         self.connection += 1
 
     def _arrive(self, connection: int, message: Any) -> None:

@@ -1,7 +1,7 @@
-"""A worker of a swarm in virtual time: one engine, one connection that it opens itself, one `VersionSync`.
+"""A swarm worker in virtual time: one engine, one connection that the worker opens, one `VersionSync`.
 
-Like `swarm/worker/worker.py`: a cut leaves the engine at work; what was said and not confirmed is said again after it;
-a hub that was restarted has another incarnation, and what was begun for the old one is dropped.
+Like `swarm/worker/worker.py`: its engine continues while the connection is cut, and unacknowledged reports are sent
+again after it reconnects. If the hub has a new incarnation, the worker drops the leases of the old one.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry
 
 LONGEST_WAIT_S = 30.0
-"""Between two attempts to connect."""
+"""Maximum wait between two attempts to connect."""
 
 
 class WorkerHost(Protocol):
-    """What a worker meets with."""
+    """Environment of a worker: the hub and the network."""
 
     incarnation: int
-    """Of the hub."""
+    """Incarnation of the hub."""
 
     def connects(self, worker: SimWorker) -> bool:
         """Whether the hub can be reached now."""
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
-        """Why a version that was fetched is not whole; empty where it is."""
+        """Return why a fetched version is invalid, or an empty string."""
 
     def cut(self, worker: SimWorker) -> None:
-        """The worker's connection has ended."""
+        """Called when the worker's connection is cut."""
 
     def lost(self, num_tokens: int) -> None:
-        """Tokens have died with their worker."""
+        """Called with the number of tokens that were lost with their worker."""
 
 
 class SimWorker:
-    """One worker process, from its start to its death."""
+    """One worker process, from start to end."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class SimWorker:
         remembers: bool,
         tracer: Tracer | None,
     ) -> None:
-        """remembers: whether unconfirmed reports are kept, which only a fault makes use of."""
+        """remembers: whether unacknowledged reports are kept, which is only needed with faults."""
         assert setting.swarm is not None, "a swarm has its numbers"
         self.spec, self.number = spec, -1
         self.is_up = self.is_connected = False
         self.up: SimulatedConnection
-        """To the hub."""
+        """Messages to the hub."""
         self.down: SimulatedConnection
-        """From it."""
+        """Messages from the hub."""
         self.have_want = hw.VersionSync(setting.swarm.have_want)
         self.engine = SimEngine(
             clock,
@@ -79,7 +79,7 @@ class SimWorker:
         self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
         self._outbox: dict[int, list[SimulatedReport]] = {}
         self._said: dict[int, int] = {}
-        """Lease → tokens that were reported, with those it was given."""
+        """Lease → tokens that were reported, including those it started with."""
         self._incarnation = -1
         self._failures = 0
         self._beats = 0
@@ -92,7 +92,7 @@ class SimWorker:
         self._connect()
 
     def die(self) -> None:
-        """The process ends without a word."""
+        """End the process without a message."""
         if not self.is_up:
             return
         self.is_up = False
@@ -103,7 +103,7 @@ class SimWorker:
         self._hang_up()
 
     def leave(self) -> None:
-        """Report what there is, say goodbye, end."""
+        """Report all tokens, send `Leaving`, and end."""
         if not self.is_up:
             return
         if self.is_connected and not self.is_frozen:
@@ -115,7 +115,7 @@ class SimWorker:
         self.engine.abandon()
 
     def freeze(self) -> None:
-        """Stand still, and say nothing."""
+        """Stop the engine and send nothing, until `thaw`."""
         self.is_frozen = True
         self.engine.stop()
 
@@ -126,7 +126,7 @@ class SimWorker:
             self._beat(self._beats)
 
     def cut(self) -> None:
-        """The connection has ended; connect again by itself, after a moment."""
+        """Cut the connection, and reconnect after a wait."""
         if not self.is_connected:
             return
         self._hang_up()
@@ -181,7 +181,7 @@ class SimWorker:
         if not self.is_up:
             return
         if self.is_frozen:
-            self._clock.after(1.0, self.hear, message)  # it lies in the socket's buffer
+            self._clock.after(1.0, self.hear, message)  # the message waits in the socket's buffer
             return
         match message:
             case GenerationRequest():
@@ -201,7 +201,7 @@ class SimWorker:
 
     def _granted(self, generation_request: GenerationRequest) -> None:
         if generation_request.lease in self._said:
-            return  # said twice
+            return  # duplicate message
         self._said[generation_request.lease] = generation_request.tokens
         if self._remembers:
             self._outbox[generation_request.lease] = []
@@ -279,7 +279,7 @@ class SimWorker:
         if not self.is_up:
             return
         if self.is_frozen or self.engine.version != version.number:
-            self._clock.after(0.01, self._activated, version)  # after the current step
+            self._clock.after(0.01, self._activated, version)  # the switch takes effect after the current step
             return
         self._consider(hw.Activated(self._clock.now_s, version))
         self._say_beat()

@@ -1,13 +1,14 @@
 """The live loop in virtual time: the scheduler's events come from engines that only take time.
 
-      script ──lengths──▶ world ══ wishes ══▶ port: pool or swarm ──▶ engines
+      script ──lengths──▶ world ═ requests ═▶ port: pool or swarm ──▶ engines
                      events ▼ ▲ commands  ◀══ tokens, by count ══┘
                         RolloutScheduler ──Deliver──▶ trainer ──VersionTrained──▶ port.load
-                            ▲── Rewarded ── judges
+                            ▲── Rewarded ── scorer
 
-Who waits for whom is `run/loop.py`'s and `runner.py`'s: without overlap a batch is trained when nothing is leased any
-more; in `async` the trainer works meanwhile, and the next batch is wanted once the last version is on its way. Which
-trajectory runs, and which group is in which batch, the live run's own scheduler decides.
+The control flow is that of `run/loop.py` and `rollout/controller.py`. Without overlap, a batch is trained when
+nothing is leased any more. In `async`, engines generate while the trainer works, and the next batch is requested
+when the last version is loaded (pool) or its publication is scheduled (swarm). The live run's own scheduler decides
+which trajectory runs and which group is in which batch.
 """
 
 from __future__ import annotations
@@ -49,24 +50,24 @@ from baton.simulator.setting import Setting
 Key = tuple[int, int]
 _NOTHING = (0, -1)
 HANG_S = 24 * 3600.0
-"""Virtual time without a token while a batch is waited for, after which a run is taken to hang."""
+"""Virtual time without a token or a reward, outside training, after which the run fails with NoProgress."""
 
 
 class NoProgress(Exception):
-    """Nothing will ever happen any more, or has for too long."""
+    """No event is scheduled, or no progress was made for HANG_S."""
 
 
 class EventObserver(Protocol):
-    """Whoever looks at every event: laws, logs."""
+    """Observes every event and command, such as an invariant checker or a log."""
 
     def heard(self, event: Event) -> None:
-        """The scheduler is told."""
+        """Called before the scheduler handles an event."""
 
     def said(self, command: Command) -> None:
-        """It wants something done."""
+        """Called before a command is applied."""
 
     def settled(self) -> None:
-        """An event and all that it led to are dealt with."""
+        """Called when an event and all that followed from it are handled."""
 
 
 class Simulation:
@@ -85,7 +86,7 @@ class Simulation:
         self.record = RunRecord()
         self.watches: list[EventObserver] = []
         self.lineage = 0
-        """Counts restarts of the controller; what was begun before one is ignored."""
+        """Counts restarts of the controller; events that were scheduled before the last one are ignored."""
         self.version = 0
         self.num_trained = 0
         self.port: SimulatedTransport
@@ -95,7 +96,7 @@ class Simulation:
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
         self._tokens: dict[Key, tuple[int, int]] = {}
-        """(tokens, version of the last) of trajectories that were put down, or are running."""
+        """(tokens, version of the last) of trajectories that are running or aborted."""
         self._made: dict[int, dict[int, int]] = {}
         """Group → version → tokens."""
         self._next_lease = 0
@@ -104,7 +105,7 @@ class Simulation:
         self._wanted_s = 0.0
         self._moved_s = 0.0
         self._since_checkpoint: list[float] = []
-        """Seconds of the train steps that no checkpoint holds."""
+        """Seconds of the train steps since the last checkpoint."""
         self._depth = 0
         self.scheduler = self._new_scheduler(0, 0)
 
@@ -122,7 +123,7 @@ class Simulation:
         return self.version >= self.setting.num_steps
 
     def begin(self) -> None:
-        """Have the first version served, and a first batch wanted."""
+        """Load the first version and request the first batch."""
         self.port.begin()
         self._publish()
 
@@ -155,7 +156,7 @@ class Simulation:
     # ---- the scheduler -----------------------------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
-        """Give the scheduler an event and do what it says."""
+        """Send the scheduler an event and apply its commands."""
         if not self.watches:
             for command in self.scheduler.handle(event):
                 self._obey(command)
@@ -170,7 +171,7 @@ class Simulation:
                 watch.settled()
 
     def do(self, commands: list[Command]) -> None:
-        """Do what the scheduler says, before witnesses."""
+        """Apply commands, and show each to the observers first."""
         for command in commands:
             for watch in self.watches:
                 watch.said(command)
@@ -259,13 +260,14 @@ class Simulation:
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
     def _want(self) -> None:
-        """A train step begins, as the live loop has it: with the wish for a batch."""
+        """Request a batch, which begins a train step as in the live loop."""
         if self.version < self.setting.num_steps:
             self._wanted_s = self.clock.now_s
             self.tell(BatchRequested(self.clock.now_s))
 
     def _train_when_free(self) -> None:
-        """Without overlap the engines stand still from here to the next batch."""
+        """Train the delivered batch. Without overlap this waits until nothing is leased, and the engines wait until
+        the next request."""
         if self._batch is None or (self.rules.mode != "async" and self.scheduler.num_leased):
             return
         group_ids, self._batch = self._batch, None
@@ -318,10 +320,11 @@ class Simulation:
     # ---- the controller dies -----------------------------------------------------------------------------------------
 
     def restart(self, down_s: float) -> None:
-        """The controller dies and is started again: what was reported is in its journal, the rest is not.
+        """Stop the controller and start it again after `down_s`. Its journal has what was reported; the rest is
+        lost.
 
-        It goes back to its checkpoint, trains the recorded batches again in their order, and goes on with the open
-        groups; in `sync` their unfinished trajectories begin again.
+        It resumes from its checkpoint, trains the recorded batches again in order, and continues with the open
+        groups. In `sync` their unfinished trajectories start again.
         """
         now_s = self.clock.now_s
         self.port.restart()
@@ -329,7 +332,7 @@ class Simulation:
         delivered = self.version + (self._is_training or self._batch is not None)
         self.lineage += 1
         replay_s = sum(self._since_checkpoint)
-        if self._batch is not None:  # recorded, but not begun
+        if self._batch is not None:  # recorded, but training has not begun
             for group_id in self._batch:
                 self._made.pop(group_id)
             self._batch = None
@@ -339,7 +342,7 @@ class Simulation:
         self.clock.after(down_s + replay_s, self._resume, self.lineage, delivered, old.next_group_id, groups)
 
     def _kept(self, group: TrackedGroup) -> TrackedGroup:
-        """A group as the journal has it."""
+        """Return a group as the journal restores it."""
         for member in group.members:
             if member.state is TrajectoryState.LEASED:
                 member.state = TrajectoryState.PENDING
