@@ -278,7 +278,7 @@ def _least_groups(
             return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
     need = np.maximum(groups, asked(np.full(len(alive), float(len(pool.sizes)))))
-    for _ in range(PASSES):  # the nodes that these groups span suffice for some more groups, or one node more is needed
+    for _ in range(PASSES):  # either these nodes suffice for some more groups, or one more node is needed
         nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / node))
         need = np.maximum(need, np.minimum(asked(nodes), nodes * node // tp + 1))
     return need

@@ -165,9 +165,7 @@ def rent_for_target(
             counts = tuple(choices[place].tolist())
             return RentalChoice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
         if found[1].tokens_per_step / found[1].bound.step_s >= target:
-            open_price = min(
-                open_price, float(costs[place])
-            )  # its plan is not proven optimal: a better plan of this cluster may reach the target
+            open_price = min(open_price, float(costs[place]))  # a better plan of it may reach the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
     late = ", and time ran out: allow more with --time-limit" if np.isfinite(open_price) else ""
     raise UserError(
@@ -207,9 +205,7 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices:
     whole = inputs.on(offers.cluster_settings(most).build())
     problem = make_problem(whole, "optimistic")
     links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
-    if (
-        inputs.rates is None
-    ):  # a cluster of one machine publishes over its own link, which is faster than those between nodes
+    if inputs.rates is None:  # a single machine publishes over its own link
         size = inputs.model.params * inputs.work.weight_bytes
         latency = min(pool.place.efficiency.publish_latency_s for pool in problem.pools.pools)
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))

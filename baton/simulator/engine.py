@@ -73,7 +73,7 @@ class SimEngine:
         self._report_s, self._slowness = math.inf, 1.0
         self._is_between = self._is_stopped = self._has_prefilled = False
 
-    # ---- asked for ---------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     @property
     def num_leases(self) -> int:

@@ -72,7 +72,7 @@ class InvariantChecker:
         if not holds:
             raise InvariantViolation(law, what() if callable(what) else str(what), self._world.clock.now_s)
 
-    # ---- what is heard -----------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def heard(self, event: ro.Event) -> None:
         if self._lineage != self._world.lineage:
@@ -142,7 +142,7 @@ class InvariantChecker:
             self._counts["generated"] += own.num_tokens
         self._table = _LeaseTableChecker(self)
 
-    # ---- what is said ------------------------------------------------------------------------------------------------
+    # ---- commands ----------------------------------------------------------------------------------------------------
 
     def said(self, command: ro.Command) -> None:
         if self._lineage != self._world.lineage:

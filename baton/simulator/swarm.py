@@ -101,7 +101,7 @@ class Swarm:
     def count(self, name: str) -> None:
         self.world.record.outcomes[name] += 1
 
-    # ---- workers come and go -----------------------------------------------------------------------------------------
+    # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     def join(self, spec: EngineSpec) -> None:
         remembers = self.trouble is not None
@@ -131,7 +131,7 @@ class Swarm:
         if not self.is_down:
             self.hub.hear(worker, message)
 
-    # ---- the workers' surroundings -----------------------------------------------------------------------------------
+    # ---- environment of the workers ----------------------------------------------------------------------------------
 
     def connects(self, worker: SimWorker) -> bool:
         return not self.is_down and not (self.trouble is not None and self.trouble.is_apart(worker.spec.name))

@@ -85,7 +85,7 @@ class SimWorker:
         self._beats = 0
         self._fetching_s = 0.0
 
-    # ---- its life ----------------------------------------------------------------------------------------------------
+    # ---- process and connection --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.is_up = True
@@ -175,7 +175,7 @@ class SimWorker:
         if self.is_connected:
             self.up.send(Heartbeat(self.have_want.have, EngineStats(decoded_tokens=self.engine.decoded())))
 
-    # ---- what the hub says -------------------------------------------------------------------------------------------
+    # ---- messages from the hub ---------------------------------------------------------------------------------------
 
     def hear(self, message: object) -> None:
         if not self.is_up:
@@ -216,7 +216,7 @@ class SimWorker:
         else:
             self._outbox[lease] = [report for report in reports if report.end or report.length > length]
 
-    # ---- what its engine says ----------------------------------------------------------------------------------------
+    # ---- reports of the engine ---------------------------------------------------------------------------------------
 
     def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         for grown in reports:

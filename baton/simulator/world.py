@@ -208,7 +208,7 @@ class Simulation:
             GenerationRequest(lease, *key, prompt, tokens, length, command.version, command.is_exact, newest)
         )
 
-    # ---- what the port says ------------------------------------------------------------------------------------------
+    # ---- calls from the port -----------------------------------------------------------------------------------------
 
     def grew(self, lease: int, version: int, num_tokens: int) -> None:
         key = self._key_of[lease]
@@ -317,7 +317,7 @@ class Simulation:
     def _publish(self) -> None:
         self.tell(VersionTrained(self.clock.now_s, self.version))
 
-    # ---- the controller dies -----------------------------------------------------------------------------------------
+    # ---- restarts of the controller ----------------------------------------------------------------------------------
 
     def restart(self, down_s: float) -> None:
         """Stop the controller and start it again after `down_s`. Its journal has what was reported; the rest is

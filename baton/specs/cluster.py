@@ -85,7 +85,7 @@ class Cluster(msgspec.Struct, frozen=True):
         return {name: sum(n.num_gpus for n in self.nodes if n.gpu.name == name) for name in self.gpu_types}
 
 
-# ---- as TOML ---------------------------------------------------------------------------------------------------------
+# ---- the TOML file ---------------------------------------------------------------------------------------------------
 
 
 class GpuSettings(Settings):

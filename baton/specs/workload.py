@@ -167,7 +167,7 @@ class Workload(msgspec.Struct, frozen=True):
         return (self.max_staleness - 0.5) * self.num_trajectories * held
 
 
-# ---- as TOML ---------------------------------------------------------------------------------------------------------
+# ---- the TOML file ---------------------------------------------------------------------------------------------------
 
 
 class LengthSettings(Settings):
