@@ -1,7 +1,7 @@
-"""[algorithm] of a recipe: which objective is optimised, and the presets that carry the names of papers.
+"""The [algorithm] section of a recipe: the objective, and presets named after the algorithms of papers.
 
-A preset is nothing but values for the keys below, and for some keys of [rollout]; a recipe may override any of them.
-Needs no torch.
+A preset is a set of values for the keys below and for some keys of [rollout]; a recipe may override any of them. Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -21,73 +21,82 @@ CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop"
 KlEstimator = Literal["k1", "k2", "k3"]
 
 GROUP_RELATIVE = frozenset({"group_std", "group_mean", "leave_one_out"})
-"""Advantages that compare the trajectories of a group, and need two of them."""
+"""Advantages that compare the trajectories of a group and therefore need at least two scored trajectories."""
 
 
 class AlgorithmSettings(Settings):
-    """[algorithm] what is optimised. `algorithm = "dapo"` at the top of a recipe is short for its name alone."""
+    """[algorithm] The optimisation objective. `algorithm = "dapo"` at the top of a recipe sets `name` alone."""
 
     name: str = "grpo"
-    """Preset: what every key below is unless the recipe gives it; `baton algorithms` lists them."""
+    """Preset that supplies the values of all keys below that the recipe does not set. `baton algorithms` lists the
+    presets."""
     objective: ObjectiveName = "clipped"
-    """The surrogate: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo` or `policy_gradient` (no clip)."""
+    """Surrogate objective: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo` or `policy_gradient` (no clip)."""
     advantage: AdvantageName = "group_std"
-    """`group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go` (REINFORCE++), `gae` (PPO)."""
+    """Advantage estimator: `group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go`
+    (REINFORCE++), `gae` (PPO)."""
     normalize_advantages: bool = False
-    """Whether advantages are brought to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the
-    batch."""
+    """Normalise advantages to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the batch."""
     aggregation: Aggregation = "sequence_mean"
-    """Each trajectory the same weight (GRPO); `token_mean` each token (DAPO); `sequence_sum` the sum over tokens per
-    trajectory (RLOO); `length_constant` that sum divided by rollout.max_new_tokens (Dr.GRPO)."""
+    """How token losses are combined: `sequence_mean` weights trajectories equally (GRPO); `token_mean` weights tokens
+    equally (DAPO); `sequence_sum` sums over the tokens of each trajectory (RLOO); `length_constant` divides that sum by
+    rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The ratio of current to proximal probability is held above 1 − clip_low; 1 switches this side off."""
+    """Lower clip: the ratio of current to anchor probability is clipped at 1 − clip_low. 1 disables it."""
     clip_high: float = Field(default=0.2, gt=0)
-    """… and below 1 + clip_high; a larger one than clip_low (0.28 in DAPO) lets rare tokens grow faster."""
+    """Upper clip: the ratio is clipped at 1 + clip_high. A value above clip_low (0.28 in DAPO) lets rare tokens gain
+    probability faster."""
     num_minibatches: int = Field(default=1, gt=0)
-    """Parts of a batch (whole groups, in order), each giving one optimiser update."""
+    """Number of minibatches in a batch (whole groups, in order), with one optimiser update each."""
     num_epochs: int = Field(default=1, gt=0)
-    """Times that a train step goes through its batch."""
+    """Passes of a train step over its batch."""
     correction: CorrectionName = "token_tis"
-    """How tokens sampled by another policy than the one that is trained are weighted (docs/algorithms.md)."""
+    """Correction for tokens that another policy than the proximal one sampled (docs/algorithms.md)."""
     weight_cap: float = Field(default=2.0, ge=1)
-    """Largest importance weight: truncated to it, or by `icepop` dropped above it (5 unless given, as IcePop has)."""
+    """Maximum importance weight. Larger weights are truncated to it; `icepop` drops tokens above it (default 5 with
+    `icepop`, as in the IcePop paper)."""
     weight_floor: float = Field(default=0.5, ge=0, le=1)
-    """Smallest importance weight that `icepop` keeps; 0 for no lower bound (AReaL)."""
+    """Minimum importance weight: `icepop` drops tokens below it; 0 disables the lower bound (AReaL)."""
     opsm_delta: float = Field(default=1e-4, ge=0)
-    """Nats per token by which the policy may have left a bad trajectory behind before `opsm` drops it; 1e-4 is for
-    engines that agree with the trainer to float32, bfloat16 engines want more."""
+    """Threshold of `opsm` in nats per token: a trajectory of negative advantage is dropped when the mean of log
+    π_behavior − log π_θ exceeds it. 1e-4 fits engines that agree with the trainer to float32 rounding; bfloat16 engines
+    need more."""
     second_moment_limit: float = Field(default=0.04, gt=0)
-    """`second_moment` drops tokens until the mean square of the others' log weights is at most this."""
+    """`second_moment` drops tokens until the mean squared log weight of the remaining ones is at most this."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference model; 0 loads none."""
+    """Coefficient of the KL divergence to the reference model. With 0 no reference model is loaded."""
     kl_estimator: KlEstimator = "k3"
-    """`k1` log ratio, `k2` half its square, `k3` positive, at most 10 (GRPO). In the loss k1's gradient has mean 0."""
+    """KL estimator: `k1` log ratio, `k2` half its square, `k3` non-negative and at most 10 nats (GRPO). In the loss,
+    the gradient of k1 has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL is a term of the loss, or is taken off the reward token by token; there `group_std` scales it up
-    where a group's rewards are equal, and the run warns."""
+    """Add the KL divergence to the loss, or subtract it from the reward of each token. In the reward, `group_std`
+    amplifies it in groups of equal rewards, and the run logs a warning."""
     reference: str | None = None
-    """Directory of the reference model; without it, the model the run begins with."""
+    """Directory of the reference model; by default the model that the run starts from."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per policy token, of `return_to_go` and `gae`."""
+    """Discount per policy token in `return_to_go` and `gae`."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
     critic: Literal["separate", "shared"] = "separate"
-    """Critic of `gae`: a model of its own that begins as a copy of the policy, or a value head on the policy."""
+    """Critic of `gae`: a separate model, initialised as a copy of the policy, or a value head on the policy."""
     critic_lr: float | None = Field(default=None, gt=0)
-    """Learning rate of a separate critic, with the policy's warm-up and decay; without it ten times trainer.lr, since a
-    critic begins knowing nothing. A shared one's head has the policy's."""
+    """Peak learning rate of a separate critic, with the policy's warm-up and decay. Default: ten times trainer.lr,
+    because the value head is untrained at the start. The head of a shared critic uses the policy's learning rate."""
     value_coef: float = Field(default=0.5, gt=0)
-    """Weight of the value loss beside the policy's, of a shared critic."""
+    """Coefficient of a shared critic's value loss in the total loss."""
     value_clip: float = Field(default=0.2, gt=0)
-    """Values may move by this much from those at the start of the train step before their gain is cut; `inf` never."""
+    """Value clip: a value that moved further than this towards its return since the start of the train step gets no
+    gradient. `inf` disables it."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)
-    """Last share of rollout.max_new_tokens over which the reward falls linearly by `overlong_penalty` (DAPO)."""
+    """Final fraction of rollout.max_new_tokens over which the reward decreases linearly by `overlong_penalty` (DAPO); 0
+    disables the penalty."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """What a response of the longest length loses."""
+    """Reward subtracted from a response of maximum length."""
     overlong_filter: bool = False
-    """Whether trajectories cut off at the longest length get no gradient; they stay in their group's statistics."""
+    """Exclude trajectories that reached the maximum length from the gradient. They still count in the statistics of
+    their group."""
 
     @model_validator(mode="before")
     @classmethod
@@ -122,17 +131,17 @@ class AlgorithmSettings(Settings):
 
     @property
     def has_token_advantages(self) -> bool:
-        """Whether advantages differ within a trajectory."""
+        """Whether advantages may differ between the tokens of a trajectory."""
         return self.advantage == "gae" or (self.advantage == "return_to_go" and (self.gamma < 1 or self.has_reward_kl))
 
     @property
     def needs_model_for_advantages(self) -> bool:
-        """Whether advantages need a forward pass: a critic's values, or a KL divergence in the reward."""
+        """Whether advantages need a forward pass, for a critic's values or a KL divergence in the reward."""
         return self.advantage == "gae" or self.has_reward_kl
 
     @property
     def has_reward_kl(self) -> bool:
-        """Whether a KL divergence is taken off the reward."""
+        """Whether a KL divergence is subtracted from the reward."""
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
@@ -142,22 +151,22 @@ class AlgorithmSettings(Settings):
 
     @property
     def fewest_judged(self) -> int:
-        """Judged trajectories that a group needs to be trained."""
+        """Minimum scored trajectories for a group to be trained."""
         return 2 if self.advantage in GROUP_RELATIVE else 1
 
     @property
     def num_updates(self) -> int:
-        """Optimiser updates of a train step: num_minibatches × num_epochs."""
+        """Optimiser updates per train step: num_minibatches × num_epochs."""
         return self.num_minibatches * self.num_epochs
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Keys whose values are not the preset's."""
+        """Keys whose values differ from the preset's."""
         preset = AlgorithmSettings(name=self.name)
         return {key: value for key, value in self if value != getattr(preset, key)}
 
     def notes(self, rollout: Mapping[str, Any]) -> list[str]:
-        """Return what a user should know of this choice before the run, in sentences; `rollout` are the keys there."""
+        """Return notes for the user on these settings, one sentence each. `rollout`: the keys of [rollout]."""
         found = []
         changed = self.overrides
         for key, value in PRESETS[self.name].rollout.items():
@@ -191,17 +200,17 @@ class Preset:
     paper: str
     """arXiv id."""
     idea: str
-    """In one sentence."""
+    """The idea in one sentence."""
     updates: str
-    """What its paper says of optimiser updates per batch."""
+    """Optimiser updates per batch according to the paper."""
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """Keys whose values are not the defaults."""
+    """Keys of [algorithm] that differ from the defaults."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of [rollout] that are part of the algorithm. A recipe that gives them has its own."""
+    """Keys of [rollout] that are part of the algorithm. Values in the recipe take precedence."""
 
 
 CORRECTION_SETS: Mapping[str, Mapping[str, Any]] = {"icepop": {"weight_floor": 0.5, "weight_cap": 5.0}}
-"""Correction that a recipe names → keys that its paper gives with it."""
+"""Correction named by a recipe → keys whose values its paper prescribes."""
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(
@@ -304,10 +313,10 @@ PRESETS: Mapping[str, Preset] = {
         },
     ),
 }
-"""Name in `algorithm = "..."` → what it sets; the first is the default."""
+"""Value of `algorithm.name` → preset; the first is the default."""
 
 
 def preset_of(algorithm: Any) -> Preset | None:
-    """Return the preset that a recipe's `algorithm` names, however it is given; None for an unknown name."""
+    """Return the preset that a recipe's `algorithm` names, given as a string, mapping or settings; None if unknown."""
     name = algorithm.get("name", "grpo") if isinstance(algorithm, Mapping) else getattr(algorithm, "name", algorithm)
     return PRESETS.get(name) if isinstance(name, str) else None

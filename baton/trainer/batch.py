@@ -1,7 +1,7 @@
-"""Training samples → microbatches: who shares a forward and backward pass, and the tensors of it.
+"""Training samples → microbatches: the rows of each forward and backward pass, and their tensors.
 
-Shapes: B rows of a microbatch, S places of a padded row (prompt and response), K = S − first the places from the
-first one that may hold a response token, L tokens of one trajectory after its prompt, of which the policy wrote P.
+Shapes: B rows of a microbatch, S positions of a padded row (prompt and response), K = S − first positions from the
+first one that may hold a response token, L tokens of one trajectory after its prompt, P of them by the policy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from baton.trainer.parallel.balance import ALONE, BatchShare, balanced
 from baton.trainer.samples import TrainingSample
 
 PASS_TOKENS = 64
-"""One more forward and backward pass is taken to cost as much as this many tokens more in another."""
+"""Assumed overhead of one forward and backward pass, in tokens."""
 
 ANY_SHAPE = (1, 1)
-"""Multiples of which rows and width of a microbatch must be: none."""
+"""(rows, width) of a microbatch are rounded up to these multiples; (1, 1) adds nothing."""
 FEW_SHAPES = (8, 16)
-"""The same where each new shape is dear: rows × width is then one of a few numbers."""
+"""Multiples for devices where each new shape is expensive, so that few distinct shapes occur."""
 
 PAD_ID = 0
-"""Fills a row after its end; no place is trained on it and no token sees it, so any id of the vocabulary serves."""
+"""Padding after the end of a row. Any id of the vocabulary works: no token attends to it and it is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The shortest row there is, without a trained token: its loss and gradients are exactly 0."""
+"""The shortest possible row, without a trained token: its loss and gradients are exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,12 @@ class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
     rows: tuple[TrainingSample, ...]
-    """At most B: what `multiples` add has no row. `IDLE_ROW` alone in a pass made for company only."""
+    """At most B: rows added by `multiples` are not listed. `(IDLE_ROW,)` in a pass that only matches the passes of
+    other ranks."""
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
-    """First place whose logprob is wanted: the shortest prompt's length. K = S − first."""
+    """First position whose logprob is computed: the shortest prompt's length. K = S − first."""
     mask: torch.Tensor
     """[B, K] bool: the token is trained."""
     policy_mask: torch.Tensor
@@ -52,22 +53,22 @@ class MicroBatch:
     policy_versions: torch.Tensor
     """[B, K] int64; 0 outside the mask."""
     advantages: torch.Tensor
-    """[B, K] float32; 0 where the policy did not write."""
+    """[B, K] float32; 0 at tokens that the policy did not write."""
     has_gradient: bool
-    """False where the loss is flat: such rows give no gradient, and are run forward only, for the metrics."""
+    """False where the loss is flat: such rows run forward only, for the metrics."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing in it that counts."""
+        """Whether the microbatch contains only the idle row."""
         return self.rows == (IDLE_ROW,)
 
     @property
     def num_tokens(self) -> int:
-        """Without padding: B × S less this is the waste."""
+        """Tokens without padding; 0 for an idle microbatch."""
         return 0 if self.is_idle else sum(len(row.token_ids) for row in self.rows)
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-        """Return ids and positions [T] of the rows one behind the other, places [N] of the policy's tokens, lengths."""
+        """Return the concatenated rows: ids [T], positions [T], indices [N] of the policy's tokens, and row lengths."""
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
@@ -81,9 +82,9 @@ class MicroBatch:
         return found[0], found[1], found[2], [len(row.token_ids) for row in self.rows]
 
     def routing(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
-        """Return what the engine reported of the experts, where each stands in a pass, and the places of a pass.
+        """Return the engine's reported experts, the index of each in a pass, and the positions in a pass.
 
-        The experts behind a token are those of the place before it. A padded pass is fed all columns but the last.
+        The experts of a token are those at the position before it. A padded pass omits the last column.
         """
         found: list[bytes] = []
         places: list[int] = []
@@ -95,7 +96,10 @@ class MicroBatch:
         return found, places, start if is_packed else self.input_ids[:, 1:].numel()
 
     def loss_inputs(self, logprobs: torch.Tensor, proximal_logprobs: torch.Tensor | None = None) -> LossInputs:
-        """Return what an objective is given, from logprobs [B, K]; without proximal ones, `logprobs` are those too."""
+        """Return the inputs of an objective from logprobs [B, K].
+
+        Without `proximal_logprobs`, `logprobs` (detached) serve as proximal logprobs too.
+        """
         return LossInputs(
             logprobs=logprobs,
             proximal_logprobs=logprobs.detach() if proximal_logprobs is None else proximal_logprobs,
@@ -105,14 +109,14 @@ class MicroBatch:
         )
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
-        """[B, K] float32 from [P] values of each row, laid at the policy's tokens; 0 elsewhere."""
+        """Scatter [P] values of each row to the policy's tokens: [B, K] float32, 0 elsewhere."""
         found = torch.zeros(self.policy_mask.shape, dtype=torch.float32, device=self.policy_mask.device)
         values = np.concatenate([np.zeros(0), *by_row])
         found[self.policy_mask] = torch.tensor(values, dtype=torch.float32, device=found.device)
         return found
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
-        """[P] of each row from [B, K]: what lies at the policy's tokens. The inverse of `spread`."""
+        """Gather the values at the policy's tokens from [B, K]: [P] of each row. The inverse of `spread`."""
         flat = values[self.policy_mask].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
@@ -120,15 +124,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """What one optimiser update consumes."""
+    """The data of one optimiser update."""
 
     microbatches: tuple[MicroBatch, ...]
-    """Of this rank, those with gradient first; rows without a trained token are in none, but are counted below."""
+    """Microbatches of this rank, those with gradient first. Rows without a trained token may be in none."""
     num_trajectories: int
-    """Over all ranks, as are the next two."""
+    """Rows of the minibatch over all ranks, including those without a trained token."""
     num_trained_tokens: int
+    """Over all ranks."""
     rows: tuple[TrainingSample, ...]
-    """Those in microbatches, in the order of the batch."""
+    """Rows of all ranks' microbatches, in the order of the batch."""
 
 
 def cut(
@@ -142,14 +147,15 @@ def cut(
     is_packed: bool = False,
     share: BatchShare = ALONE,
 ) -> MiniBatch:
-    """Cut the rows of one update into microbatches: those of one rank's share, by tokens, of each kind of rows.
+    """Cut the rows of one update into this rank's microbatches.
 
-    All ranks get as many microbatches of each kind, since they make their passes together: idle ones fill up.
+    All ranks get the same number of microbatches with and without gradient, because they run their passes together;
+    idle microbatches fill the difference.
 
-    Where the loss `is_flat` at advantage 0, rows without an advantage are kept apart, to be run forward only; a KL
-    term, an entropy bonus or a value loss is not flat there. Rows without a trained token cost no pass, unless it
-    `keeps_masked` ones, whose log-probabilities or values are part of what others are compared with. Rows and width of
-    a microbatch are multiples of `multiples`; where it `is_packed` only tokens count.
+    `is_flat`: the loss has no gradient at advantage 0, so rows whose advantages are zero are separated and run forward
+    only. A KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a trained token,
+    because their logprobs or values enter the advantages of other rows; otherwise these rows are left out. Rows and
+    width of a microbatch are rounded up to `multiples`. `is_packed`: the budget counts tokens without padding.
     """
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
     kinds: list[tuple[list[TrainingSample], bool]] = [(trained, True)]
@@ -175,14 +181,14 @@ def under_budget(
 ) -> list[list[TrainingSample]]:
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (rows × the longest).
 
-    Of all such cuts the one with the fewest padded tokens, where each chunk counts `PASS_TOKENS` more. A row longer
-    than the budget stands alone. Rows of one length keep their order. What `multiples` add counts as padding too.
+    Dynamic programming over the sorted rows: the cut minimises padded tokens plus `PASS_TOKENS` per chunk. A row longer
+    than the budget forms a chunk alone. Rows of equal length keep their order. `multiples` count as padding.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))  # what does not fit in memory fails at once
     widths = [round_up(len(row.token_ids), multiples[1]) for row in ordered]
     padded_rows = round_up(np.arange(1, len(ordered) + 1), multiples[0])
     cost = np.zeros(len(ordered) + 1)
-    """Of the rows from each one on, cut as well as they can be."""
+    """cost[i]: minimal cost of the rows from i on."""
     sizes = [0] * len(ordered)
     for first in reversed(range(len(ordered))):
         most = max(1, min(len(ordered) - first, max_tokens // widths[first]))
@@ -198,9 +204,9 @@ def under_budget(
 
 
 def first_fit(all_rows: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """Cut rows into chunks of at most `max_tokens` tokens without padding, each row into the first chunk with room.
+    """Cut rows into chunks of at most `max_tokens` unpadded tokens, each row into the first chunk with room.
 
-    Longest first: never more than 11/9 of the fewest possible chunks, and one. A longer row stands alone.
+    First-fit decreasing: at most 11/9 of the optimal number of chunks, plus one. A longer row forms a chunk alone.
     """
     chunks: list[list[TrainingSample]] = []
     room: list[int] = []
@@ -217,7 +223,7 @@ def first_fit(all_rows: Sequence[TrainingSample], max_tokens: int) -> list[list[
 
 
 def round_up(count: Any, multiple: int) -> Any:
-    """Return the next multiple at or above a count, or each of an array of counts."""
+    """Round a count, or each element of an array of counts, up to a multiple."""
     return -(-count // multiple) * multiple
 
 
@@ -228,13 +234,14 @@ def pad(
     *,
     has_gradient: bool = True,
 ) -> MicroBatch:
-    """Lay rows side by side, padded on the right to the longest; fill up to `multiples` with columns and empty rows."""
+    """Build a microbatch: rows padded on the right to the longest, then up to `multiples` with columns and empty
+    rows."""
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
     num_rows = round_up(len(chunk), multiples[0])
 
     def laid(values: Callable[[TrainingSample], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        """[B, K] from [L] values per row, 0 elsewhere."""
+        """Return [B, K] from [L] values per row, 0 elsewhere."""
         padded = [
             [0] * (row.prompt_length - first) + list(values(row)) + [0] * (width - len(row.token_ids)) for row in chunk
         ]

@@ -1,22 +1,22 @@
-"""How much a token sampled by another policy counts: behavior → proximal, apart from proximal → current.
+"""Off-policy corrections: behavior → proximal, separate from the objective's proximal → current.
 
-The objective's ratio is π_θ / π_anchor; a correction says what the anchor is and gives each token a weight, without
-gradient, that stands before the surrogate. The anchor is the proximal policy (decoupled PPO, arXiv 2110.00641), so
-that the clip bounds what this train step changes, and the weight answers for what happened before it: older versions
-and the engine's own rounding. With x_t = log π_proximal − log π_behavior at trained tokens:
+The objective's ratio is π_θ / π_anchor. A correction chooses the anchor and computes a weight per token, without
+gradient, that multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv 2110.00641), the clip
+bounds the change within this train step, and the weight corrects the difference that precedes it: older policy versions
+and the engine's rounding. With x_t = log π_proximal − log π_behavior at trained tokens:
 
 | name            | anchor    | weight                                                                                |
 |-----------------|-----------|---------------------------------------------------------------------------------------|
 | `none`          | proximal  | 1                                                                                     |
-| `bypass`        | behavior  | 1: the clip does the correction                                                       |
+| `bypass`        | behavior  | 1: the clip bounds the whole ratio                                                     |
 | `token_tis`     | proximal  | min(exp x_t, cap)                                                                     |
 | `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), one for the trajectory                                         |
 | `icepop`        | proximal  | exp x_t where it lies within [floor, cap], else 0                                     |
 | `opsm`          | proximal  | 0 for a trajectory of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1     |
 | `second_moment` | proximal  | exp x_t, 0 at the fewest tokens without which the mean of x² is within the limit      |
 
-A token of weight 0 is still counted in the divisors; one outside the mask is not.
-To join: write a function with `Correction`'s signature and name it in `CORRECTIONS`.
+A token of weight 0 counts in the divisors; a token outside the mask does not.
+To add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ Scalar = TypeVar("Scalar", torch.Tensor, float)
 
 @dataclass(frozen=True, slots=True)
 class CorrectionShape:
-    """What a correction is told beside the tensors."""
+    """The parameters of a correction."""
 
     cap: float
-    """Largest weight."""
+    """Maximum weight."""
     floor: float
-    """Smallest weight that `icepop` keeps."""
+    """Minimum weight that `icepop` keeps."""
     delta: float
-    """`opsm`: nats per token."""
+    """`opsm`: threshold in nats per token."""
     cutoff: float = math.inf
-    """`second_moment`: tokens of a larger x² are dropped; see `second_moment_cutoff`."""
+    """`second_moment`: tokens with x² above this are dropped (`second_moment_cutoff`)."""
 
 
 Correction = Callable[[LossInputs, CorrectionShape], Anchor]
 
 
 def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Do not correct: what APRIL's public code does (arXiv 2509.18521). Stale tokens are trained as if fresh."""
+    """No correction, as in APRIL's public code (arXiv 2509.18521): stale tokens are trained as if fresh."""
     return _anchor(inputs, inputs.proximal_logprobs, inputs.mask, is_cut=False)
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Take the behavior policy itself as PPO's old policy. A weight besides would count the same thing twice."""
+    """Use the behavior policy as PPO's old policy. The weight is 1, because a weight would apply the same ratio
+    twice."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -81,7 +82,7 @@ def icepop(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad trajectories the policy has left behind.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad trajectories that have become unlikely.
 
     A trajectory whose advantages are negative (summed over its trained tokens) gets weight 0 when the mean over its
     trained tokens of log π_behavior − log π_θ exceeds delta.
@@ -94,21 +95,21 @@ def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """M2PO's mask (arXiv 2510.01161): importance weights, without the tokens that make their second moment large."""
+    """M2PO's mask (arXiv 2510.01161): importance weights, without the tokens that raise their second moment most."""
     is_dropped = _behavior_to_proximal(inputs).square() > shape.cutoff
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, weights(inputs)), is_dropped)
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² that may stay so that the mean of x² over what stays is at most `limit`.
+    """Return the largest x² such that the mean of all x² up to it is at most `limit`; −1 if none qualifies.
 
-    `log_weights` are the x of all trained tokens of a minibatch, in any number of pieces. Largest ones go first.
+    `log_weights` are the x of all trained tokens of a minibatch, in any number of pieces.
     """
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
     means = squares.double().cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
-    num_kept = int((means <= limit).sum())  # means of ascending numbers ascend
+    num_kept = int((means <= limit).sum())  # running means of ascending numbers ascend
     return float(squares[num_kept - 1]) if num_kept else -1.0
 
 
@@ -117,10 +118,10 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return what a correction is told of a whole minibatch.
+    """Return the parameters of a correction for a whole minibatch.
 
-    `second_moment` needs the minibatch's loss inputs `at_start` of the train step, and `all_of`, which returns the
-    vectors of all ranks.
+    `second_moment` reads `at_start`, the minibatch's loss inputs at the start of the train step, and `all_of`, which
+    gathers a vector from every rank.
     """
     cutoff = math.inf
     if algorithm.correction == "second_moment":
@@ -130,13 +131,14 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """How far the proximal policy is from the behavior policy: sums over trained tokens."""
+    """Distance of the proximal policy from the behavior policy: sums over trained tokens."""
 
     weight: Scalar
-    """π_proximal / π_behavior before truncation, and its square."""
+    """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Tokens of the trainer's own version: engine and trainer hold equal weights. The next three are of these."""
+    """Number of tokens of the trainer's own version, where engine and trainer hold equal weights. The fields below are
+    over these tokens."""
     mismatch: Scalar
     """k3 of KL(behavior ‖ proximal)."""
     abs_diff: Scalar
@@ -146,7 +148,7 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
 
 @torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch; `is_current` [B, K] marks tokens of the trainer's own version."""
+    """Return the sums over a microbatch. `is_current` [B, K] marks tokens of the trainer's own version."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     raw = torch.where(inputs.mask, weights(inputs), 0.0)
@@ -156,7 +158,7 @@ def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorD
 
 
 def weights(inputs: LossInputs) -> torch.Tensor:
-    """[B, K] π_proximal / π_behavior, detached; 1 at masked tokens. Neither truncated nor masked: see `Anchor`."""
+    """Return [B, K] π_proximal / π_behavior, neither truncated nor masked by a correction; 1 at masked tokens."""
     return _behavior_to_proximal(inputs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -165,7 +167,7 @@ def _behavior_to_proximal(inputs: LossInputs) -> torch.Tensor:
 
 
 def _anchor(inputs: LossInputs, logprobs: torch.Tensor, values: torch.Tensor, is_cut: torch.Tensor | bool) -> Anchor:
-    """Spread values per token or per trajectory over the trained tokens."""
+    """Build an anchor; `values` and `is_cut` per token or per trajectory broadcast over the trained tokens."""
     kept = torch.where(inputs.mask, values, 0.0).to(inputs.logprobs.dtype)
     return Anchor(logprobs, kept.detach(), inputs.mask & is_cut)
 
@@ -179,4 +181,4 @@ CORRECTIONS: Mapping[str, Correction] = {
     "opsm": opsm,
     "second_moment": second_moment,
 }
-"""Name in `algorithm.correction` → how."""
+"""Value of `algorithm.correction` → function."""

@@ -1,4 +1,4 @@
-"""Training on one device, or on one rank of several."""
+"""The trainer of one device, or of one rank of several."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTrainer:
-    """Updates a model, or adapters on it, on one device. See `Trainer` for the contract.
+    """Updates a model, or adapters on it, on one device. Implements `Trainer`.
 
-    The trained parameters are float32 master weights; bfloat16 is a matter of autocast. The model stays in eval mode:
-    dropout would make a policy differ from itself between rollout, proximal logprobs and update. Nothing here is
-    random but how adapters begin, so equal batches give equal bits wherever torch's kernels do.
+    The trained parameters are float32 master weights; `trainer.dtype` only sets autocast. The model stays in eval mode:
+    with dropout, logprobs would differ between rollout, proximal pass and update. Only the initialisation of adapters
+    is random, so equal batches give equal bits wherever torch's kernels are deterministic.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class LocalTrainer:
         publish_dtype: torch.dtype = torch.float32,
         parallel: SingleRank | None = None,
     ) -> None:
-        """Take over `model`. Raises UserError for settings that contradict each other or do not fit the model.
+        """Take ownership of `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
-        `temperature` is the one the rollout samples at; `total_steps` is the run's length, for the learning rate;
-        `max_new_tokens` the length at which a response is cut; `seed` decides how adapters begin. Tokens more than
-        `max_staleness` versions old stay in context and reward and get no gradient; None trains all. `reference` is
-        needed by an algorithm with a KL term, unless there is `lora`, where the model without its adapters is it.
-        `parallel` stands for the ranks beside this one, each of which makes such a trainer of the same models.
+        `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
+        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: tokens that are
+        more versions old than this remain as context but get no gradient; None trains all tokens. `reference`: required
+        by an algorithm with a KL term, unless `lora` is set; then the model without its adapters is the reference.
+        `parallel`: the group of ranks; each rank constructs its own trainer with the same models.
         """
         if not temperature > 0:
             raise UserError(f"training needs sampled trajectories: got temperature {temperature}, allowed is above 0")
@@ -104,12 +104,12 @@ class LocalTrainer:
         reference = reference if algorithm.kl_coef else None
         self._parallel = parallel or SingleRank()
         self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
-        self._parallel.shard(model, reference, critic)  # from here on everything is on its device
+        self._parallel.shard(model, reference, critic)  # moves the models to their device
         is_packed = fit_attention(model, None if critic is None else critic.trunk, reference, settings, self._parallel)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        # Found out here and now, and not within a pass whose routing is recorded or replayed.
+        # Find the head now: its check runs a forward pass, which must not be recorded or replayed as routing.
         self._parallel.run(model, find_head)
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
         self.passes = Passes(
@@ -122,34 +122,36 @@ class LocalTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """The weights as they are now; the digest is empty until they are published or saved."""
+        """The version of the current weights. Its digest is empty until they are published or saved."""
         return self._version
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its device behind weights, gradients and moments."""
+        """Bytes of device memory used by weights, gradients and moments."""
         return self._offload.held_bytes
 
     def take_peak_bytes(self) -> int | None:
-        """Return the most that tensors of this process held of its device since the last call; None on a CPU."""
+        """Return the peak bytes of device memory used by this process since the last call; None on a CPU."""
         device = self._offload.device
         return peak_bytes(device) if device.type == "cuda" else None
 
     def rest(self) -> None:
-        """Leave the device (see `offload.py`); publishing, saving and restoring go on from the host."""
+        """Move all tensors off the device (`offload.py`). `publish`, `save` and `restore` still work, from the host."""
         self._offload.rest()
 
     def wake(self) -> None:
-        """Come back to the device, as a train step needs."""
+        """Move all tensors back to the device, as `step` requires."""
         self._offload.wake()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name. Raises TrainingDiverged, leaving the weights as they were.
+        """Run one train step and return its metrics by name.
 
-        Metrics of tokens are means over trained tokens (over all passes, where there are several updates);
-        `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens of the version that the
-        trainer holds, and are absent when the batch has none. Raises UserError for a group that is empty or too small
-        for the algorithm, and EngineFault for a logprob that is no number.
+        Token metrics are means over trained tokens, over all updates of the step. `policy/mismatch_kl` and
+        `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version; they are absent when
+        the batch has none.
+
+        Raises TrainingDiverged, with the weights unchanged; UserError for a group that is too small for the algorithm;
+        EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
         assert batch.step == start.number + 1, f"batch of train step {batch.step} came to version {start.number}"
@@ -167,8 +169,7 @@ class LocalTrainer:
         samples = minibatches(batch, algorithm, oldest=oldest, longest=self._max_new_tokens)
         parts = [self._cut(part) for part in samples]
         prepared = self.passes.prepare(parts)
-        # A copy to go back to is needed only where there are several updates: divergence is noticed before the weights
-        # change.
+        # With one update, divergence is detected before the weights change, so no snapshot is needed.
         before = [learner.snapshot() for learner in self.learners] if algorithm.num_updates > 1 else None
         totals = Totals(self.passes.reference is not None, self.passes.critic is not None)
         update = Update(self.passes, self.learners, totals, batch.step, self._max_new_tokens)
@@ -196,7 +197,7 @@ class LocalTrainer:
 
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
-        # On a CPU, bfloat16 kernels are made anew for each shape that is met.
+        # On a CPU, bfloat16 kernels are compiled for each new shape.
         makes_kernels = settings.dtype == "bfloat16" and self.model.device.type == "cpu"
         return cut(
             samples,
@@ -210,18 +211,20 @@ class LocalTrainer:
         )
 
     def publish(self) -> PublishedWeights:
-        """Return a copy of the current weights, or of the adapter alone, on the trainer's device, by name.
+        """Return a copy of the current weights, or of the adapter alone, on the trainer's device.
 
-        They are rounded here to what engines hold, so that all hold the same and the digest is that of what they hold.
+        Floating-point tensors are cast to `publish_dtype` before the digest is taken, so the digest identifies the
+        tensors that engines hold.
         """
         tensors = as_published(self._parallel.whole(published_tensors(self.model)), self._publish_dtype)
         self._stamp(weights_digest(tensors))
         return PublishedWeights(self._version, tensors)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint (see `checkpoint.py`), whole or not at all.
+        """Write a checkpoint (format: `checkpoint.py`), atomically in a single process.
 
-        One rank of several writes its part into a directory that is there; who asked them makes it whole or absent.
+        One rank of several writes its part into an existing directory; the caller (`RankedTrainer.save`) makes the
+        whole atomic.
         """
         parallel, critic = self._parallel, self.passes.critic
         weights = parallel.whole(trained_tensors(self.model))
@@ -248,15 +251,15 @@ class LocalTrainer:
             write_parts(directory, parts)
 
     def _stamp(self, digest: str) -> None:
-        """Let the version's digest be the first rank's, which has seen all of the weights."""
+        """Set the version's digest to that of the first rank, the only one that gathers all weights."""
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
-        """Continue from what `save` wrote. Raises UserError, changing nothing, when it does not fit this trainer.
+        """Load a checkpoint. Raises UserError, without changing anything, when it does not fit this trainer.
 
-        Number and digest of the version come from the checkpoint; the lineage stays the one this trainer was built
-        with, because a run that goes back starts a new one.
+        The version's number and digest come from the checkpoint; the lineage remains that of this trainer, because a
+        run that goes back to a checkpoint starts a new lineage.
         """
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
@@ -291,7 +294,7 @@ class LocalTrainer:
             _warn_of_other_bits(state, self._parallel.num_ranks)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: this trainer holds no processes."""
 
 
 def _libraries() -> dict[str, str]:

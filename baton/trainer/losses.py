@@ -1,23 +1,23 @@
-"""Policy-gradient objectives as pure functions of tensors, in shared words: log-ratio, clip, aggregate, masks.
+"""Policy-gradient objectives as pure functions of tensors, built from shared parts: log-ratio, clip, aggregate, masks.
 
-To join: write a function with `Objective`'s signature and name it in `OBJECTIVES`. Rows whose advantages are 0 are
-run without gradient, so an objective must be flat in them.
-Shapes: B trajectories, K places of a padded row. Masks are True at tokens that are trained.
+To add an objective, write a function with `Objective`'s signature and list it in `OBJECTIVES`. Rows whose advantages
+are 0 run without gradient, so an objective must be flat in them.
+Shapes: B trajectories, K positions of a padded row. Masks are True at tokens that are trained.
 
-Three policies. `behavior` sampled the tokens, `proximal` is the policy at the start of the train step, and the one
-being optimised carries the gradient. A correction (`corrections.py`) turns the first two into an `Anchor`: what the
-ratio is taken against, and a weight per token.
+Three policies: `behavior` sampled the tokens, `proximal` is the policy at the start of the train step, and the current
+policy carries the gradient. A correction (`corrections.py`) computes an `Anchor` from the first two: the denominator of
+the ratio, and a weight per token.
 
-Normalisers. A minibatch reaches an objective in pieces (microbatches, later ranks), so no mean is taken here: sums
-are divided by a `divisor` that the caller takes over the whole minibatch, and the pieces add up to the whole.
-Whether a fully masked trajectory stays in the divisor follows from the aggregation, for every objective alike:
+Normalisation: an objective sees one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor` that
+the caller computes over the whole minibatch of all ranks; the losses of the microbatches add up to that of the minibatch.
+The aggregation alone determines whether a fully masked trajectory counts in the divisor:
 
 | aggregation       | divisor                           | a fully masked trajectory                                    |
 |-------------------|-----------------------------------|--------------------------------------------------------------|
-| `sequence_mean`   | trajectories                      | stays: the others keep their weight, the update gets smaller |
-| `sequence_sum`    | trajectories                      | stays, likewise                                              |
-| `length_constant` | trajectories × the longest length | stays, likewise                                              |
-| `token_mean`      | trained tokens                    | has none, so is not counted: the others' tokens weigh more   |
+| `sequence_mean`   | trajectories                      | counts: the others keep their weight, the update is smaller  |
+| `sequence_sum`    | trajectories                      | counts, likewise                                             |
+| `length_constant` | trajectories × the longest length | counts, likewise                                             |
+| `token_mean`      | trained tokens                    | does not count: the other trajectories' tokens weigh more    |
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.trainer.algorithm import Aggregation, KlEstimator
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One microbatch, as an objective sees it."""
+    """The inputs of an objective: one microbatch."""
 
     logprobs: torch.Tensor
     """[B, K] under the policy being optimised; carries gradient."""
@@ -48,60 +48,61 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Where an objective's ratio is taken from; made by a correction."""
+    """The denominator and weights of an objective's ratio, computed by a correction."""
 
     logprobs: torch.Tensor
-    """[B, K] of PPO's old policy: the proximal one, or the behavior policy itself."""
+    """[B, K] under PPO's old policy: the proximal or the behavior policy."""
     weights: torch.Tensor
-    """[B, K] before each token's surrogate, without gradient; 0 at masked tokens."""
+    """[B, K] factor of each token's surrogate, without gradient; 0 at masked tokens."""
     is_cut: torch.Tensor
-    """[B, K] bool: tokens whose weight the correction has truncated or set to 0; False at masked tokens."""
+    """[B, K] bool: tokens whose weight the correction truncated or set to 0; False at masked tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossShape:
-    """What an objective is told beside the tensors."""
+    """The parameters of an objective."""
 
     clip_low: float
     clip_high: float
     aggregation: Aggregation
     divisor: float
-    """Over the whole minibatch; see `divisor`."""
+    """Computed by `divisor` over the whole minibatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an objective returns. The loss is this microbatch's share of the minibatch's."""
+    """The result of an objective: this microbatch's share of the minibatch's loss."""
 
     loss: torch.Tensor
     """Scalar with gradient."""
     ratio: torch.Tensor
     """[B, K] detached; 1 at masked tokens."""
     is_clipped: torch.Tensor
-    """[B, K] bool: tokens whose gradient the clip has cut; False at masked tokens."""
+    """[B, K] bool: tokens whose ratio the clip changed, which removes or bounds their gradient; False at masked
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class KlEstimate:
-    """Estimates of a KL divergence, by token."""
+    """Estimates of a KL divergence per token."""
 
     nats: torch.Tensor
     """[B, K] with the gradient of the log-probabilities; 0 at masked tokens."""
     is_clamped: torch.Tensor
-    """[B, K] bool: tokens whose estimate was above its bound, and which so have no gradient; False at masked tokens."""
+    """[B, K] bool: tokens whose estimate exceeded its bound and so has no gradient; False at masked tokens."""
 
 
 MAX_LOG_RATIO = 20.0
-"""|log ratio| and |log weight| are held within this, so that neither is infinite whatever was sampled."""
+"""Bound of |log ratio| and |log weight|, so that their exponentials stay finite."""
 
 MAX_K3 = 10.0
-"""Nats; largest k3 estimate of a token's KL divergence."""
+"""Maximum k3 estimate of a token's KL divergence, in nats."""
 
 Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
 
 def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """PPO's clip (arXiv 1707.06347, equation 7), as GRPO (2402.03300, equation 3) and DAPO (2503.14476, 8) have it.
+    """PPO's clip (arXiv 1707.06347, equation 7), as GRPO (2402.03300, equation 3) and DAPO (2503.14476, 8) use it.
 
     J = Σ_i Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t), r_t = π_θ / π_anchor, aggregated; with
     the proximal policy as anchor and the weights π_proximal / π_behavior this is decoupled PPO (2110.00641).
@@ -111,11 +112,11 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio for the trajectory, its gradient by token.
+    """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per trajectory and a gradient per token.
 
     s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)): all s_it equal s_i, and token t gets
     the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over trained tokens
-    of weight above 0: a token that is masked, or dropped by a correction, neither moves the ratio nor gets a gradient.
+    of weight above 0: a token that is masked or dropped by a correction does not enter the ratio and gets no gradient.
     """
     kept = anchor.weights > 0
     apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)
@@ -127,7 +128,7 @@ def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """CISPO (arXiv 2506.13585, equation 4): J = Σ_i Σ_t w_t sg(clip(r_t, 1 − clip_low, 1 + clip_high)) A_t log π_θ.
 
-    Every token keeps a gradient; the clip only bounds its weight.
+    Every token keeps a gradient; the clip only bounds its coefficient.
     """
     ratio = to_anchor(inputs, anchor).exp().detach()
     bounded = clip(ratio, shape.clip_low, shape.clip_high)
@@ -157,8 +158,9 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Ten
     """[B, K] estimates of KL(π_θ ‖ π_reference) in nats from sampled tokens; 0 at masked tokens.
 
     With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
-    k3 is exponential in −x, so it is bounded as in verl: x to ±20, then the estimate to `MAX_K3`. A token beyond
-    the bound, 2.6 nats below the reference or 11 above it, gets no gradient. k1 and k2 have slopes 1 and x: no bound.
+    k3 is exponential in −x, so it is bounded as in verl: x to ±20, then the estimate to `MAX_K3`. A token beyond the
+    bound (about 2.6 nats below the reference or 11 above it) gets no gradient. k1 and k2 need no bound: their slopes are
+    1 and x.
     """
     apart = log_ratio(logprobs, reference_logprobs, mask)
     if name == "k1":
@@ -170,39 +172,46 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Ten
 
 
 def k3(apart: torch.Tensor) -> torch.Tensor:
-    """Return e^(−x) − 1 + x for log ratios x held within ±20, so that none is infinite."""
+    """Return e^(−x) − 1 + x, with x clamped to ±20 so that the result is finite."""
     bounded = apart.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (-bounded).expm1() + bounded
 
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, K] log (π_θ / π_baseline), 0 at masked tokens: masked before any exp, as 0 · inf in a gradient is NaN."""
+    """Return [B, K] log (π_θ / π_baseline), 0 at masked tokens.
+
+    The mask applies before any exp, because 0 · ∞ in a gradient is NaN.
+    """
     return torch.where(mask, logprobs - baseline_logprobs, 0.0)
 
 
 def to_anchor(inputs: LossInputs, anchor: Anchor) -> torch.Tensor:
-    """[B, K] log (π_θ / π_anchor) within ±20: e^89 is infinite in float32, and 0 · ∞ in a gradient is NaN."""
+    """Return [B, K] log (π_θ / π_anchor), clamped to ±20.
+
+    e^89 overflows float32, and 0 · ∞ in a gradient is NaN.
+    """
     return log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clip(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Hold a ratio within [1 − low, 1 + high]."""
+    """Clamp a ratio to [1 − low, 1 + high]."""
     return ratio.clamp(1.0 - low, 1.0 + high)
 
 
 def aggregate(values: torch.Tensor, mask: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
-    """Sum [B, K] to a scalar that still waits for its divisor.
+    """Sum [B, K] to a scalar, before division by `divisor`.
 
-    `sequence_mean`: Σ_i (1/T_i) Σ_t, T_i the trained tokens of trajectory i; one without any gives 0. Else Σ_i Σ_t.
+    `sequence_mean`: Σ_i (1/T_i) Σ_t, with T_i the trained tokens of trajectory i; a trajectory without any gives 0.
+    Otherwise Σ_i Σ_t.
     """
     sums = torch.where(mask, values, 0.0).sum(-1)
     return (sums / mask.sum(-1).clamp(min=1)).sum() if aggregation == "sequence_mean" else sums.sum()
 
 
 def divisor(num_trajectories: int, num_trained_tokens: int, aggregation: Aggregation, longest: int) -> float:
-    """Return what `aggregate` is divided by: counts over a whole minibatch; see the table at the top.
+    """Return the divisor of `aggregate`, from counts over a whole minibatch (table at the top).
 
-    `longest` is the length a response may have, tokens.
+    `longest` is the maximum response length in tokens.
     """
     if aggregation == "token_mean":
         return float(max(1, num_trained_tokens))
@@ -215,4 +224,4 @@ OBJECTIVES: Mapping[str, Objective] = {
     "cispo": cispo,
     "policy_gradient": policy_gradient,
 }
-"""Name in `algorithm.objective` → how."""
+"""Value of `algorithm.objective` → function."""

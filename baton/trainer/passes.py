@@ -1,4 +1,4 @@
-"""Forward passes of a train step: which model says what of a microbatch, and what is fixed before the first update."""
+"""Forward passes of a train step, and the values fixed before its first update."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from baton.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, slots=True)
 class PreparedMicroBatch:
-    """A microbatch, with what the step's updates take as given. [B, K] each."""
+    """A microbatch and the values that stay fixed during the step's updates. Shapes: [B, K]."""
 
     micro: MicroBatch
-    """With its advantages."""
+    """With advantages."""
     proximal_logprobs: torch.Tensor | None = None
-    """None where the only update's own are the proximal ones."""
+    """None where the logprobs of the only update serve as proximal logprobs."""
     reference_logprobs: torch.Tensor | None = None
     """None without a reference model."""
     values: torch.Tensor | None = None
-    """What the critic expected at the start of the step; None without one, as are `returns`."""
+    """The critic's values at the start of the step; None without a critic."""
     routing: Routing | None = None
-    """The experts that the proximal policy, or the engine, chose, where they are to be replayed."""
+    """Experts to replay, chosen by the proximal policy or the engine."""
     returns: torch.Tensor | None = None
-    """What it should have expected: advantages (as estimated, not normalised) + values."""
+    """Targets of the critic: advantages (as estimated, not normalised) + values; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The models of a train step, and how they are run."""
+    """The models of a train step and their forward passes."""
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model; the policy itself where its adapters are switched off for it."""
+    """The frozen reference model; the policy itself if its adapters are disabled for reference passes."""
     critic: Critic | None
     settings: TrainerSettings
     algorithm: AlgorithmSettings
     temperature: float
     replay: RoutingReplay | None
-    """Of the policy's experts, where it has any and this is asked for."""
+    """Routing replay of the policy's experts; None if disabled."""
     is_packed: bool
-    """Whether rows are laid one behind the other instead of padded."""
+    """Whether rows are concatenated instead of padded."""
     parallel: SingleRank = field(default_factory=SingleRank)
-    """The ranks beside this one."""
+    """The group of ranks."""
 
     @property
     def is_shared(self) -> bool:
@@ -66,7 +66,8 @@ class Passes:
         return self.critic is not None and self.critic.trunk is None
 
     def scores(self, micro: MicroBatch, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
-        """Score a microbatch's tokens, [B, K]; an update wants the entropy, and a shared critic the hidden states."""
+        """Score a microbatch's tokens, [B, K]: with entropy in an update, and with hidden states for a shared
+        critic."""
         model = self.model if model is None else model
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
@@ -83,7 +84,7 @@ class Passes:
             return _unpacked(micro, scores) if self.is_packed else scores
 
     def values(self, micro: MicroBatch, scores: TokenScores) -> torch.Tensor:
-        """[B, K] what the critic expects; a shared one reads the hidden states of `scores`."""
+        """Return the critic's values [B, K]. A shared critic reads the hidden states of `scores`."""
         assert self.critic is not None
 
         def read(critic: Critic) -> torch.Tensor:
@@ -99,7 +100,7 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, parts: Sequence[MiniBatch]) -> list[list[PreparedMicroBatch]]:
-        """Run what must be known before the first update, and estimate the advantages where they depend on it."""
+        """Run the passes needed before the first update, and estimate advantages that depend on them."""
         found = [[self._prepared(micro) for micro in part.microbatches] for part in parts]
         if not self.algorithm.needs_model_for_advantages:
             return found
@@ -130,7 +131,7 @@ class Passes:
         )
 
     def replayed(self, prepared: PreparedMicroBatch) -> AbstractContextManager[None]:
-        """Enter what an update's passes, forward and back, have to be within."""
+        """Return the context for an update's forward and backward pass, in which routing is replayed."""
         return self._replay(prepared.routing)
 
     def _replay(self, routing: Routing | None) -> AbstractContextManager[None]:
@@ -140,7 +141,7 @@ class Passes:
         return nullcontext({}) if self.replay is None else self.replay.recorded()
 
     def _given_routing(self, micro: MicroBatch) -> Routing | None:
-        """The experts that the engine chose, where they are to be replayed."""
+        """Return the experts that the engine chose if they are to be replayed, else None."""
         if self.replay is None or self.settings.moe_replay != "engine":
             return None
         return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
@@ -148,7 +149,7 @@ class Passes:
     def _with_advantages(
         self, everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample]
     ) -> list[PreparedMicroBatch]:
-        """Estimate advantages over all rows of the batch, of all ranks, from what the models said of them."""
+        """Estimate advantages over all rows of the batch, of all ranks, from the models' outputs."""
         algorithm = self.algorithm
         raw = estimate(
             rows,
@@ -177,7 +178,7 @@ class Passes:
         rows: Sequence[TrainingSample],
         read: Callable[[PreparedMicroBatch], list[FloatArray]],
     ) -> list[FloatArray]:
-        """[P] of each of `rows`, of which each rank reads its own from its microbatches."""
+        """Return [P] for each of `rows`. Each rank reads its own rows; a sum over ranks combines them."""
         own = {
             row.name: found
             for prepared in everything
@@ -189,7 +190,7 @@ class Passes:
         return [np.asarray(part) for part in np.split(self.parallel.sums(flat), ends[:-1])] if rows else []
 
     def _penalties(self, prepared: PreparedMicroBatch) -> list[FloatArray]:
-        """[P] of each row: −kl_coef × KL of the proximal policy to the reference, at each policy token."""
+        """Return [P] for each row: −kl_coef × KL(proximal ‖ reference) at each policy token."""
         micro, algorithm = prepared.micro, self.algorithm
         assert prepared.proximal_logprobs is not None
         assert prepared.reference_logprobs is not None
@@ -198,17 +199,17 @@ class Passes:
 
 
 def _values(prepared: PreparedMicroBatch) -> list[FloatArray]:
-    """[P] of each row: what the critic expects."""
+    """Return the critic's values, [P] for each row."""
     assert prepared.values is not None
     return prepared.micro.gather(prepared.values)
 
 
 def _unpacked(micro: MicroBatch, scores: TokenScores) -> TokenScores:
-    """[B, K] from what was computed at the policy's tokens alone, row by row; the hidden states stay [N, H]."""
+    """Scatter scores at the policy's tokens to [B, K]. The hidden states stay [N, H]."""
     entropy = None if scores.entropy is None else _laid(micro, scores.entropy)
     return TokenScores(_laid(micro, scores.logprobs), entropy, scores.hidden)
 
 
 def _laid(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """[B, K] from [N] values at the policy's tokens, 0 elsewhere."""
+    """Scatter [N] values at the policy's tokens to [B, K], 0 elsewhere."""
     return torch.zeros(micro.policy_mask.shape, device=values.device).masked_scatter(micro.policy_mask, values)

@@ -1,6 +1,6 @@
-"""Batch → training samples, and the metrics that need no model. The only module of the trainer that reads groups.
+"""Batch → training samples, and metrics that need no model. The only module of the trainer that reads groups.
 
-Shapes: L tokens of one trajectory after its prompt, of which the policy wrote P.
+Shapes: L tokens of one trajectory after its prompt, P of them written by the policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.types import Batch, FinishReason, Group, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One trajectory with a share in the loss."""
+    """One trajectory that contributes to the loss."""
 
     group_id: int
     name: str
@@ -38,7 +38,7 @@ class TrainingSample:
     is_policy: tuple[bool, ...]
     """[L] whether the policy wrote the token."""
     is_trained: tuple[bool, ...]
-    """[L] whether it gets a gradient: the policy wrote it, under a version that is not too old."""
+    """[L] whether the token gets a gradient: the policy wrote it, and its version is not too old."""
     behavior_logprobs: tuple[float, ...]
     """[L]"""
     policy_versions: tuple[int, ...]
@@ -47,13 +47,13 @@ class TrainingSample:
     is_filtered: bool = False
     """Whether `overlong_filter` excludes it from training: no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
-    """[L] experts behind each token, as the engine reported them; empty bytes, or none at all, where it did not."""
+    """[L] experts chosen for each token, as reported by the engine; empty bytes, or an empty tuple, if not reported."""
     advantages: FloatArray | None = None
-    """[P]; None until they are known."""
+    """[P]; None until computed."""
 
     @property
     def num_policy(self) -> int:
-        """P"""
+        """P: tokens that the policy wrote."""
         return sum(self.is_policy)
 
     @property
@@ -63,7 +63,8 @@ class TrainingSample:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether an objective that is flat at advantage 0 has a gradient here. Unknown ones may be anything."""
+        """Whether an objective that is flat at advantage 0 may have a gradient here. True while advantages are
+        unknown."""
         return self.advantages is None or bool(self.advantages.any())
 
 
@@ -72,7 +73,7 @@ def minibatches(
 ) -> list[list[TrainingSample]]:
     """Return the training samples of each minibatch, with their advantages unless these need a model.
 
-    Raises UserError for a group that could never be trained, or for fewer groups than minibatches.
+    Raises UserError for a group with too few members, or for fewer groups than minibatches.
     """
     for group in batch.groups:
         if len(group.members) < max(1, algorithm.fewest_judged):
@@ -89,7 +90,10 @@ def minibatches(
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Cut into `num_parts` runs whose sizes differ by at most one. Raises UserError when there are fewer groups."""
+    """Split groups into `num_parts` consecutive parts whose sizes differ by at most one.
+
+    Raises UserError when there are fewer groups than parts.
+    """
     if num_parts > len(groups):
         raise UserError(
             f"algorithm.num_minibatches: got {num_parts}, but each needs a group and the batch has {len(groups)}"
@@ -101,13 +105,12 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group
 def training_samples(
     groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
 ) -> list[TrainingSample]:
-    """Return one sample per trajectory with a share in the loss, in the order of the batch.
+    """Return one sample per trajectory that contributes to the loss, in the order of the batch.
 
-    A token of a version below `oldest` is context and part of what is rewarded, but gets no gradient; neither does
-    a trajectory that `overlong_filter` leaves out. A sample of nothing but such tokens keeps its place in the count of
-    trajectories that a loss is divided by. A trajectory without a judgement, or without the judged ones beside it
-    that its algorithm compares it with, has no sample: no gradient, and no share in those counts. `longest` is the
-    length at which a response is cut, tokens. Raises EngineFault for a logprob that is no number.
+    A token of a version below `oldest` remains as context but gets no gradient; the same holds for all tokens of a
+    trajectory that `overlong_filter` excludes. Such trajectories still count in the loss divisor. A trajectory without
+    a reward, or in a group with fewer scored trajectories than the algorithm needs, has no sample and does not count.
+    `longest` is the maximum response length in tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
         _sample(member.trajectory, member.judgement.reward, algorithm, oldest, longest)
@@ -156,7 +159,10 @@ def estimate(
     token_rewards: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
 ) -> list[FloatArray]:
-    """Return the [P] advantages of each sample, estimated over a whole batch; the last two are [P] of each sample."""
+    """Return the [P] advantages of each sample, estimated over a whole batch.
+
+    `token_rewards` and `values` hold one [P] array per sample.
+    """
     outcomes = [
         Outcome(
             group_id=sample.group_id,
@@ -174,26 +180,26 @@ def estimate(
 def with_advantages(
     parts: Sequence[Sequence[TrainingSample]], algorithm: AlgorithmSettings
 ) -> list[list[TrainingSample]]:
-    """Return the samples of a batch, part by part, with advantages that no model is needed for."""
+    """Return the samples of a batch, part by part, with advantages that need no model."""
     raw = estimate([sample for part in parts for sample in part], algorithm)
     found = iter(normalized(raw) if algorithm.normalize_advantages else raw)
     return [[replace(sample, advantages=next(found)) for sample in part] for part in parts]
 
 
 def rewards(group: Group) -> list[float]:
-    """Rewards of the judged members, ordered by sample_index."""
+    """Return the rewards of the scored members, ordered by sample_index."""
     return [member.judgement.reward for member in group.members if member.judgement.is_judged]
 
 
 def batch_metrics(
     batch: Batch, samples: Sequence[TrainingSample], algorithm: AlgorithmSettings, *, longest: int = 0
 ) -> dict[str, float]:
-    """Return the metrics of a batch that need no model: rewards, lengths, staleness of its `samples`.
+    """Return the metrics of a batch that need no model: rewards, lengths, and staleness of its `samples`.
 
-    Rewards and accuracy are over judged trajectories, and absent where there is none; `reward/std` has divisor N;
-    `reward/zero_std_frac` is the share of groups whose rewards are all equal, of those with two or more judged
-    members; `judge/groups_lost` counts those with too few to be trained. Lengths count all tokens after the prompt;
-    `longest` is the one at which a response is cut.
+    Rewards and accuracy are means over scored trajectories, absent if there are none. `reward/std` has divisor N.
+    `reward/zero_std_frac` is the fraction of groups whose rewards are all equal, among groups with at least two scored
+    members. `judge/groups_lost` counts groups with too few scored members to be trained. Lengths count all tokens after
+    the prompt. `longest` is the maximum response length in tokens.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
@@ -229,11 +235,11 @@ def batch_metrics(
 
 
 def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dict[str, float]:
-    """Return how old the policy's tokens are, against the trainer's `version`, and how many are too old to be trained.
+    """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
-    `staleness/mean` and `/max` of those that are trained; of all, the share that is trained though not of the
-    trainer's own version (`stale_frac`) and the share that is too old (`masked_frac`). Responses that `overlong_filter`
-    leaves out are counted apart.
+    `staleness/mean` and `/max` are over trained tokens. `stale_frac` is the fraction of tokens that are trained but
+    older than the trainer's version; `masked_frac` is the fraction that is too old to be trained. Both exclude
+    trajectories that `overlong_filter` excludes; `tokens/filtered` counts those.
     """
     kept = [sample for sample in samples if not sample.is_filtered]
     ages = [

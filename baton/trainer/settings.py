@@ -1,4 +1,4 @@
-"""Recipe sections of training. Needs no torch."""
+"""Recipe sections [trainer] and [sft]. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,47 +13,52 @@ Decay = Literal["constant", "linear", "cosine"]
 
 
 class TrainerSettings(Settings):
-    """[trainer] how the policy is updated."""
+    """[trainer] Optimisation of the policy."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Train steps over which the learning rate rises linearly."""
+    """Train steps over which the learning rate rises linearly to `lr`."""
     decay: Decay = "constant"
-    """Course of the learning rate after the warm-up, over the run's train steps."""
+    """Shape of the learning rate after the warm-up, until the last train step of the run."""
     min_lr_frac: float = Field(default=0.0, ge=0, le=1)
-    """Where the decay ends, as a share of `lr`."""
+    """Final learning rate of the decay, as a fraction of `lr`."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's first and second moment, each in [0, 1)."""
+    """Decay rates of AdamW's first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay per unit of learning rate, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient of an update is scaled down to this Euclidean norm; `inf` leaves it as it is."""
+    """Maximum Euclidean norm of an update's gradient; larger gradients are scaled down. `inf` disables clipping."""
     dtype: DTypeName = "float32"
-    """In what the linear layers compute. Master weights and optimiser state are float32 always."""
+    """Data type in which linear layers compute. Master weights and optimiser state are always float32."""
     compile: bool = False
-    """Whether torch compiles the model: on a CPU a third faster (bfloat16: a half) after half a minute or more at the
-    start. Needs a C++ compiler. Which kernels it makes depends on the first batches, so a resumed run may differ in the
-    last bits."""
+    """Compile the model with torch. On a CPU, steps are about a third faster (half in bfloat16), but startup takes at
+    least half a minute longer. Requires a C++ compiler. The compiled kernels depend on the first batches, so the last
+    bits of a resumed run may differ."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Tokens, padding included, in one forward and backward pass; bounds memory and does not change the update."""
+    """Maximum tokens, including padding, in one forward and backward pass. Bounds memory; does not change the update. A
+    longer trajectory forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
-    """Whether trajectories are laid one behind the other instead of padded, sorted by length: `auto` does on CUDA."""
+    """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` packs on CUDA
+    only."""
     activation_checkpointing: bool = False
-    """Whether blocks compute their activations again on the way back: less memory for a third more computation."""
+    """Recompute each block's activations in the backward pass: less memory, about a third more computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"
-    """Mixtures of experts: whether the updates of a train step route each token to the experts that the policy at the
-    step's start chose for it, or all passes to those that the engine chose (with engine.report_routing)."""
+    """Routing replay for mixture-of-experts models. `proximal`: the updates of a train step route each token to the
+    experts that the policy chose at the start of the step. `engine`: all passes use the experts that the engine chose
+    (requires engine.report_routing)."""
 
     ranks: int = Field(default=1, ge=1)
-    """Processes that share the model, its gradients and its optimiser state among them; 1 is this one alone."""
+    """Processes that shard the model, its gradients and its optimiser state; 1 trains in the controller process."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share each matrix product, by the model's own plan; `ranks` is a multiple of it."""
+    """Ranks that split each matrix product, by the model's own plan; must divide `ranks`."""
     shard_gradients: bool = False
-    """Whether ranks reduce gradients after each microbatch, so that none ever holds a whole model's; costs time."""
+    """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory,
+    costs time."""
     rank_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that the ranks may take to start, for a train step or for a checkpoint, before they are given up."""
+    """Timeout of each request to the ranks (start, train step, publication, checkpoint), in seconds. When it expires,
+    all ranks are ended."""
 
     @field_validator("betas")
     @classmethod
@@ -79,25 +84,25 @@ class TrainerSettings(Settings):
 
 
 class SftSettings(Settings):
-    """[sft] supervised fine-tuning."""
+    """[sft] Supervised fine-tuning."""
 
     steps: int = Field(default=1000, ge=1)
-    """Optimiser updates; a count, so that the result does not depend on the machine's speed."""
+    """Optimiser updates. A count rather than a duration, so that the result does not depend on the machine's speed."""
     batch_size: int = Field(default=128, ge=1)
     """Demonstrations per update."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Tokens, padding included, in one forward and backward pass; bounds memory."""
+    """Maximum tokens, including padding, in one forward and backward pass. Bounds memory."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Updates over which the learning rate rises linearly; from there it falls as a cosine."""
+    """Updates over which the learning rate rises linearly; it then decays as a cosine."""
     min_lr_frac: float = Field(default=0.02, ge=0, le=1)
-    """Where the decay ends, as a share of `lr`."""
+    """Final learning rate of the decay, as a fraction of `lr`."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Decay rates of AdamW's moments."""
     weight_decay: float = Field(default=0.05, ge=0)
     """Decoupled weight decay per unit of learning rate, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this Euclidean norm."""
+    """Maximum Euclidean norm of the gradient; larger gradients are scaled down."""
     dtype: DTypeName = "float32"
-    """In what linear layers compute; master weights are float32 always."""
+    """Data type in which linear layers compute. Master weights are always float32."""

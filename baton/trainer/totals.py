@@ -1,4 +1,4 @@
-"""Sums over the updates of a train step, and the metrics made of them."""
+"""Sums over the updates of a train step, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from baton.trainer.parallel.group import SingleRank
 
 
 class TokenSums(NamedTuple, Generic[Scalar]):
-    """Sums over trained tokens, but for the loss."""
+    """Sums over trained tokens, except for the loss."""
 
     loss: Scalar
-    """With all its terms, as it is minimised."""
+    """The minimised loss, with all its terms."""
     tokens: Scalar
     entropy: Scalar
     clipped: Scalar
     moved: Scalar
-    """k3 of KL(proximal ‖ current): how far the step's updates have come."""
+    """k3 estimate of KL(proximal ‖ current), the policy's change since the start of the step."""
     weight: Scalar
-    """Weights as the correction left them."""
+    """Weights after the correction."""
     cut: Scalar
     reference_kl: Scalar
-    """0 without a reference model, as is the next."""
+    """0 without a reference model."""
     clamped_kl: Scalar
-    """Tokens whose estimate of that KL was above its bound."""
+    """Tokens whose estimate of the KL divergence to the reference exceeded its bound; 0 without a reference model."""
 
 
 @dataclass(slots=True)
@@ -42,19 +42,20 @@ class Totals:
     has_reference: bool
     has_critic: bool
     losses: list[float] = field(default_factory=list)
-    """One per update, as are the next three; those of values are empty without a critic."""
+    """One per update, as in the next three lists. The lists of values are empty without a critic."""
     grad_norms: list[float] = field(default_factory=list)
     value_losses: list[float] = field(default_factory=list)
     value_grad_norms: list[float] = field(default_factory=list)
-    """Empty where the critic is a head on the policy."""
+    """Also empty for a shared critic."""
     tokens: TokenSums[float] = field(default_factory=lambda: TokenSums(*[0.0] * 9))
     distance: BehaviorDistance[float] = field(default_factory=lambda: BehaviorDistance(*[0.0] * 6))
     values: ValueSums[float] = field(default_factory=lambda: ValueSums(*[0.0] * 5))
     real: float = 0.0
-    """Tokens fed, and with padding: places."""
+    """Tokens fed to the model, without padding."""
     places: float = 0.0
+    """Tokens fed to the model, with padding."""
     imbalance: float | None = None
-    """Places fed to the busiest rank over their mean; None where there is one rank."""
+    """Largest over mean of the ranks' padded tokens; None with one rank."""
 
     def add(
         self,
@@ -64,7 +65,7 @@ class Totals:
         num_tokens: int,
         num_places: int,
     ) -> float:
-        """Add one microbatch; return its loss as a number. Here the host waits."""
+        """Add one microbatch and return its loss as a number. Synchronises with the device."""
         numbers = _numbers((*tokens, *distance))
         found = TokenSums(*numbers[: len(tokens)])
         apart = BehaviorDistance(*numbers[len(tokens) :])
@@ -76,11 +77,11 @@ class Totals:
         return found.loss
 
     def add_values(self, sums: ValueSums[torch.Tensor]) -> None:
-        """Add one microbatch of the critic."""
+        """Add one microbatch of a critic."""
         self.values = ValueSums(*map(add, self.values, _numbers(sums)))
 
     def add_ranks(self, parallel: SingleRank) -> None:
-        """Turn this rank's sums into those over all ranks, which have made the same updates."""
+        """Replace this rank's sums with sums over all ranks."""
         if parallel.share.size == 1:
             return
         largest_places, max_diff = parallel.largest(self.places), parallel.largest(self.distance.max_diff)
@@ -98,8 +99,8 @@ class Totals:
         """Return means. `policy/loss` and `policy/grad_norm` (before clipping) are means over updates.
 
         `policy/ess` is Kish's effective sample size (Σw)² / Σw² as a share of the trained tokens, of the weights
-        π_proximal / π_behavior as they are before any truncation: it says how far apart the two policies are,
-        whatever the correction makes of it.
+        π_proximal / π_behavior before any truncation. It measures the distance between the two policies,
+        independently of the correction.
         """
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {
@@ -128,7 +129,7 @@ class Totals:
         return found
 
     def _value_metrics(self) -> dict[str, float]:
-        """`value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)², absent where all R are equal."""
+        """Return the critic's metrics. `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)², absent where all R are equal."""
         sums, num_tokens = self.values, max(1.0, self.values.tokens)
         found = {"value/loss": statistics.fmean(self.value_losses), "value/clip_frac": sums.clipped / num_tokens}
         if self.value_grad_norms:
@@ -140,6 +141,6 @@ class Totals:
 
 
 def _numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Fetch scalars from their device at once."""
+    """Copy scalars from their device in one transfer."""
     found: list[float] = torch.stack([scalar.float() for scalar in scalars]).tolist()
     return found

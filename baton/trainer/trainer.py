@@ -1,4 +1,4 @@
-"""The seam between the loop and whatever updates the policy."""
+"""The interface between the training loop and the trainers."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ from baton.types import Batch, PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """One published version."""
+    """A policy version and its tensors."""
 
     version: PolicyVersion
     tensors: Mapping[str, Any]
-    """Parameter name → tensor, as `state_dict` names them, or an adapter's pairs (`policy/adapters.py`); detached, and
-    not changed by later train steps."""
+    """Parameter name → tensor, named as in `state_dict` or as an adapter's pairs (`policy/adapters.py`). Detached;
+    later train steps do not change them."""
 
 
 class Trainer(Protocol):
-    """Makes version v+1 from version v and a batch."""
+    """Computes policy version v+1 from version v and a batch."""
 
     @property
     def version(self) -> PolicyVersion:
-        """The weights as they are now."""
+        """The version of the current weights."""
         ...
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step, return its metrics by name. Raises TrainingDiverged, leaving the weights as they were."""
+        """Run one train step and return its metrics by name.
+
+        Raises TrainingDiverged and leaves the weights unchanged when a loss or gradient is not finite.
+        """
         ...
 
     def publish(self) -> PublishedWeights:
-        """Return the current weights for engines to load."""
+        """Return a copy of the current weights for engines to load."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, with what a resume needs beside it."""
+        """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads, with the state to resume from."""
         ...
 
     def restore(self, directory: Path) -> None:
-        """Continue from what `save` wrote. Raises UserError when it does not fit this trainer."""
+        """Load a checkpoint that `save` wrote. Raises UserError when it does not fit this trainer."""
         ...
 
     def close(self) -> None:
-        """End what was started for this trainer. May be called twice."""
+        """Release processes and other resources of this trainer. Idempotent."""
         ...

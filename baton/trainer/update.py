@@ -1,4 +1,4 @@
-"""One optimiser update: the losses of a minibatch's microbatches, their gradients, and the move of the weights."""
+"""One optimiser update: losses and gradients of a minibatch's microbatches, then the optimiser step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from baton.trainer.settings import TrainerSettings
 from baton.trainer.totals import TokenSums, Totals
 
 CRITIC_LR_RATIO = 10.0
-"""Learning rate of a separate critic to the policy's, where the recipe does not say."""
+"""Default learning rate of a separate critic, as a multiple of the policy's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """Parameters that are updated together, and their optimiser: the policy's, or a separate critic's."""
+    """A set of parameters and its optimiser: the policy's, or a separate critic's."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -47,12 +47,12 @@ class Learner:
 
     @torch.no_grad()
     def go_back(self, snapshot: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Undo everything since a snapshot."""
+        """Restore weights and optimiser state from a snapshot."""
         weights, moments = snapshot
         for name, parameter in self.parameters.items():
             local(parameter).copy_(weights[name])
         now = self.moments()
-        if moments.keys() != now.keys():  # the first step's first update went well: there was no state before it
+        if moments.keys() != now.keys():  # the snapshot precedes the first update, which created the state
             self.optimizer.state.clear()
         for name, tensor in moments.items():
             local(now[name]).copy_(tensor)
@@ -65,7 +65,9 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def make_learners(
     model: PreTrainedModel, critic: Critic | None, settings: TrainerSettings, algorithm: AlgorithmSettings
 ) -> list[Learner]:
-    """Return the policy's learner, and a separate critic's; a shared critic's head belongs to the policy's."""
+    """Return the policy's learner, and that of a separate critic. The head of a shared critic joins the policy's
+    learner.
+    """
     policy = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [(policy, settings.lr)]
     if critic is not None:
@@ -86,27 +88,30 @@ def make_learners(
 
 @dataclass(slots=True)
 class Update:
-    """Makes the updates of one train step."""
+    """Performs the updates of one train step."""
 
     passes: Passes
     learners: Sequence[Learner]
     totals: Totals
     step: int
     longest: int
-    """Tokens at which a response is cut."""
+    """Maximum response length in tokens."""
     trouble: str | None = None
-    """The first number that is not finite. Ranks agree on it when all have made their passes: one that left before
-    would leave the others waiting."""
+    """Description of the first number that is not finite. It is raised only after all passes: a rank that left earlier
+    would block the others in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Make one update from a minibatch, or raise TrainingDiverged before the weights change."""
+        """Perform one update with a minibatch.
+
+        Raises TrainingDiverged before the weights change.
+        """
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.proximal_logprobs) is not None)
         shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
         policy_sum = value_sum = 0.0
-        num_backward = sum(each.micro.has_gradient for each in prepared)  # they come first
+        num_backward = sum(each.micro.has_gradient for each in prepared)  # microbatches with gradient come first
         for place, each in enumerate(prepared):
             parallel.before_backward(is_last=place == num_backward - 1)
             with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each):
@@ -137,7 +142,7 @@ class Update:
     def _policy_loss(
         self, each: PreparedMicroBatch, scores: TokenScores, shape: LossShape, correction: CorrectionShape
     ) -> tuple[torch.Tensor, float]:
-        """Return a microbatch's share of the loss, with its KL term and entropy bonus, and the same as a number."""
+        """Return a microbatch's share of the loss, with KL term and entropy bonus, as a tensor and as a number."""
         algorithm, micro = self.passes.algorithm, each.micro
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.proximal_logprobs)
@@ -167,7 +172,7 @@ class Update:
                 reference_kl=none if reference_kl is None else reference_kl.nats.sum(),
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
-        num_places = micro.input_ids.numel()  # of idle ones too: they are computed
+        num_places = micro.input_ids.numel()  # includes idle microbatches, which are computed too
         value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
@@ -182,13 +187,14 @@ class Update:
         return loss
 
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
-        """Clip the gradients and take the optimisers' steps, unless a number was met that is not finite."""
+        """Clip the gradients and step the optimisers. Raises TrainingDiverged if a number was not finite on any
+        rank."""
         norms = []
         for learner in self.learners:
             parameters = learner.parameters.values()
             if not has_gradient:
                 for parameter in parameters:
-                    parameter.grad = torch.zeros_like(parameter)  # an update all the same: its moments decay
+                    parameter.grad = torch.zeros_like(parameter)  # the optimiser still steps, so its moments decay
             norm = clip_gradients(parameters, self.passes.settings.max_grad_norm)
             norms.append(self._checked(norm, "the gradient's norm", part.rows))
         if trouble := self.passes.parallel.agreed(self.trouble):
@@ -202,7 +208,7 @@ class Update:
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None
     ) -> float:
-        """Return a value, and note the first that is not finite."""
+        """Return `value`; record it as the trouble if it is the first that is not finite."""
         if math.isfinite(value) or self.trouble is not None:
             return value
         groups = ", ".join(map(str, sorted({row.group_id for row in rows})))
