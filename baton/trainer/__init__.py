@@ -1,1 +1,1 @@
-"""One batch in, one policy version out."""
+"""The trainer: turns a batch into the next policy version."""

@@ -1,8 +1,8 @@
-"""How much better each trajectory, or each of its tokens, did than expected: pure functions of numbers.
+"""Advantage estimators, per trajectory or per token, as pure functions of numbers. Needs no torch.
 
-To join: write a function with `Estimator`'s signature and name it in `ESTIMATORS`. An estimator sees all outcomes of
-a batch. Groups are found by their id, never by position. Needs no torch.
-Shape: P policy tokens of one trajectory; what the environment wrote is no action and is left out.
+To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator sees all
+outcomes of a batch. Groups are identified by id, not by position.
+Shape: P policy tokens of one trajectory; tokens of the environment are not actions and are excluded.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from dataclasses import dataclass
 import numpy as np
 
 EPSILON = 1e-6
-"""Added to a standard deviation (GRPO leaves the size open; most implementations take this)."""
+"""Added to a standard deviation. GRPO does not specify it; most implementations use this value."""
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One judged trajectory, as an estimator sees it."""
+    """The input of an estimator: one scored trajectory."""
 
     group_id: int
     name: str
     """group/sample, for messages."""
     reward: float
-    """For the whole, at its last policy token."""
+    """Reward of the whole trajectory, given at its last policy token."""
     num_tokens: int
     """P"""
     token_rewards: FloatArray | None = None
-    """[P] beside `reward`: a KL divergence taken off, say. None is all zeros."""
+    """[P] rewards in addition to `reward`, such as a KL penalty; None means zeros."""
     values: FloatArray | None = None
-    """[P] what a critic expected before each token."""
+    """[P] a critic's value before each token."""
 
     @property
     def total(self) -> float:
-        """All rewards together."""
+        """The sum of all rewards."""
         return self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageShape:
-    """What an estimator is told beside the outcomes."""
+    """The parameters of an estimator."""
 
     gamma: float = 1.0
     gae_lambda: float = 0.95
@@ -79,7 +79,7 @@ def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Flo
 def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
-    The trajectory ends after its last policy token, also one cut off at the longest length: V_P = 0.
+    The trajectory ends after its last policy token, also if it was cut at the maximum length: V_P = 0.
     """
     found = []
     for outcome in outcomes:
@@ -91,10 +91,9 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 
 
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
-    """Bring advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO).
+    """Normalise advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO).
 
-    The deviation has divisor N, the number of tokens (`group_std`'s has G − 1). Where all are equal there is nothing to
-    tell apart, and all become exactly zero.
+    The divisor is N, the number of tokens (in `group_std` it is G − 1). If all are equal, all become exactly zero.
     """
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
@@ -104,9 +103,10 @@ def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
 
 
 def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, equation 13): 0 up to the last `frac` of `longest`, then down linearly.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0, then linear over the last `frac` of
+    `longest`.
 
-    `length` is of the whole response, whatever the number of resumes; at `longest` it is −`penalty`.
+    `length` is that of the whole response over all resumes; at `longest` the result is −`penalty`.
     """
     zone = frac * longest
     return -penalty * min(1.0, max(0.0, (length - (longest - zone)) / zone)) if zone else 0.0
@@ -126,8 +126,8 @@ def _within_groups(outcomes: Sequence[Outcome], compare: Callable[[FloatArray], 
 
 def _centred(values: FloatArray) -> FloatArray:
     if values.min() == values.max():
-        return np.zeros_like(values)  # the rounded mean of equal numbers need not equal them
-    with np.errstate(invalid="ignore"):  # of an infinite reward; the train step stops at what comes of it
+        return np.zeros_like(values)  # the rounded mean of equal numbers may differ from them
+    with np.errstate(invalid="ignore"):  # an infinite reward gives NaN, which stops the train step
         return values - math.fsum(values) / len(values)
 
 
@@ -143,7 +143,7 @@ def _rewards(outcome: Outcome) -> FloatArray:
 
 
 def _discounted(values: FloatArray, factor: float) -> FloatArray:
-    """Σ_{k ≥ t} factor^(k−t) values_k, from the end."""
+    """Return Σ_{k ≥ t} factor^(k−t) values_k for each t."""
     found: FloatArray = np.empty(len(values))
     running = 0.0
     for place in range(len(values) - 1, -1, -1):
@@ -158,4 +158,4 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "return_to_go": return_to_go,
     "gae": gae,
 }
-"""Name in `algorithm.advantage` → its estimator."""
+"""Value of `algorithm.advantage` → function."""

@@ -1,4 +1,4 @@
-"""Signs that a run trains on what it should not, said once each time they appear."""
+"""Warnings about metrics that indicate unsound training."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from baton.trainer.algorithm import AlgorithmSettings
 logger = logging.getLogger(__name__)
 
 MAX_MISMATCH_KL = 0.01
-"""Nats per token between engine and trainer at equal weights; float32 on a CPU gives 1e-9, bfloat16 engines 1e-4."""
+"""Maximum mismatch between engine and trainer at equal weights, in nats per token; float32 on a CPU gives 1e-9,
+bfloat16 engines 1e-4."""
 MIN_ESS = 0.5
-"""Effective sample size, as a share of the trained tokens."""
+"""Minimum effective sample size, as a fraction of the trained tokens."""
 MAX_MASKED_FRAC = 0.5
-"""Share of the tokens that are too old to be trained."""
+"""Maximum fraction of tokens that are too old to be trained."""
 
 
 class Alarms:
-    """Compares a step's metrics with their thresholds and logs a warning when one is crossed, not while it stays so."""
+    """Compares metrics with thresholds and logs a warning when a metric crosses its threshold, not while it stays
+    beyond.
+    """
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         self._correction = algorithm.correction
         self._is_on: set[str] = set()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of one train step."""
+        """Check the metrics of one train step."""
         checks: dict[str, tuple[Callable[[float], bool], str]] = {
             "policy/mismatch_kl": (
                 lambda value: value > MAX_MISMATCH_KL,

@@ -234,8 +234,7 @@ def pad(
     *,
     has_gradient: bool = True,
 ) -> MicroBatch:
-    """Build a microbatch: rows padded on the right to the longest, then up to `multiples` with columns and empty
-    rows."""
+    """Build a microbatch: pad rows on the right to the longest, then add columns and empty rows up to `multiples`."""
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
     num_rows = round_up(len(chunk), multiples[0])

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, and that any Hugging Face tool can load.
+"""Checkpoints that are complete or absent, and that any Hugging Face tool can load.
 
     checkpoints/step_000050/
         config.json  generation_config.json  model.safetensors     float32, for AutoModelForCausalLM.from_pretrained
@@ -7,14 +7,14 @@
                                                                    adapter_model.safetensors, for PeftModel
         baton/optimizer.safetensors                                the optimiser's moments, by parameter name
         baton/optimizer/shard-00001-model-00001-of-00001.safetensors …
-                                                                   the same of several ranks, each file one's shards
-        baton/critic.safetensors                                   where there is a critic
-        baton/state.json                                           `CheckpointState`; nothing in here is pickled
+                                                                   moments of several ranks, one file of shards each
+        baton/critic.safetensors                                   if there is a critic
+        baton/state.json                                           `CheckpointState`; no file is a pickle
         baton/loop.json                                            `LoopState`, in a run
         baton/manifest.json                                        size and blake3 of all other files, in a run
 
-A checkpoint is written beside its place, flushed to the disk and renamed into it. The hidden name of an unfinished
-one is never listed, and neither is a directory without `baton/state.json`.
+A checkpoint is written under a temporary hidden name, flushed to disk and renamed. Unfinished checkpoints and
+directories without `baton/state.json` are not listed.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ _SHARDS = "optimizer"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """`baton/state.json`: what a resume needs beside tensors, and what the run was made with."""
+    """`baton/state.json`: the state to resume from, except tensors, and the software that wrote it."""
 
     format: int = _FORMAT
     version: PolicyVersion
-    """Of the weights beside it, with their digest."""
+    """Version of the checkpoint's weights, with their digest."""
     num_updates: int
     """Optimiser updates since the start of the run."""
     libraries: dict[str, str]
-    """Name → version of what decides the bits."""
+    """Name → version of each library that affects the bits of the result."""
     num_threads: int
-    """torch threads; another number may change the last bits, as may another number of ranks."""
+    """torch threads. Another number of threads or ranks may change the last bits."""
     num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointParts:
-    """What a checkpoint is made of beside the optimiser's moments."""
+    """The contents of a checkpoint, except the optimiser's moments."""
 
     model: Any
-    """A Hugging Face model, as is `tokenizer`."""
+    """A Hugging Face model; `tokenizer` is its tokenizer."""
     weights: Mapping[str, torch.Tensor]
-    """Its trained tensors, whole."""
+    """The model's trained tensors, unsharded."""
     tokenizer: Any
     state: CheckpointState
     critic: Mapping[str, torch.Tensor] | None = None
@@ -89,7 +89,8 @@ def write_checkpoint(path: Path, parts: CheckpointParts, optimizer: Mapping[str,
 
 
 def write_parts(directory: Path, parts: CheckpointParts) -> None:
-    """Write all of a checkpoint but the optimiser's moments; the state last."""
+    """Write a checkpoint except the optimiser's moments. The state is written last, as it marks a complete
+    checkpoint."""
     with writing(directory):
         parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
         parts.tokenizer.save_pretrained(directory)
@@ -103,14 +104,14 @@ def write_parts(directory: Path, parts: CheckpointParts) -> None:
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     with writing(path):
-        # A copy on the host: safetensors wants tensors that lie by themselves.
+        # safetensors refuses tensors that share memory, hence the copies.
         save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
 
 
 def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's shards of the optimiser's moments, as all ranks do at the same time.
+    """Write this rank's shards of the optimiser's moments. Collective: all ranks must call it.
 
-    Files of safetensors: torch's own format for distributed checkpoints has a pickle in it. Raises OSError.
+    The files are safetensors, because torch's own format for distributed checkpoints contains a pickle. Raises OSError.
     """
     place = directory / "baton" / _SHARDS
     place.mkdir(parents=True, exist_ok=True)
@@ -123,7 +124,7 @@ def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Read what lies beside the tensors. Raises UserError when `path` is no complete checkpoint of this format."""
+    """Read the state. Raises UserError when `path` is not a complete checkpoint of this format."""
     file = path / "baton" / "state.json"
     try:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
@@ -137,9 +138,9 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the optimiser's tensors, each as the parameter lies to which it belongs: whole, or this rank's shard.
+    """Read the optimiser's tensors, each sharded as its parameter is, however many ranks wrote them.
 
-    However many ranks wrote them. Raises UserError when they are missing or cut short.
+    Raises UserError when they are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
@@ -171,19 +172,19 @@ def _read_shards(directory: Path, parameters: Mapping[str, torch.Tensor]) -> dic
 
 
 def read_weights(path: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Read what training changes of a model like `model`, under the names of `trained_tensors`, onto the CPU."""
+    """Read the trained tensors of a checkpoint onto the CPU, named as `trained_tensors(model)` names them."""
     if has_adapters(model):
         return read_adapter(path)
     return policy_tensors(load_model(str(path), dtype=torch.float32, device=torch.device("cpu")))
 
 
 def saved_digest(saved: Mapping[str, torch.Tensor], model: PreTrainedModel) -> str:
-    """Return the digest that weights read by `read_weights` have when they are published."""
+    """Return the digest that weights from `read_weights` have once published."""
     return weights_digest(adapter_tensors(model, saved) if has_adapters(model) else saved)
 
 
 def read_critic(path: Path) -> dict[str, torch.Tensor]:
-    """Read the critic's tensors onto the CPU. Raises UserError when they are missing or cut short."""
+    """Read the critic's tensors onto the CPU. Raises UserError when they are missing or damaged."""
     try:
         return load_file(path / "baton" / _CRITIC)
     except (FileNotFoundError, SafetensorError) as error:
@@ -191,7 +192,7 @@ def read_critic(path: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Return where the checkpoint after train step `step` lies."""
+    """Return the path of the checkpoint after train step `step`."""
     return root / f"step_{step:06d}"
 
 
@@ -213,9 +214,9 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest complete checkpoint whose files are what was written; None where there is none at all.
+    """Return the newest complete checkpoint whose files match its manifest; None if there is no checkpoint.
 
-    Raises Damaged when there are checkpoints and all are damaged.
+    `say` receives a warning for each damaged one. Raises Damaged when all checkpoints are damaged.
     """
     found = list_checkpoints(root)
     for path in reversed(found):
@@ -231,7 +232,7 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the checkpoints of later steps, which are damaged, so that none is taken for a good one."""
+    """Rename the checkpoints of steps after `after_step`, which are damaged, so that no resume uses them."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")
@@ -241,7 +242,7 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove all complete checkpoints but the newest `keep_last` and that of `keep_step`; return what was removed."""
+    """Remove complete checkpoints except the newest `keep_last` and that of `keep_step`; return the removed paths."""
     assert keep_last >= 1, "a run without its last checkpoint cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

@@ -57,8 +57,7 @@ def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy. The weight is 1, because a weight would apply the same ratio
-    twice."""
+    """Use the behavior policy as PPO's old policy. No weight, because it would apply the same ratio twice."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 

@@ -1,6 +1,6 @@
-"""What a critic expects before each token, and how it learns (PPO's value update).
+"""The critic: a value per token, and PPO's value loss.
 
-Shapes: B rows, K places of a padded row, H width of the hidden states.
+Shapes: B rows, K positions of a padded row, H width of the hidden states.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Scalar = TypeVar("Scalar", torch.Tensor, float)
 
 
 class Critic(torch.nn.Module):
-    """A value head on a Hugging Face causal LM: the policy itself, or a model of its own.
+    """A value head on a Hugging Face causal LM: the policy itself, or a separate model.
 
-    The value before token t is read from the hidden state of token t − 1, the same that the token's logits come from.
-    The head begins at zero: before its first update a critic expects nothing.
+    The value before token t is computed from the hidden state of token t − 1, which also gives that token's logits. The
+    head is initialised to zero, so all values are 0 before the first update.
     """
 
     def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
-        """Begin a separate critic as a copy of the policy, body only; a shared one has nothing but its head."""
+        """Create a critic. A separate critic copies the policy's body; a shared critic has only the head."""
         super().__init__()
         self.trunk: PreTrainedModel | None = None
         if is_separate:
@@ -36,13 +36,13 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
-        """[B, K] float32, or any other shape, from hidden states."""
-        with torch.autocast(hidden_BKH.device.type, enabled=False):  # a value wants more than bfloat16's three digits
+        """Return float32 values [B, K] from hidden states [B, K, H], or of any other leading shape."""
+        with torch.autocast(hidden_BKH.device.type, enabled=False):  # values need more than bfloat16's three digits
             values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values
 
     def of_ids(self, input_ids_BS: torch.Tensor, first: int) -> torch.Tensor:
-        """[B, K] float32: what a separate critic expects before the tokens at places first … S − 1."""
+        """Return a separate critic's values [B, K] float32 before the tokens at positions first … S − 1."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(hidden_states(self.trunk, input_ids_BS[:, :-1])[:, first - 1 :])
         return found
@@ -50,7 +50,7 @@ class Critic(torch.nn.Module):
     def of_packed(
         self, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, places_N: torch.Tensor, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """[N] float32: the same before the tokens at `places_N` of rows that lie one behind the other."""
+        """Return a separate critic's values [N] float32 before the tokens at `places_N` of concatenated rows."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         hidden = packed_hidden_states(self.trunk, input_ids_T, position_ids_T, lengths)
         found: torch.Tensor = self(hidden[places_N - 1])
@@ -60,9 +60,9 @@ class Critic(torch.nn.Module):
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of clipped squared errors, and the tokens [B, K] whose gradient the clip has cut.
+    """Return the sum of clipped squared errors, and the tokens [B, K] whose gradient the clip removed.
 
-    Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as PPO's authors have it (arXiv 2005.12729, table 1):
+    Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as in PPO's original code (arXiv 2005.12729, table 1):
     a value that has moved by more than `clip` towards its return gets no gradient.
     """
     held = old_values + (values - old_values).clamp(-clip, clip)
@@ -77,11 +77,13 @@ class ValueSums(NamedTuple, Generic[Scalar]):
 
     tokens: Scalar
     clipped: Scalar
-    """Tokens whose gradient the clip has cut."""
+    """Tokens whose gradient the clip removed."""
     error: Scalar
-    """Squared, of the values at the start of the step. The next two are of the returns."""
+    """Squared error of the values at the start of the step."""
     total: Scalar
+    """Sum of the returns."""
     square: Scalar
+    """Sum of the squared returns."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What is decided of models before the first step: packing, the critic, time against memory, what a row costs."""
+"""Setup of the models before the first step: packing, critic, checkpointing, compilation, attention cost."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from baton.trainer.settings import TrainerSettings
 
 
 def even_tokens(model: PreTrainedModel) -> float:
-    """Return at how many tokens a row's attention costs what its linear layers cost; inf where that is unknown.
+    """Return the row length at which attention costs as much as the linear layers, in tokens; inf if unknown.
 
-    A token meets each parameter once, and on average half of its row's n tokens twice (scores and values) in each
-    layer: n × layers × width multiplications against the parameters'.
+    Per token, the linear layers need one multiplication per parameter. Attention needs two (scores and values) per
+    layer and unit of width for each of on average n/2 tokens: n × layers × width.
     """
     shape = model.config.get_text_config()
     heads, layers = getattr(shape, "num_attention_heads", 0), getattr(shape, "num_hidden_layers", 0)
@@ -38,9 +38,10 @@ def fit_attention(
     settings: TrainerSettings,
     parallel: SingleRank,
 ) -> bool:
-    """Choose how the policy, a critic's trunk and the reference attend; return whether rows are packed.
+    """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
 
-    They are where it is asked for, or faster; and the model is found to score them as padded ones.
+    Rows are packed if the settings ask for it, or by default on CUDA, provided that packed and padded rows score
+    equally. Raises UserError where 'always' is set and they do not.
     """
     if settings.dtype == "bfloat16":
         for each in (model, trunk):
@@ -62,7 +63,7 @@ def fit_attention(
 
 
 def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
-    """Return the critic that an algorithm wants, or None. Raises UserError where the policy cannot carry its head."""
+    """Return the algorithm's critic, or None. Raises UserError if the policy cannot have a value head."""
     if algorithm.advantage != "gae":
         return None
     if algorithm.critic == "shared" and find_head(model) is None:
@@ -74,12 +75,12 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Switch activation checkpointing and compilation on, where they are asked for. Raises UserError."""
+    """Enable activation checkpointing and compilation as configured. Raises UserError where unsupported."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
         _check_compiler(model.device)
-        model.base_model.compile(dynamic=True)  # the head is computed apart, piece by piece
+        model.base_model.compile(dynamic=True)  # without the head, which is computed separately in pieces
 
 
 def _check_compiler(device: torch.device) -> None:

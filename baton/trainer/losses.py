@@ -8,8 +8,8 @@ Three policies: `behavior` sampled the tokens, `proximal` is the policy at the s
 policy carries the gradient. A correction (`corrections.py`) computes an `Anchor` from the first two: the denominator of
 the ratio, and a weight per token.
 
-Normalisation: an objective sees one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor` that
-the caller computes over the whole minibatch of all ranks; the losses of the microbatches add up to that of the minibatch.
+Normalisation: an objective sees one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor`
+that the caller computes over the whole minibatch of all ranks, so the microbatches' losses add up to the minibatch's.
 The aggregation alone determines whether a fully masked trajectory counts in the divisor:
 
 | aggregation       | divisor                           | a fully masked trajectory                                    |
@@ -159,8 +159,8 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Ten
 
     With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
     k3 is exponential in −x, so it is bounded as in verl: x to ±20, then the estimate to `MAX_K3`. A token beyond the
-    bound (about 2.6 nats below the reference or 11 above it) gets no gradient. k1 and k2 need no bound: their slopes are
-    1 and x.
+    bound (about 2.6 nats below the reference or 11 above it) gets no gradient. k1 and k2 need no bound: their slopes
+    are 1 and x.
     """
     apart = log_ratio(logprobs, reference_logprobs, mask)
     if name == "k1":

@@ -1,4 +1,4 @@
-"""From plain values to a trainer: in this process, or in each of the ranks."""
+"""Constructs a trainer from plain values, in this process or in each rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from baton.trainer.settings import TrainerSettings
 
 
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
-    """Make a trainer with its own copy of the model, the reference and adapters where there are any.
+    """Construct a trainer with its own copy of the model, the reference and the adapters.
 
-    A rank of several loads models on the host: whole, they may not fit on its device.
+    A rank of several loads models on the host, because unsharded they may not fit on its device.
     """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),
@@ -60,7 +60,7 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank
 def _load_reference(
     setup: TrainerSetup, settings: TrainerSettings, path: str | None, policy: PreTrainedModel
 ) -> PreTrainedModel:
-    """Load the frozen model that a KL term is measured from; with adapters it is the policy without them."""
+    """Load the frozen reference model. Raises UserError when its vocabulary size differs from the policy's."""
     dtype = getattr(torch, settings.dtype)
     try:
         model = load_model(path or setup.model_path, dtype=dtype, device=policy.device, attention=setup.attention)

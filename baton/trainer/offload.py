@@ -1,13 +1,13 @@
-"""A trainer's tensors leave the device while somebody else needs it, and come back with the same bits.
+"""Moves a trainer's tensors off the device while another part of the run uses it, and back with the same bits.
 
-      at work                        at rest (on CUDA, in pinned host memory)
+      active                         resting (on CUDA, in pinned host memory)
       weights of all models   ◀───▶  the same bits
       moments of AdamW        ◀───▶  the same bits
-      gradients                      none: every update begins with zeroed ones
+      gradients                      none: every update starts from zero gradients
 
-Tensors keep their identity: what is exchanged is the memory behind them, so that modules, optimisers and tied weights
-need not know. The host's copies are allocated once and written again in each turn. On a CPU there is nowhere to go:
-the gradients are dropped, and nothing moves.
+Tensors keep their identity: only the storage behind them is replaced, so modules, optimisers and tied weights stay
+valid. Host memory is reused between rests while its tensors do not change. On a CPU gradients are freed and nothing
+moves.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from baton.trainer.update import Learner
 
 
 def offload_of(passes: Passes, learners: Sequence[Learner]) -> Offload:
-    """Return what a trainer of these has on its device."""
+    """Return an `Offload` of all models and optimisers of a trainer."""
     models = (passes.model, passes.reference, passes.critic)
     return Offload(passes.model.device, models, [learner.optimizer for learner in learners])
 
 
 class Offload:
-    """The tensors of some models and their optimisers, on a device or at rest."""
+    """The tensors of models and their optimisers, active on a device or resting on the host."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class Offload:
         *,
         moves: bool | None = None,
     ) -> None:
-        """Take them as they are, at work. moves: whether memory is exchanged; None: on any device but a CPU."""
+        """Start active. `moves`: whether `rest` moves memory; None: on any device but a CPU."""
         self.device = device
         self._models = [model for model in dict.fromkeys(models) if model is not None]
         self._optimizers = optimizers
         self._moves = device.type != "cpu" if moves is None else moves
         self._hosts: dict[int, Tensor] = {}
-        """By the tensor's id: the host memory that it rests in."""
+        """id(tensor) → host memory used during rest."""
         self.is_resting = False
 
     @property
     def held_bytes(self) -> int:
-        """What is on the device now, gradients included."""
+        """Bytes on the device now, including gradients."""
         if self.is_resting and self._moves:
             return 0
         gradients = (p.grad for model in self._models for p in model.parameters() if p.grad is not None)
@@ -59,7 +59,7 @@ class Offload:
 
     @torch.no_grad()
     def rest(self) -> None:
-        """Leave the device. Does nothing at rest."""
+        """Free the gradients and move the tensors to the host. Idempotent."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.is_resting or not self._moves:
@@ -77,7 +77,7 @@ class Offload:
 
     @torch.no_grad()
     def wake(self) -> None:
-        """Come back: what was restored or written meanwhile comes as it is now. Does nothing at work."""
+        """Move the tensors back to the device, including changes made on the host meanwhile. Idempotent."""
         if self.is_resting and self._moves:
             for tensor in self._tensors():
                 tensor.data = tensor.to(self.device, non_blocking=True, copy=True)
@@ -85,7 +85,7 @@ class Offload:
         self.is_resting = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """All that is no gradient, each once."""
+        """Yield parameters, buffers and moments, each once."""
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
@@ -94,7 +94,7 @@ class Offload:
                 yield from (value for value in moments.values() if isinstance(value, Tensor))
 
     def _host(self, tensor: Tensor) -> Tensor:
-        """Return the memory for a tensor on the host; that of its last rest where it fits."""
+        """Return host memory for a tensor, reused from the last rest if it fits."""
         kept = self._hosts.get(id(tensor))
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
@@ -105,6 +105,6 @@ class Offload:
             torch.cuda.synchronize(self.device)
 
     def _empty_cache(self) -> None:
-        """Large blocks go back to the driver: whoever is next cuts memory into other pieces."""
+        """Return cached blocks to the driver, because the next user of the device allocates blocks of other sizes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

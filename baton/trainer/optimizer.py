@@ -1,4 +1,4 @@
-"""AdamW as language models are trained with it, and its learning rate as a pure function of the step."""
+"""AdamW, the learning rate as a pure function of the step, gradient clipping, and the optimiser's state by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of train step `step` (from 1) of `total_steps`, the same for all its updates.
 
-    Warm-up rises linearly and reaches `lr` at step `warmup_steps`; no step has rate 0. From the next step on it
-    decays from `lr` towards `lr × min_lr_frac`, which it would reach at step `total_steps + 1` and then keeps.
+    The warm-up is linear and reaches `lr` at step `warmup_steps`; no step has rate 0. From the next step on the rate
+    decays from `lr` towards `lr × min_lr_frac`, the value from step `total_steps + 1` on.
     """
     assert step >= 1, f"train steps count from 1: got {step}"
     if step <= warmup_steps:
@@ -32,7 +32,7 @@ def learning_rate(
 
 
 def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when no step is left to decay over."""
+    """Raise UserError when the warm-up leaves no step to decay over."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, because the "
@@ -43,7 +43,9 @@ def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW over `parameters`. Matrices decay; gains and biases (fewer than two dimensions) do not."""
+    """Return AdamW over `parameters`. Weight decay applies to matrices only, not to gains and biases (below 2
+    dimensions).
+    """
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
@@ -51,24 +53,26 @@ def make_optimizer(
         for kind, decay in ((matrices, weight_decay), (others, 0.0))
         for group in by_mesh(kind)
     ]
-    # The fused kernel exists on CPU and CUDA and is one pass over memory; elsewhere torch chooses.
+    # The fused kernel (CPU and CUDA only) passes over memory once; elsewhere torch chooses.
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters.values())
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a Euclidean norm, over all ranks where they lie in shards; return what it was."""
+    """Scale gradients down to Euclidean norm `max_norm`, over all shards; return the norm before. Collective if
+    sharded.
+    """
     groups = by_mesh(p.grad for p in parameters if p.grad is not None)
     norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in groups]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_ has it
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grads_with_norm_
     for grads in groups:
         torch._foreach_mul_(grads, scale.to(grads[0].device))
     return norm.item()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let the next update use `lr`."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -89,9 +93,9 @@ def load_optimizer_tensors(
     parameters: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Set the state that `optimizer_tensors` returned; what it does not name is left without a state.
+    """Load state returned by `optimizer_tensors`; parameters that it does not name get no state.
 
-    Raises UserError for a parameter that this model does not have, or has in another shape.
+    Raises UserError for a parameter that this model lacks or has in another shape.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, tensor in tensors.items():
@@ -105,7 +109,7 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # load_state_dict clones nothing that is already in place, so the moments get their own memory here.
+    # load_state_dict does not copy tensors of matching device and dtype, so clone the moments here.
     state["state"] = {
         index: {key: tensor.clone() for key, tensor in by_name[name].items()}
         for index, name in enumerate(ordered)

@@ -66,8 +66,7 @@ class Passes:
         return self.critic is not None and self.critic.trunk is None
 
     def scores(self, micro: MicroBatch, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
-        """Score a microbatch's tokens, [B, K]: with entropy in an update, and with hidden states for a shared
-        critic."""
+        """Score a microbatch's tokens, [B, K], in an update with entropy, for a shared critic with hidden states."""
         model = self.model if model is None else model
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}

@@ -63,8 +63,7 @@ class TrainingSample:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether an objective that is flat at advantage 0 may have a gradient here. True while advantages are
-        unknown."""
+        """Whether a loss that is flat at advantage 0 may have a gradient here. True while advantages are unknown."""
         return self.advantages is None or bool(self.advantages.any())
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on demonstrated responses, the prompt left out."""
+"""Supervised fine-tuning: cross-entropy on the response tokens of demonstrations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.trainer.optimizer import check_schedule, learning_rate, make_optimize
 from baton.trainer.settings import SftSettings
 
 LENGTH_MULTIPLE = 8
-"""Rows are padded to multiples of this many tokens."""
+"""Rows are padded to multiples of this many tokens, because bfloat16 kernels on a CPU are compiled for each shape."""
 
 
 class Demonstration(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class Demonstration(msgspec.Struct, frozen=True):
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """With the end-of-sequence id."""
+    """Includes the end-of-sequence id."""
 
     @property
     def num_tokens(self) -> int:
@@ -40,15 +40,15 @@ def fine_tune(
 ) -> None:
     """Train the float32 `model` in place for `settings.steps` updates.
 
-    `on_step` hears of the step, its loss in nats per response token, and the tokens it processed.
-    Raises TrainingDiverged when the gradient is not finite, before the weights change.
+    `on_step` receives the step, its loss in nats per response token, and the number of padded tokens processed. Raises
+    TrainingDiverged when the gradient is not finite, before the weights change.
     """
     check_schedule(warmup_steps=settings.warmup_steps, decay="cosine", total_steps=settings.steps)
     if settings.dtype == "bfloat16":
         prefer_float32_attention(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
-    model.eval()  # type: ignore[no-untyped-call]  # without dropout, as in reinforcement learning
+    model.eval()  # type: ignore[no-untyped-call]  # no dropout, as in RL
     for step in range(1, settings.steps + 1):
         rows = sorted((next(examples) for _ in range(settings.batch_size)), key=lambda row: -row.num_tokens)
         num_targets = sum(len(row.response_ids) for row in rows)
@@ -78,10 +78,8 @@ def fine_tune(
 
 
 def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Cut rows, the longest first, into parts of at most `max_tokens` padded places; a row alone may exceed it.
-
-    Lengths are padded to multiples of 8: bfloat16 kernels on a CPU are compiled for each shape, so shapes are kept few.
-    """
+    """Split rows, sorted longest first, into parts of at most `max_tokens` padded tokens; a longer row is a part
+    alone."""
     begin = 0
     while begin < len(rows):
         end = begin + max(1, max_tokens // _padded(rows[begin]))
@@ -94,7 +92,7 @@ def _padded(row: Demonstration) -> int:
 
 
 def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSettings) -> tuple[torch.Tensor, int]:
-    """Return the summed cross-entropy of the rows' response tokens, in nats, and the padded tokens processed."""
+    """Return the summed cross-entropy of the response tokens, in nats, and the number of padded tokens processed."""
     first = min(len(row.prompt_ids) for row in rows)
     ids_BS = torch.zeros((len(rows), _padded(rows[0])), dtype=torch.long)
     is_target_BS = torch.zeros_like(ids_BS, dtype=torch.bool)

@@ -65,9 +65,7 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def make_learners(
     model: PreTrainedModel, critic: Critic | None, settings: TrainerSettings, algorithm: AlgorithmSettings
 ) -> list[Learner]:
-    """Return the policy's learner, and that of a separate critic. The head of a shared critic joins the policy's
-    learner.
-    """
+    """Return the policy's learner, and a separate critic's. The policy's learner includes a shared critic's head."""
     policy = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [(policy, settings.lr)]
     if critic is not None:
@@ -187,8 +185,10 @@ class Update:
         return loss
 
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
-        """Clip the gradients and step the optimisers. Raises TrainingDiverged if a number was not finite on any
-        rank."""
+        """Clip the gradients and step the optimisers.
+
+        Raises TrainingDiverged if a number was not finite on any rank.
+        """
         norms = []
         for learner in self.learners:
             parameters = learner.parameters.values()
