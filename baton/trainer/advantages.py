@@ -103,10 +103,10 @@ def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
 
 
 def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0, then linear over the last `frac` of
-    `longest`.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    `length` is that of the whole response over all resumes; at `longest` the result is −`penalty`.
+    It is 0 up to the last `frac` of `longest` and then falls linearly to −`penalty` at `longest`. `length` is that of
+    the whole response over all resumes.
     """
     zone = frac * longest
     return -penalty * min(1.0, max(0.0, (length - (longest - zone)) / zone)) if zone else 0.0

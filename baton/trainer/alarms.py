@@ -19,9 +19,7 @@ MAX_MASKED_FRAC = 0.5
 
 
 class Alarms:
-    """Compares metrics with thresholds and logs a warning when a metric crosses its threshold, not while it stays
-    beyond.
-    """
+    """Logs a warning when a metric crosses its threshold, and none while it stays beyond."""
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         self._correction = algorithm.correction

@@ -184,7 +184,7 @@ def under_budget(
     Dynamic programming over the sorted rows: the cut minimises padded tokens plus `PASS_TOKENS` per chunk. A row longer
     than the budget forms a chunk alone. Rows of equal length keep their order. `multiples` count as padding.
     """
-    ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))  # what does not fit in memory fails at once
+    ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))  # if memory is short, the first pass fails
     widths = [round_up(len(row.token_ids), multiples[1]) for row in ordered]
     padded_rows = round_up(np.arange(1, len(ordered) + 1), multiples[0])
     cost = np.zeros(len(ordered) + 1)

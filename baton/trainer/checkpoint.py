@@ -89,8 +89,7 @@ def write_checkpoint(path: Path, parts: CheckpointParts, optimizer: Mapping[str,
 
 
 def write_parts(directory: Path, parts: CheckpointParts) -> None:
-    """Write a checkpoint except the optimiser's moments. The state is written last, as it marks a complete
-    checkpoint."""
+    """Write a checkpoint except the optimiser's moments; the state last, as it marks a complete checkpoint."""
     with writing(directory):
         parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
         parts.tokenizer.save_pretrained(directory)

@@ -43,9 +43,7 @@ def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW over `parameters`. Weight decay applies to matrices only, not to gains and biases (below 2
-    dimensions).
-    """
+    """Return AdamW over `parameters`. Weight decay excludes gains and biases (fewer than two dimensions)."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
@@ -59,8 +57,9 @@ def make_optimizer(
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to Euclidean norm `max_norm`, over all shards; return the norm before. Collective if
-    sharded.
+    """Scale gradients down to Euclidean norm `max_norm`, taken over all shards; return the norm before scaling.
+
+    Collective where gradients are sharded.
     """
     groups = by_mesh(p.grad for p in parameters if p.grad is not None)
     norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in groups]

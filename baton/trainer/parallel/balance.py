@@ -1,4 +1,4 @@
-"""Which rank trains which rows: every row once, and about equal work for all. Pure; needs no torch."""
+"""Assigns each row to one rank, with about equal work for all. Pure; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Which part of every minibatch is a rank's."""
+    """A rank's share of every minibatch."""
 
     rank: int = 0
     size: int = 1
-    """Ranks that rows are dealt to."""
+    """Number of ranks that train different rows."""
     even_tokens: float = float("inf")
-    """Tokens of a row at which attention costs as much as the linear layers do (`trainer/fitting.py`)."""
+    """Row length at which attention costs as much as the linear layers, in tokens (`trainer/fitting.py`)."""
 
     def cost(self, num_tokens: int) -> float:
-        """Return what a row costs, in tokens of a short one."""
+        """Return the cost of a row, in tokens of a short row."""
         return num_tokens * (1.0 + num_tokens / self.even_tokens)
 
 
@@ -26,10 +26,10 @@ ALONE = BatchShare()
 
 
 def balanced(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Deal places 0 … len(costs) − 1 to `count` parts of about equal cost; each part in ascending order.
+    """Assign indices 0 … len(costs) − 1 to `count` parts of about equal cost, each part in ascending order.
 
-    The dearest first, each to the part with the least so far, of equal ones the first (Graham 1969): no part costs more
-    than the mean and (1 − 1/count) of one row. The same costs give the same parts on every rank.
+    Largest cost first, each to the part with the least cost so far, ties to the first part (Graham 1969): no part
+    exceeds the mean by more than (1 − 1/count) of one row. Equal costs give equal parts on every rank.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, part) for part in range(count)]

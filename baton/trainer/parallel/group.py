@@ -1,13 +1,13 @@
-"""What a trainer asks of the ranks beside it: with whom it sums, and in what shards its models lie.
+"""The trainer's view of its rank group: collectives, and how models are sharded.
 
-A train step is the same code on one rank and on many. Every rank is given the whole batch and computes rows,
-advantages and divisors alike; then each takes its share of the rows (`balance.py`). Between the ranks go only
+A train step is the same code on one rank and on many. Every rank receives the whole batch and computes the same
+rows, advantages and divisors; then each takes its share of the rows (`balance.py`). Ranks exchange only
 
     gathered parameters and summed gradients    within forward and backward passes (`policy/sharding.py`)
     sums                                        per-token values that advantages need, metrics
-    agreement                                   whether any rank has seen a number that is not finite
+    agreement                                   whether any rank found a number that is not finite
 
-All ranks make the same passes in the same order: who has fewer microbatches gets idle ones.
+All ranks run the same passes in the same order; a rank with fewer microbatches gets idle ones.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from baton.trainer.parallel.balance import ALONE, BatchShare
 Result = TypeVar("Result")
 
 MAX_TEXT_BYTES = 4096
-"""Of what one rank tells the others; the rest is cut off."""
+"""Maximum bytes of a text that one rank broadcasts; longer texts are truncated."""
 
 
 class SingleRank:
-    """One process that has everything."""
+    """A single process with unsharded models."""
 
     is_alone: bool = True
-    """Whether there is no process group at all."""
+    """Whether there is no process group."""
     num_ranks: int = 1
     share: BatchShare = ALONE
     is_first: bool = True
-    """Whether this rank writes and warns for all."""
+    """Whether this rank writes files and logs warnings for all."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Share the parameters of modules among the ranks, in place, and move them to the ranks' devices."""
+        """Shard the parameters of modules over the ranks, in place, and move them to the ranks' devices."""
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        """Do work that calls a module given to `shard`; what it returns is a value or a dataclass of tensors."""
+        """Run `work` with a module given to `shard`. It returns a tensor or a dataclass of tensors."""
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Say whether a backward pass is the last before the optimiser's step."""
+        """Declare whether the next backward pass is the last before the optimiser's step."""
 
     def after_backward(self) -> None:
-        """Add up what gradients the backward passes of an update have left apart."""
+        """Reduce the gradients that the backward passes of an update left unreduced."""
 
     def sums(self, values: FloatArray) -> FloatArray:
-        """[N] sums over the ranks that have different rows."""
+        """Return [N] sums over the ranks that train different rows."""
         return values
 
     def largest(self, value: float) -> float:
@@ -64,11 +64,11 @@ class SingleRank:
         return value
 
     def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the ranks' vectors, each of its own length, in the order of the ranks."""
+        """Return the vectors of all ranks with different rows, each of its own length, in rank order."""
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return the trouble of the first rank that has any, on every rank."""
+        """Return the trouble of the lowest rank that has any, on every rank."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -76,17 +76,18 @@ class SingleRank:
         return text
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gather tensors on the first rank; the others get none."""
+        """Gather tensors on the first rank; the others return an empty mapping."""
         return dict(tensors)
 
 
 class RankGroup(SingleRank):
-    """The ranks of the process group, each with a shard of everything."""
+    """The ranks of torch's process group; models are sharded over them."""
 
     def __init__(self, device: torch.device, *, tensor_parallel: int, reduces_each: bool) -> None:
-        """Join the ranks of torch's process group. `reduces_each`: add gradients up after each microbatch.
+        """Create the device mesh over torch's process group.
 
-        Neighbours, `tensor_parallel` of them, share the products of the same rows; shards go across.
+        `tensor_parallel` consecutive ranks split the products of the same rows; FSDP shards over the other dimension.
+        `reduces_each`: reduce gradients after each microbatch.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.is_first = dist.get_rank() == 0
@@ -100,7 +101,7 @@ class RankGroup(SingleRank):
         self._left_apart: list[torch.nn.Parameter] = []
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Raises UserError for a model that tensor parallelism does not fit."""
+        """Apply tensor parallelism and FSDP. Raises UserError for a model that tensor parallelism does not support."""
         for module in modules:
             if module is None or id(module) in self._sharded:
                 continue
@@ -116,19 +117,19 @@ class RankGroup(SingleRank):
         return self._sharded[id(module)].run(work)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Before the last one gradients stay where they are, unless memory is scarcer than time."""
+        """Before the last pass, gradients stay unreduced on each rank, unless `reduces_each` saves their memory."""
         for sharded in self._sharded.values():
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Of layers that each rank applied to its own heads."""
+        """Sum the gradients of layers that each rank applied to its own attention heads only."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
                 dist.all_reduce(local(parameter.grad), group=self._products.get_group())
 
     def sums(self, values: FloatArray) -> FloatArray:
-        """In float64, so that what one rank has and the others lack comes back as it was."""
+        """Sum in float64: a value that one rank has and the others hold as 0 is returned exactly."""
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()
@@ -157,11 +158,11 @@ class RankGroup(SingleRank):
         return self._told(text, 0)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """On the host."""
+        """Gather on the host."""
         return gathered(tensors, is_kept=self.is_first)
 
     def _told(self, text: str, rank: int) -> str:
-        """Return one rank's text on every rank."""
+        """Broadcast one rank's text."""
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
         found = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         dist.broadcast(found, rank)

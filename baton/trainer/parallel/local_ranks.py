@@ -1,8 +1,8 @@
-"""The ranks of a trainer as processes of this machine, told what to do over socket pairs.
+"""Trainer ranks as processes of this machine, connected by socket pairs.
 
-A rank that dies is noticed at once, one that hangs when its time is up, whether it does not answer or does not even
-read the message; either way none is left behind, and none outlives this process: a rank whose socket closes ends where
-it is, within a collective or not.
+The end of a rank is detected at once. A rank that hangs is detected when the timeout expires, whether it does not
+answer or does not read the message. In both cases all ranks are ended. No rank survives this process: a rank exits when
+its socket closes, even within a collective.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from baton.trainer.parallel.messages import (
 )
 
 MAX_FRAME_BYTES = 4 * 1024**3
-"""A longer frame is a fault, not a reason to allocate. A batch of thousands of long trajectories is hundreds of MB."""
+"""A longer frame is refused before memory is allocated for it. A batch of thousands of long trajectories takes hundreds
+of MB."""
 
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""Name of the interface that nobody else can reach."""
+"""Name of the loopback interface, unreachable from other machines."""
 
 
 class LocalRanks:
-    """Processes of this machine as `Ranks`."""
+    """Implements `Ranks` with processes of this machine."""
 
     def __init__(self, size: int, *, threads: int = 1) -> None:
-        """Start the processes, each with so many torch threads."""
+        """Start `size` processes with `threads` torch threads each."""
         self.pids: list[int] = []
         self._size = size
         self._sockets: list[FrameSocket] = []
@@ -83,11 +84,11 @@ class LocalRanks:
         return [answers[rank] for rank in range(self._size)]
 
     def bring(self, path: str) -> Path:
-        """This machine's files are here already."""
+        """Return the path itself: ranks and caller share the file system."""
         return Path(path)
 
     def close(self, grace_s: float = 2.0) -> None:
-        """End all ranks: those that do not end when they are hung up on are killed. May be called twice."""
+        """Close the sockets, and kill ranks that have not exited after `grace_s`. Idempotent."""
         end_children(self._sockets, self._processes, grace_s=grace_s)
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -106,7 +107,7 @@ class LocalRanks:
             raise self._ended(rank) from error
 
     def _receive(self, rank: int) -> FromRank | None:
-        """Return a rank's answer, or None while it is not whole."""
+        """Return a rank's answer, or None while it is incomplete."""
         try:
             frame = self._sockets[rank].receive()
         except (EOFError, OSError) as error:

@@ -1,11 +1,11 @@
-"""What is said between the controller and the ranks of a sharded trainer, whatever carries it. Needs no torch.
+"""Messages between the controller and the ranks of a sharded trainer, for any transport. Needs no torch.
 
     RankedTrainer ── ask ──▶ Ranks (processes of this machine, or actors of a cluster) ──▶ RankServer.handle in each
         ▲                                                                                          │
-        └────────────────────────── an answer from each, in their order ◀──────────────────────────┘
+        └────────────────────────── one answer per rank, in rank order  ◀──────────────────────────┘
 
-A transport starts the processes, makes a `RankServer` of a `RankInfo` in each, and hands messages on: it knows nothing
-of training. All ranks are asked the same at the same time, for they meet in collectives.
+A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each, and forwards messages; it knows
+nothing of training. All ranks receive the same request at the same time, because they take part in collectives.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from baton.types import Batch, PolicyVersion
 
 
 class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer is made of, as plain values."""
+    """The arguments of a trainer as plain values."""
 
     model_path: str
     device: str
-    """As in [model]; with several ranks on a machine `cuda` is one GPU for each."""
+    """As in [model]; with several ranks on a machine, `cuda` means one GPU per rank."""
     attention: str
     trainer: dict[str, Any]
-    """`TrainerSettings`, `AlgorithmSettings` and `LoraSettings` (None without adapters) as they are dumped."""
+    """Dump of `TrainerSettings`; `algorithm` and `lora` are dumps of `AlgorithmSettings` and `LoraSettings` (None
+    without adapters)."""
     algorithm: dict[str, Any]
     lora: dict[str, Any] | None
     temperature: float
@@ -42,60 +43,60 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
-    """Which rank a process is, and where; told by the transport before anything else."""
+    """Rank, address and devices of a process; the first message that it receives."""
 
     rank: int
     size: int
     host: str = "127.0.0.1"
-    """Address of this process' machine, as the other ranks reach it; nothing is listened to on any other."""
+    """Address of this process's machine for the other ranks; the rank listens on no other address."""
     interface: str = "lo"
-    """Network interface with that address, for gloo and NCCL; empty lets them choose."""
+    """Network interface of that address for gloo and NCCL; empty lets them choose."""
     threads: int = 1
     """torch threads."""
     device_index: int | None = None
-    """Which of the GPUs that the process sees; None for rank modulo their count."""
+    """Index among the GPUs visible to the process; None for rank modulo their count."""
     scratch: str = ""
-    """Directory, in memory where there is one, for the tensors of a published version."""
+    """Directory for the tensors of a published version, in memory where possible; empty lets rank 0 create one."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag="Listen"):
-    """Rank 0: open the store in which the ranks will meet. The others have nothing to do."""
+    """Rank 0: open the store for rendezvous. The other ranks do nothing."""
 
 
 class RankSetup(msgspec.Struct, frozen=True, tag="Setup"):
-    """Meet at rank 0's store and build the trainer."""
+    """Join the process group through rank 0's store and construct the trainer."""
 
     trainer: TrainerSetup
     host: str
     port: int
     timeout_s: float
-    """After which a collective gives up."""
+    """Timeout of the controller's requests, from which the timeout of collectives is derived."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="Step"):
-    """Run a train step. Every rank is given the whole batch."""
+    """Run a train step. Every rank receives the whole batch."""
 
     batch: Batch
 
 
 class Publish(msgspec.Struct, frozen=True, tag="Publish"):
-    """Rank 0: write the weights as engines load them."""
+    """All ranks: gather the weights as engines load them. Rank 0 writes them to a file."""
 
 
 class Save(msgspec.Struct, frozen=True, tag="Save"):
-    """Write each one's part of a checkpoint into a directory that is there, and that all ranks see."""
+    """Write each rank's part of a checkpoint into an existing directory that all ranks can access."""
 
     directory: str
 
 
 class Restore(msgspec.Struct, frozen=True, tag="Restore"):
-    """Continue from a checkpoint, by however many ranks it was written."""
+    """Load a checkpoint, however many ranks wrote it."""
 
     directory: str
 
 
 class Listening(msgspec.Struct, frozen=True, tag="Listening"):
-    """Answer to Listen; port 0 from any but rank 0."""
+    """Answer to Listen; port 0 from ranks other than 0."""
 
     host: str
     port: int
@@ -119,7 +120,7 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
 
     version: PolicyVersion
     path: str
-    """A safetensors file on the rank's machine; empty from any but rank 0."""
+    """A safetensors file on the rank's machine; empty from ranks other than 0."""
 
 
 ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore
@@ -136,20 +137,20 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Read what a rank is told. Raises msgspec.DecodeError."""
+    """Decode a message to a rank. Raises msgspec.DecodeError."""
     return _to_rank.decode(data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """Read what a rank says. Raises msgspec.DecodeError."""
+    """Decode a message from a rank. Raises msgspec.DecodeError."""
     return _from_rank.decode(data)
 
 
 def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
-    """Return the error that the Faults among answers by rank stand for, or None where there is none.
+    """Return the error that the Faults among `answers` (by rank) represent, or None without any.
 
-    Errors of ours, and then a file that could not be written, are what they were, before all others: a rank that fails
-    takes others with it, whose collectives then break. Anything else is RankLost.
+    Baton's own errors come first, then OSErrors from writing files, each with its own type: a failing rank breaks the
+    collectives of the others, whose errors are consequences. Anything else becomes RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}
@@ -166,40 +167,40 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
 
 
 def cause_of(lost: RankLost, answers: Mapping[int, FromRank]) -> BatonError | OSError:
-    """Return the named error that another rank had answered with, else the loss itself."""
+    """Return the specific error that a rank answered with, else the loss itself."""
     error = error_of(answers)
     return lost if error is None or isinstance(error, RankLost) else error
 
 
 HOW_TO_GO_ON = "go on from the last checkpoint with --resume, by as many ranks or another number of them"
-"""For the end of a RankLost's sentence."""
+"""Advice that ends every RankLost sentence."""
 
 
 FAULT_GRACE_S = 10.0
-"""What ranks have to say that they failed as well, once one of them has."""
+"""Time for the other ranks to answer, in seconds, once one has answered with a Fault."""
 
 
 class Ranks(Protocol):
-    """Carries messages to all ranks, and their answers back."""
+    """Transport of messages to all ranks, and of their answers."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
-        """Ask all ranks at once and return their answers in their order, Faults included.
+        """Send a request to all ranks and return their answers in rank order, Faults included.
 
-        When one answers with a Fault the others have `FAULT_GRACE_S` more: in a collective without it they would wait
-        for ever. When one has ended (noticed at once), or has not answered in time, all are ended and RankLost is
-        raised, naming it; or, where another had answered with a named error, that one (`error_of`).
+        Once a rank answers with a Fault, the others have `FAULT_GRACE_S` left, because they may block in a collective
+        without it. When a rank has exited or not answered in time, all ranks are ended. Raises RankLost naming it, or
+        the specific error that another rank answered with (`error_of`).
         """
         ...
 
     def bring(self, path: str) -> Path:
-        """Return where a file that rank 0 wrote can be read here; who asks removes it afterwards."""
+        """Return a local path of a file that rank 0 wrote. The caller removes it afterwards."""
         ...
 
     def close(self) -> None:
-        """End all ranks and see them end. May be called twice."""
+        """End all ranks and wait until they have exited. Idempotent."""
         ...

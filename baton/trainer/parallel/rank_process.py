@@ -1,12 +1,12 @@
-"""The inside of a rank process: one `RankServer`, driven by messages.
+"""A rank process: one `RankServer`, driven by messages.
 
 | thread | consumes          | produces         | waits for   | unblocked by                   |
 |--------|-------------------|------------------|-------------|--------------------------------|
-| reader | the socket        | queued messages  | the parent  | a message, or the parent's end |
+| reader | the socket        | queued messages  | the parent  | a message, or the parent's exit |
 | main   | queued messages   | answers          | a message   | the reader                     |
 
-The reader ends the process when the parent hangs up, whatever the main thread is in: a collective whose other ranks are
-gone would keep it for as long as its timeout. Started by `LocalRanks` as `python -m baton rank FD`.
+The reader exits the process when the parent closes the socket, whatever the main thread does: a collective whose other
+ranks are gone would block it until the timeout of the collective. Started by `LocalRanks` as `python -m baton rank FD`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from baton.trainer.parallel.messages import RankInfo, ToRank, decode_to_rank, en
 
 
 def serve(descriptor: int) -> None:
-    """Serve one parent until it hangs up."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a stop is the parent's to handle; its end is this process's too
+    """Serve one parent until it closes the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles stop signals; its exit ends this process
         signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
     try:
@@ -44,7 +44,7 @@ def serve(descriptor: int) -> None:
 
 
 def _read(parent: FrameSocket, inbox: SimpleQueue[ToRank], scratch: str) -> None:
-    """Queue what the parent sends, and end the process when it is gone."""
+    """Queue the parent's messages; exit the process when the socket closes."""
     try:
         while True:
             inbox.put(decode_to_rank(parent.receive_next()))

@@ -1,4 +1,4 @@
-"""The inside of a trainer rank: it answers messages, whatever transport brings them."""
+"""One trainer rank: answers messages of any transport."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from baton.trainer.settings import TrainerSettings
 
 
 class RankServer:
-    """One rank of a trainer. Not to be used from two threads at once."""
+    """One rank of a trainer. Not thread-safe."""
 
     def __init__(self, place: RankInfo) -> None:
         self._place = place
@@ -56,13 +56,13 @@ class RankServer:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
         set_up_threads(place.threads)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
-        # That shards over two dimensions are gathered in two steps.
+        # Silences a warning that gathering shards of two mesh dimensions takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: ToRank) -> FromRank:
-        """Answer a message; an error is an answer too. What was interrupted within a collective cannot go on.
+        """Answer a message; known errors become Fault answers. After a failed collective the group cannot continue.
 
-        An error that nobody thought of is raised: the rank ends, its traceback is seen, and the transport notices.
+        Other errors are raised: the rank exits with a traceback, which the transport detects.
         """
         try:
             return self._answer(message)
@@ -70,7 +70,7 @@ class RankServer:
             return fault_of(error)
 
     def close(self) -> None:
-        """Leave the group, and remove the scratch directory where it was made here. May be called twice."""
+        """Leave the process group, and remove the scratch directory if this rank created it. Idempotent."""
         self._trainer = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -111,7 +111,7 @@ class RankServer:
         return self._trainer
 
     def _listen(self) -> Listening:
-        """Open the store on this host's address alone, at a free port."""
+        """Open the store on a free port of this host's address only."""
         place = self._place
         if place.rank:
             return Listening(place.host, 0)
@@ -128,7 +128,7 @@ class RankServer:
         return Listening(place.host, port)
 
     def _meet(self, message: RankSetup) -> torch.device:
-        """Join the other ranks; return the device of this one."""
+        """Join the process group; return this rank's device."""
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)
         if device.type == "cuda":
@@ -137,8 +137,8 @@ class RankServer:
             torch.cuda.set_device(device)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
-        # Who waits in vain for a rank that hangs says so before the controller's patience ends, so that it is named;
-        # but NCCL would end the process of who waits.
+        # With gloo, a collective times out before the controller's request does, so the rank that hangs can be named.
+        # NCCL ends the process of the waiting rank instead, so its timeout is longer.
         timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -1,4 +1,4 @@
-"""The controller's side of a trainer whose ranks are other processes."""
+"""The controller's side of a trainer whose ranks run in other processes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Answer = TypeVar("Answer")
 
 
 class RankedTrainer:
-    """Updates a model that lies in shards across ranks. See `Trainer` for the contract.
+    """Implements `Trainer` for a model sharded over ranks.
 
-    Every wait ends within `timeout_s`: with RankLost, after which no rank is left.
+    Every request ends within `timeout_s` with an answer or RankLost, after which all ranks are ended.
     """
 
     def __init__(self, ranks: Ranks, setup: TrainerSetup, timeout_s: float) -> None:
-        """Have the ranks meet and build the trainer. Raises UserError for what they find wrong; RankLost."""
+        """Connect the ranks and construct the trainer in each. Raises UserError for invalid settings, or RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         try:
             store = self._ask(Listen(), Listening)[0]
@@ -49,36 +49,38 @@ class RankedTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """The weights as they are now; the digest is empty until they are published or saved."""
+        """The version of the current weights. Its digest is empty until they are published or saved."""
         return self._version
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step on all ranks, return its metrics by name. See `LocalTrainer.step` for what is raised."""
+        """Run one train step on all ranks and return its metrics by name. Raises as `LocalTrainer.step` does, or
+        RankLost.
+        """
         answer = self._ask(TrainStep(batch), Stepped)[0]
         self._version = answer.version
         return answer.metrics
 
     def publish(self) -> PublishedWeights:
-        """Return the current weights, or the adapter alone, on the host, by name."""
+        """Return the current weights, or the adapter alone, on the host."""
         answer = self._ask(Publish(), Published)[0]
         self._version = answer.version
         path = self._ranks.bring(answer.path)
         try:
-            return PublishedWeights(self._version, load_file(path))  # mapped: the bytes stay when the name goes
+            return PublishedWeights(self._version, load_file(path))  # mapped memory stays valid after the unlink
         finally:
             path.unlink(missing_ok=True)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint (see `trainer/checkpoint.py`), whole or not at all, each rank its part."""
+        """Write a checkpoint atomically; each rank writes its part."""
         with atomic_directory(directory) as unfinished:
             self._version = self._ask(Save(str(unfinished)), Ready)[0].version
 
     def restore(self, directory: Path) -> None:
-        """Continue from what any trainer's `save` wrote. Raises UserError when it does not fit this one."""
+        """Load a checkpoint of a trainer with any number of ranks. Raises UserError when it does not fit this one."""
         self._version = self._ask(Restore(str(directory.absolute())), Ready)[0].version
 
     def close(self) -> None:
-        """End the ranks. May be called twice."""
+        """End the ranks. Idempotent."""
         self._ranks.close()
 
     def _ask(self, message: ToRank, kind: type[Answer]) -> list[Answer]:
@@ -86,7 +88,7 @@ class RankedTrainer:
         error = error_of(dict(enumerate(answers)))
         if error is not None:
             if not (isinstance(error, TrainingDiverged) and all(isinstance(answer, Fault) for answer in answers)):
-                self.close()  # a rank that failed by itself is not where the others are
+                self.close()  # ranks that did not fail together hold different states
             raise error
         found: list[Answer] = [answer for answer in answers if isinstance(answer, kind)]
         assert len(found) == len(answers), f"ranks answered {message.__class__.__name__} with {answers}"
