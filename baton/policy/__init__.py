@@ -1,1 +1,1 @@
-"""What trainer and engine share: a Hugging Face causal LM, its tokenizer, and the probabilities of its tokens."""
+"""The policy, shared by trainer and engine: a Hugging Face causal LM, its tokenizer, and token log-probabilities."""

@@ -1,7 +1,7 @@
-"""LoRA by PEFT: low-rank adapters that are trained and published in the model's stead.
+"""LoRA by PEFT: low-rank adapters, trained and published instead of the whole model.
 
 An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r],
-with the scale multiplied into B, so that an engine needs nothing besides: W = W_0 + B A.
+with the scale multiplied into B, so that an engine computes W = W_0 + B A without further parameters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
-    """Freeze a model and put trainable adapters into it. B begins at zero, so nothing changes until the first update.
+    """Freeze a model and add trainable adapters. B is zero, so the model is unchanged until the first update.
 
-    Raises UserError when PEFT is missing, or a name in `targets` fits no layer.
+    Raises UserError when PEFT is missing, or when a name in `targets` matches no layer.
     """
     _check_peft()
     from peft import LoraConfig
@@ -54,7 +54,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last part of the name of every linear layer but the head. A mixture's experts are none."""
+    """Return the last name component of every linear layer except the head. Fused experts are not linear layers."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found = {
         name.rpartition(".")[2]
@@ -65,13 +65,13 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether a model carries adapters."""
+    """Whether a model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model with adapters be the one it was before them; another is left as it is."""
+    """Disable a model's adapters within the context; a model without adapters is unchanged."""
     if not has_adapters(model):
         yield
         return
@@ -88,7 +88,7 @@ def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return an adapter as it is published, the scale within B; that of the model, or of `raw` tensors of its kind."""
+    """Return the adapter of `model`, or of its `raw` tensors, as published: with the scale multiplied into B."""
     raw = raw_tensors(model) if raw is None else raw
     found = {}
     for name, module in model.named_modules():
@@ -117,13 +117,13 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of one library at another
+        warnings.simplefilter("ignore", FutureWarning)  # raised by PEFT's use of another library
         merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
     return merged
 
 
 def base_of_adapter(directory: Path) -> str | None:
-    """Return the model that the adapter in a directory belongs to, or None where there is no adapter."""
+    """Return the base model of the adapter in a directory, or None if there is no adapter."""
     file = directory / "adapter_config.json"
     if not file.is_file():
         return None
@@ -139,37 +139,37 @@ def _check_peft() -> None:
 
 
 def is_adapter(tensors: Mapping[str, Any]) -> bool:
-    """Whether published tensors are an adapter's, and not a whole model's."""
+    """Whether published tensors are an adapter's."""
     return bool(tensors) and all(name.endswith((_A, _B)) for name in tensors)
 
 
 class BaseWeights:
-    """What an engine's adapted weights were before any adapter, kept from the first one that arrives."""
+    """An engine's weights before the first adapter was merged."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Whole weights have arrived: they are what the next adapter belongs to."""
+        """Drop the base weights: a whole model was loaded, which is the base of the next adapter."""
         self._kept.clear()
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Take every adapter out of the weights again, and forget what they were: they are it."""
+        """Restore the base weights in `own`, removing every adapter, and drop the copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept."""
+        """The base weights."""
         return list(self._kept.values())
 
     @torch.inference_mode()
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return W_0 + B A for each adapted weight, by its name in `own`, in float32.
 
-        Raises EngineFault, before anything has changed, for an adapter that fits no weight or another shape.
+        Raises EngineFault, without changing anything, for an adapter that fits no weight or has another shape.
         """
         modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
         for module in modules:

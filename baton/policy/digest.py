@@ -1,4 +1,7 @@
-"""What identifies a set of tensors on every machine. Needs no torch: who only passes weights on can check it too."""
+"""The digest that identifies a set of tensors on every machine.
+
+Needs no torch, so a process that only forwards weights can verify them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ Identity = tuple[str, str, tuple[int, ...], str]
 
 
 def identity_digest(tensors: Iterable[Identity]) -> str:
-    """Return blake3 (hexadecimal) over what identifies each tensor, in sorted order of the names."""
+    """Return blake3 (hexadecimal) over the identities of tensors, sorted by name."""
     digest = blake3()
     for tensor in sorted(tensors):
-        # JSON closes each field, so no two sets of tensors share one stream.
+        # JSON delimits each field, so different sets of tensors give different streams.
         digest.update(msgspec.json.encode(tensor) + b"\n")
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""The head of a causal LM: how hidden states become logits, log-probabilities and entropies, piece by piece.
+"""The head of a causal LM: hidden states → logits → log-probabilities and entropies, computed in pieces.
 
 The products are computed in the dtype of the pass (bfloat16 in autocast), everything after them in float32, and the
-gradient of the head's weight is accumulated in float32: it does not depend on how many pieces a pass was cut into.
+gradient of the head's weight accumulates in float32, so that it depends little on the number of pieces of a pass.
 Shapes: N tokens, H hidden size, V vocabulary.
 """
 
@@ -18,10 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 2**24
-"""Logits that exist at once in float32 (64 MiB); beyond it the head is computed piece by piece, and again backwards."""
+"""Maximum float32 logits in memory at once (64 MiB). Beyond it the head runs in pieces, recomputed in the backward
+pass."""
 
 _ENTROPY_ROWS = 4096
-"""Positions whose [rows, V] probabilities exist at once while the entropy is summed."""
+"""Rows of [rows, V] probabilities in memory at once while the entropy is summed."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Keys of a model's configuration that scale its logits (Cohere, Falcon-H1, Granite) → the exponent they enter with."""
@@ -30,12 +31,12 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys whose value c caps logits x as c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit of the check of a head: far above the caps in use, so that a missing or unknown one is seen."""
+"""Largest logit in the check of a head: far above the caps in use, so that a missing or unknown cap is detected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """logits = cap · tanh(scale · linear(hidden) / cap), without the tanh where there is no cap."""
+    """logits = cap · tanh(scale · linear(hidden) / cap); without a cap, logits = scale · linear(hidden)."""
 
     linear: torch.nn.Linear
     scale: float = 1.0
@@ -51,7 +52,7 @@ class Head:
         return self.shaped(self.linear(hidden_NH))
 
     def shaped(self, products_NV: torch.Tensor) -> torch.Tensor:
-        """[N, V] float32 from what the linear layer gave."""
+        """Apply scale and cap to the linear layer's output: [N, V] float32."""
         logits = products_NV.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -59,14 +60,14 @@ class Head:
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
-    """Return what turns the base model's last hidden states into logits; None for a head that is not known.
+    """Return the head that maps the base model's last hidden states to logits, or None if it is not known.
 
-    Scale and cap are read from the configuration, and the result is compared once with the model's own forward. Whoever
-    gets None uses that forward, with the logits of a whole pass at once; a warning says so.
+    Scale and cap come from the configuration; the result is compared once with the model's own forward. Without a known
+    head, callers use that forward, which holds the logits of a whole pass at once; a warning says so.
     """
     module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
-    if known is None or known[0] is not module:  # adapters may have taken its place
+    if known is None or known[0] is not module:  # adapters may have replaced it
         known = module, _checked(model, _configured(model, module))
         if known[1] is None:
             logger.warning(
@@ -95,7 +96,7 @@ def _configured(model: PreTrainedModel, module: Any) -> Head | None:
 
 @torch.no_grad()
 def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
-    """Return the head if the model's own forward makes the same logits of hidden states as large as logits get."""
+    """Return the head if its logits equal those of the model's own forward, on hidden states scaled to large logits."""
     base: Any = getattr(model, "base_model", model)
     if head is None or base is model:
         return None
@@ -121,7 +122,7 @@ def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestedScores:
-    """What is asked of the head beside the log-probabilities."""
+    """Options of the head's scores."""
 
     temperature: float
     with_entropy: bool
@@ -131,9 +132,9 @@ class RequestedScores:
 def head_scores(
     head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of targets, and the entropy, both [N] float32, never holding more than MAX_LOGITS logits.
+    """Return log π of targets and the entropy, both [N] float32, with at most MAX_LOGITS logits in memory.
 
-    N is any shape. What a piece computed is thrown away and computed again on the way back, unless there is only one.
+    N is any shape. With several pieces, the backward pass recomputes each piece's logits; a single piece is kept.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     device = hidden_NH.device.type
@@ -163,7 +164,7 @@ class _HeadScores(torch.autograd.Function):
         for piece in pieces:
             products = linear(hidden_TH[piece].to(dtype), weight, bias)
             found.append(score(head.shaped(products), targets_T[piece], wanted))
-        # The weight is saved as it came, not as it was cast: where it is sharded it is gathered again for the way back.
+        # The weight is saved uncast: if it is sharded, FSDP gathers it again for the backward pass.
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, products if len(pieces) == 1 else None)
         ctx.rest = head, wanted, dtype
         logprobs = torch.cat([logprobs for logprobs, _ in found])
@@ -217,7 +218,7 @@ def _gradient(
     wanted: RequestedScores,
     gradients: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """[n, V] float32 of what the linear layer gave, from those of log-probabilities and entropies."""
+    """Return the gradient [n, V] of the linear layer's output, from those of log-probabilities and entropies."""
     leaf = products.detach().requires_grad_()
     scores = score(head.shaped(leaf), targets, wanted)
     pairs = [
@@ -227,7 +228,7 @@ def _gradient(
 
 
 def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add of_productsᵀ · hidden in float32, on CUDA from factors in the dtype of the pass."""
+    """Add of_productsᵀ · hidden in float32; on CUDA the factors have the dtype of the pass."""
     if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
         total_VH += torch.mm(of_products.to(hidden.dtype).T, hidden, out_dtype=torch.float32)
     else:
@@ -237,7 +238,7 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
 def score(
     logits: torch.Tensor, targets: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of targets [N] from logits [N, V], and the entropy."""
+    """Return log π of targets [N] from logits [N, V], and the entropy if requested."""
     logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature

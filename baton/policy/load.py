@@ -1,4 +1,4 @@
-"""Load any Hugging Face causal LM."""
+"""Loads Hugging Face causal LMs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
-    """Load a causal LM in `dtype` whatever its file holds, in eval mode. Raises UserError with what is missing.
+    """Load a causal LM in `dtype`, in eval mode. Raises UserError when no model can be loaded from `path`.
 
-    A checkpoint of an adapter is loaded with its base model and merged into it.
+    An adapter's checkpoint is loaded with its base model and merged into it.
     """
     base = base_of_adapter(Path(path))
     if base is not None:
         check_model_path(path, holding="adapter_config.json")
         found = load_model(base, dtype=dtype, device=device, attention=attention)
         merged = merge_adapter(found, Path(path))
-        merged.requires_grad_(True)  # PEFT froze what it has merged into
+        merged.requires_grad_(True)  # PEFT froze the weights that it merged into
         merged.eval()  # type: ignore[no-untyped-call]
         return merged
     check_model_path(path)
@@ -55,14 +55,14 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
 
 
 def check_weight_files(path: str) -> None:
-    """Raise UserError where weight files are missing or cut short, from their index and headers alone."""
+    """Raise UserError when weight files are missing or truncated, judging by their index and headers only."""
     base = base_of_adapter(Path(path))
     path = base or path
     directory = Path(path)
     if not directory.is_dir():
         found = try_to_load_from_cache(path, "config.json")
         if not isinstance(found, str):
-            return  # said elsewhere
+            return  # check_model_path reports it
         directory = Path(found).parent
     index = directory / "model.safetensors.index.json"
     try:
@@ -83,7 +83,7 @@ def check_weight_files(path: str) -> None:
 
 
 def _told_bytes(file: Path) -> int | None:
-    """The size of a safetensors file as its header has it; None where there is no such header."""
+    """Return the file size that a safetensors header implies, or None if there is no valid header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(100_000_000, file.stat().st_size):
@@ -96,7 +96,7 @@ def _told_bytes(file: Path) -> int | None:
 
 
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
-    """Return the attention asked for, or "eager" for a family that transformers has no SDPA for, with a line."""
+    """Return `attention`, or "eager" with a warning for a family that transformers has no SDPA for."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention
@@ -106,12 +106,12 @@ def supported_attention(config: PretrainedConfig, attention: str) -> str:
 
 @cache
 def _say_eager(kind: str) -> None:
-    """Once in a process."""
+    """Log once per process."""
     logger.warning("transformers has no SDPA attention for %s: eager attention is used (model.attention)", kind)
 
 
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write everything of a model but its weights, and its tokenizer."""
+    """Write a model's configuration and its tokenizer, without weights."""
     model.config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
@@ -119,9 +119,9 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 
 
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
-    """Make a model from its configuration; its weights are arbitrary until some are loaded, and no code of its is run.
+    """Construct a model from its configuration, with arbitrary weights, without running remote code.
 
-    Raises UserError with what is missing.
+    Raises UserError when the configuration is not that of a causal LM.
     """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -139,7 +139,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 
 def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a response: the generation config's and the tokenizer's end-of-sequence ids."""
+    """Return the ids that end a response: the end-of-sequence ids of generation config, config and tokenizer."""
     found: list[int] = []
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     for ids in (configured, model.config.eos_token_id, tokenizer.hf.eos_token_id):
@@ -153,7 +153,7 @@ def torch_dtype(name: DTypeName) -> torch.dtype:
 
 
 def torch_device(name: str, key: str = "model.device") -> torch.device:
-    """Resolve a recipe's device, `auto` included. Raises UserError naming the key when the device is not there."""
+    """Resolve a recipe's device, `auto` included. Raises UserError naming `key` when the device is unavailable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens under a Hugging Face causal LM, at the sampling temperature.
 
-Shapes: B rows, S places of a padded row, K the last places of a row that are asked for, V vocabulary.
+Shapes: B rows, S positions of a padded row, K last positions of a row to score, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from baton.policy.packing import packed_hidden_states, prefer_packed_attention
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a policy says of given tokens. N is any shape of them."""
+    """Scores of given tokens under a policy. N is any shape of them."""
 
     logprobs: torch.Tensor
-    """[N] float32 log π, at the sampling temperature, whatever the dtype of the model."""
+    """[N] float32 log π at the sampling temperature."""
     entropy: torch.Tensor | None
-    """[N] nats, over the whole vocabulary."""
+    """[N] nats, over the whole vocabulary; None unless requested."""
     hidden: torch.Tensor | None
-    """[N, H] what the head turned into logits: of the place before each token. None where the head is not known."""
+    """[N, H] hidden states at the position before each token. None if the head is not known."""
 
 
 def padded_scores(
@@ -42,12 +42,12 @@ def padded_scores(
     entropy_has_gradient: bool = False,
     with_hidden: bool = False,
 ) -> TokenScores:
-    """Score the tokens at places first … S−1 of rows, each given all tokens before it: [B, K] with K = S − first.
+    """Score the tokens at positions first … S−1 of padded rows, each given all tokens before it: [B, K], K = S − first.
 
-    Rows are padded on the right; what the padding's places hold is of no use. No attention mask is passed: behind a
-    causal mask no token sees the padding after it, and without a mask the fast kernels apply. The last place predicts
-    nothing and is not fed at all. A model whose head is not known (`find_head`) makes all logits at once; `with_hidden`
-    needs a known one.
+    Rows are padded on the right; scores at padding are meaningless. No attention mask is passed: under a causal mask no
+    token attends to the padding after it, and fast kernels require that no mask is given. The last position predicts
+    nothing and is not fed. A model without a known head (`find_head`) computes all logits at once; `with_hidden`
+    requires a known head.
     """
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
     num_kept = input_ids_BS.shape[1] - first
@@ -57,7 +57,7 @@ def padded_scores(
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
-    # Before the first place asked for, logits are not computed where the model can leave them out.
+    # Skip the logits before `first` if the model supports it.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
     return TokenScores(*score(logits_BKV, targets_BK, wanted), None)
@@ -74,10 +74,10 @@ def packed_scores(
     with_entropy: bool = False,
     entropy_has_gradient: bool = False,
 ) -> TokenScores:
-    """Score the tokens at `places_N` of rows that are laid one behind the other, without padding: [N].
+    """Score the tokens at `places_N` of concatenated rows, without padding: [N].
 
-    `lengths` are the rows'; position_ids_T begin at 0 with each, so that no row sees another, also where attention is
-    another than `packing.py` has: transformers then makes a mask of it. Needs a known head.
+    `lengths` are those of the rows. position_ids_T restart at 0 with each row; where `packing.py`'s attention is not in
+    use, transformers derives a mask from them, so that no row attends to another. Requires a known head.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
@@ -88,7 +88,7 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel) -> bool:
-    """Whether rows packed by `packed_scores` score as they do by themselves, found out on the device with three."""
+    """Whether packed rows score as they do separately, tested on the model's device with three rows."""
     if (head := find_head(model)) is None:
         return False
     lengths = [5, 2, 9]
@@ -108,7 +108,7 @@ def packs_as_it_pads(model: PreTrainedModel) -> bool:
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S, H] of the model without its head."""
+    """Return [B, S, H] hidden states of the model without its head."""
     hidden: torch.Tensor = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
     return hidden
 
@@ -119,18 +119,18 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """Let attention run in float32 inside bfloat16 autocast, where that is faster: SDPA on a CPU (`packing.py`)."""
+    """Run attention in float32 inside bfloat16 autocast where that is faster: SDPA on a CPU (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let each block's activations be computed again on the way back instead of kept.
+    """Recompute each block's activations in the backward pass instead of keeping them.
 
-    transformers does so only for blocks in training mode; theirs is set alone, since dropout must stay off. Raises
-    UserError for a model whose blocks cannot.
+    transformers does so only for blocks in training mode. Only the blocks' own flags are set, because dropout must stay
+    off. Raises UserError for a model whose blocks do not support it.
     """
-    # newer releases of transformers have given it another name
+    # newer releases of transformers renamed it
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -1,4 +1,4 @@
-"""What tensors hold of a device's memory, and how much of it there is."""
+"""Memory used by tensors, and available memory of a device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""What a container may use; absent outside of one, and "max" where nothing is set."""
+"""Memory limit of a container; absent outside of one, "max" without a limit."""
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes behind tensors on a kind of device, memory that several of them share counted once."""
+    """Return the bytes of the tensors on a kind of device; shared storage counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
     return sum(storages.values())
 
@@ -24,7 +24,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that nobody uses now; of a CPU, those of the host within a container's limit."""
+    """Return the unused bytes of a device; for a CPU, those of the host within the container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -38,7 +38,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that tensors of this process held of a CUDA device since the last call."""
+    """Return this process's peak tensor bytes on a CUDA device since the last call."""
     peak = int(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
     return peak

@@ -1,7 +1,7 @@
-"""Rows of different lengths in one pass without padding: attention that keeps to each row's own tokens.
+"""Packing: rows of different lengths in one pass without padding, with attention within each row only.
 
-On CUDA in bfloat16 torch's kernel for rows of different lengths does it; elsewhere each row is attended to by itself,
-which is what a CPU would do anyway. Neither holds a mask of all tokens by all tokens.
+On CUDA in bfloat16, torch's variable-length kernel computes it; elsewhere attention runs row by row. Neither builds a
+mask of all tokens by all tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PACKED = "baton_packed"
 """Name under which transformers finds `_attend`."""
 
 _lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
-"""Of the rows that are being packed; empty in a pass that is padded."""
+"""Lengths of the packed rows in the current pass; empty in a padded pass."""
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """Let a model attend to packed rows by themselves, and to padded ones as before. Nothing changes but for SDPA."""
+    """Use attention that separates packed rows; padded rows are unaffected. Changes models with SDPA only."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
         AttentionMaskInterface.register(PACKED, _mask)
@@ -34,7 +34,7 @@ def prefer_packed_attention(model: PreTrainedModel) -> None:
 def packed_hidden_states(
     model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """[T, H] of rows that lie one behind the other; their positions begin at 0 with each row."""
+    """Return [T, H] hidden states of concatenated rows; positions restart at 0 with each row."""
     assert sum(lengths) == len(input_ids_T)
     token = _lengths.set(tuple(lengths) if model.config._attn_implementation == PACKED else ())
     try:
@@ -60,7 +60,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """[1, H, T, D] → [1, T, H, D]."""
     lengths = _lengths.get()
-    if query.device.type == "cpu":  # bfloat16 attention is several times slower there than float32
+    if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32
         with torch.autocast("cpu", enabled=False):
             return _by_rows(module, query.float(), key.float(), value.float(), attention_mask, lengths, kwargs)
     if lengths and torch.is_autocast_enabled(query.device.type) and (kernel := _kernel()) is not None:
@@ -118,7 +118,7 @@ def _by_kernel(
 
 
 def _kernel() -> Any:
-    """torch's attention for rows of different lengths, or None before torch 2.11."""
+    """Return torch's variable-length attention, or None before torch 2.11."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,9 +1,9 @@
-"""Mixtures of experts: which experts a pass chose, kept, so that a later pass chooses the same (routing replay).
+"""Routing replay for mixtures of experts: records the experts of one pass, so that a later pass uses the same.
 
-A small change of the weights may send a token to other experts, and its ratio to the proximal policy jumps for that
-reason alone. Replaying the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3), or the engine's in
-all passes (rollout routing replay, arXiv 2510.11370), leaves the gates their gradient: only the choice is fixed, the
-chosen experts' weights come from the logits of the day.
+A small change of the weights may route a token to other experts, which alone can change its ratio to the proximal
+policy abruptly. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3), or the
+engine's in all passes (rollout routing replay, arXiv 2510.11370). Gates keep their gradient: only the choice is fixed,
+and the chosen experts' weights come from the current logits.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Router's name → [T, k] the experts of each token, in the order of the pass that recorded them; −1 leaves a token
-free."""
+"""Router's name → [T, k] experts of each token, in the order of the recorded pass; −1 leaves the choice to the
+router."""
 
 _MAX_EXPERTS = 256
-"""An expert's number is one byte on its way from an engine."""
+"""Engines report an expert's number as one byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Router:
     module: torch.nn.Module
     is_normalized: bool
-    """Whether the chosen experts' weights are made to sum to one."""
+    """Whether the chosen experts' weights are normalised to sum to one."""
 
 
 class RoutingReplay:
-    """Records and replays the choices of every router of a model."""
+    """Records and replays the choices of all routers of a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the routers. Raises UserError for a model without, and for one whose routers work another way."""
+        """Find the routers. Raises UserError for a model without routers, or with routers of another kind."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         found = _outputs(model)
@@ -61,7 +61,7 @@ class RoutingReplay:
 
     @contextmanager
     def recorded(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Fill the mapping that is entered with the choices of one forward pass."""
+        """Record the choices of one forward pass in the mapping that the context yields."""
         self._recorded = {}
         try:
             yield self._recorded
@@ -70,7 +70,10 @@ class RoutingReplay:
 
     @contextmanager
     def replayed(self, routing: Routing | None) -> Iterator[None]:
-        """Make all passes choose as recorded; the way back, which may compute blocks again, belongs within too."""
+        """Replay recorded choices in all passes within the context.
+
+        It must include the backward pass, which may recompute blocks.
+        """
         self._replayed = routing
         try:
             yield
@@ -78,9 +81,9 @@ class RoutingReplay:
             self._replayed = None
 
     def from_engine(self, routing: Sequence[bytes], places: Sequence[int], num_places: int) -> Routing:
-        """Return what an engine reported of tokens as it is replayed: [num_places, k], free but at `places`.
+        """Return an engine's reported choices for replay: [num_places, k] per router, −1 except at `places`.
 
-        Tokens of empty bytes are left free. Raises EngineFault for bytes that are not of this model's routers.
+        Empty bytes leave a token's choice free. Raises EngineFault for bytes that do not match this model's routers.
         """
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         if any(len(chosen) != self._width for _, chosen in known):
@@ -104,13 +107,13 @@ class RoutingReplay:
 
 
 def routing_bytes(routing: Routing) -> list[bytes]:
-    """[T] one byte for each router and chosen expert, in the order of the routers."""
+    """Return [T] bytes objects: one byte per router and chosen expert, in the order of the routers."""
     chosen = torch.cat(tuple(routing.values()), dim=1).to("cpu", torch.uint8).numpy()
     return [row.tobytes() for row in chosen]
 
 
 def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Return every module that routes, with what it gives for two tokens."""
+    """Return every router module with its output for two tokens."""
     found: dict[str, tuple[torch.nn.Module, Any]] = {}
 
     def look(name: str, module: torch.nn.Module, output: Any) -> None:
@@ -132,7 +135,7 @@ def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
 
 
 def _scores(logits: torch.Tensor, experts: torch.Tensor, is_normalized: bool) -> torch.Tensor:
-    """[T, k] the weights of chosen experts: softmax over all, gathered, and divided by their sum."""
+    """Return the weights [T, k] of chosen experts: softmax over all, gathered, and normalised if configured."""
     chosen = logits.float().softmax(-1).gather(-1, experts)
     return chosen / chosen.sum(-1, keepdim=True) if is_normalized else chosen
 

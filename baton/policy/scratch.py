@@ -1,6 +1,6 @@
-"""Make a small model from nothing: a Qwen3-architecture config, and a tokenizer trained on a corpus.
+"""Creates small models: a Qwen3 configuration with random weights, and a tokenizer trained on a corpus.
 
-For machines that hold no pretrained model. What comes out is a plain Hugging Face directory like any other.
+For machines without a pretrained model. The result is a plain Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ END = "<|end|>"
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant")
 VISIBLE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""One token each, but ordinary text: they stay when special tokens are skipped, because judges read them."""
+"""One token each, but not special tokens: scorers read them, so decoding must keep them."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}"
     + END
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def scratch_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with single digits and single symbols, and give it a chat template."""
+    """Train a byte-level BPE tokenizer with single digits and symbols, and add a chat template."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -58,7 +58,7 @@ def scratch_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def scratch_model(settings: ScratchSettings, tokenizer: Tokenizer, seed: int) -> PreTrainedModel:
-    """Make a randomly initialised Qwen3 model in float32 for this tokenizer."""
+    """Create a randomly initialised float32 Qwen3 model for this tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer.hf),

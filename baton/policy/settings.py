@@ -9,39 +9,39 @@ from pydantic import Field
 from baton.settings import Settings
 
 DTypeName = Literal["float32", "bfloat16"]
-"""float16 is left out: it is two hundred times slower than bfloat16 on a CPU, and needs loss scaling on a GPU."""
+"""float16 is not supported: it is two hundred times slower than bfloat16 on a CPU, and needs loss scaling on a GPU."""
 
 
 class ModelSettings(Settings):
-    """[model] which policy is trained."""
+    """[model] The policy to train."""
 
     path: str
     """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or a name in the local hub cache. An
-    adapter's checkpoint is merged into its base model; of a run's directory the newest checkpoint is taken."""
+    adapter's checkpoint is merged into its base model; for a run's directory the newest checkpoint is used."""
     device: str = "auto"
-    """`auto` takes CUDA where there is one, else the CPU; or a torch device such as `cuda:1`."""
+    """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers, for trainer and engine alike. `eager` is used, and a line says so, for
-    families without SDPA (Gemma-2, GPT-OSS)."""
+    """Attention implementation of transformers for trainer and engine. Families without SDPA (Gemma-2, GPT-OSS) use
+    `eager`, with a warning."""
 
 
 class LoraSettings(Settings):
-    """[lora] trains low-rank adapters in place of the whole model; leave the section out for full fine-tuning."""
+    """[lora] Train low-rank adapters instead of the whole model. Omit the section for full fine-tuning."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale: an adapter adds alpha / rank × B A to its weight."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]; `all-linear` takes
+    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]; `all-linear` selects
     all but the head. The fused experts of a mixture get none."""
 
 
 class ScratchSettings(Settings):
-    """[scratch] shape of a model made from nothing."""
+    """[scratch] Shape of a randomly initialised model."""
 
     vocab_size: int = Field(default=512, ge=300)
-    """Byte-level BPE: 256 bytes, the special tokens, and merges. Digits stay single."""
+    """Vocabulary of a byte-level BPE: 256 bytes, special tokens and merges. Each digit is one token."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
@@ -53,4 +53,4 @@ class ScratchSettings(Settings):
     intermediate_size: int = 384
     """Width of the gated MLP."""
     max_context_tokens: int = 1024
-    """Longest prompt plus response."""
+    """Maximum length of prompt plus response."""

@@ -1,7 +1,7 @@
-"""A model in shards: each rank keeps a part of every parameter, and gathers a block's when it computes that block.
+"""Sharded models: each rank keeps a part of every parameter, and gathers a block's parameters to compute the block.
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`). Parameters, gradients and optimiser state are DTensors, split along their
-first dimension; arithmetic is what it is in one process, but for the order in which gradients are added up.
+first dimension. The arithmetic equals that of one process except for the order in which gradients are summed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Result = TypeVar("Result")
 
 
 class Sharded(torch.nn.Module):
-    """Runs work on a module whose parameters lie in shards: within it they are whole.
+    """Runs functions on a sharded module, with parameters gathered.
 
-    What is outside of the blocks (embedding, last norm, head) is gathered for the whole of the work, so that the work
-    may call any part of the module. The module keeps its own names; this wrapper is where its hooks hang.
+    Parameters outside the blocks (embedding, last norm, head) are gathered for the whole call, so the function may call
+    any part of the module. The module keeps its parameter names; FSDP's hooks are attached to this wrapper.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a module in place. Its gradients become sums over the ranks, not means: divisors are global."""
+        """Shard a module in place. Gradients are summed over ranks, not averaged, because loss divisors are global."""
         super().__init__()
         self.module = module
         for block in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
             fully_shard(block, mesh=mesh)
-        # Gathered again on the way back, and never kept past a forward pass: an optimiser's step would outdate it.
+        # Reshard after forward: parameters kept gathered would be outdated by an optimiser step.
         fully_shard(self, mesh=mesh, reshard_after_forward=True)
         for part in self.modules():
             if isinstance(part, FSDPModule):
@@ -40,11 +40,11 @@ class Sharded(torch.nn.Module):
                 part.set_gradient_divide_factor(1.0)
 
     def forward(self, work: Callable[[Any], Any]) -> Any:
-        """Do the work. Tensors have to be returned in tuples, for the hooks to find them."""
+        """Call `work`. It must return tensors in tuples, where FSDP's hooks find them."""
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
-        """Do the work; tensors among its result are it alone, or the fields of a dataclass."""
+        """Call `work`, which returns a tensor or a dataclass of tensors."""
         kind: list[Any] = []
 
         def opened(module: Any) -> Any:
@@ -58,27 +58,27 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Whether the next backward pass adds gradients up over the ranks; else each keeps its own, whole."""
+        """Set whether the next backward pass reduces gradients over the ranks; if not, each keeps its own, whole."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor (not a copy), or a plain tensor itself."""
+    """Return this rank's shard of a tensor (not a copy), or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor on every rank; all ranks have to take part. A plain tensor is itself."""
+    """Gather a sharded tensor on every rank (collective), or return a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Cut from a whole tensor, which every rank has, what this rank keeps of one that lies like another."""
+    """Shard a whole tensor, which every rank has, in the layout of `like`. No communication."""
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor) or tensor.ndim == 0:
         return tensor
     own = tensor
-    # Tensor parallelism, the last dimension of a mesh, has cut first: FSDP shards what it left.
+    # Tensor parallelism, the last dimension of the mesh, splits first; FSDP shards the result.
     for place, count, index in reversed(
         list(zip(like.placements, like.device_mesh.shape, like.device_mesh.get_coordinate() or (), strict=True))
     ):
@@ -98,7 +98,7 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Part tensors by the mesh they lie on: torch takes those of one at a time."""
+    """Group tensors by their device mesh, because torch's foreach functions accept only one mesh at a time."""
     found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -106,9 +106,9 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], *, is_kept: bool) -> dict[str, torch.Tensor]:
-    """Gather tensors one after the other; who keeps them gets them on the host, the others get none.
+    """Gather tensors one at a time; ranks with `is_kept` get them on the host, the others an empty dict.
 
-    All ranks have to take part, with the same names in the same order.
+    Collective: all ranks must pass the same names in the same order.
     """
     found = {}
     for name, tensor in tensors.items():

@@ -1,8 +1,8 @@
-"""Tensor parallelism by a model's own plan: ranks share each block's matrix products, heads and columns.
+"""Tensor parallelism by a model's own plan: ranks split each block's matrix products by heads and columns.
 
-transformers says in `base_model_tp_plan` which linear layer of a block is cut how; torch does it. What the plan does
-not name (norms, embedding, head) every rank computes whole. The residual stream is whole on all of them, so the rest of
-the trainer sees the model it knows.
+`base_model_tp_plan` of transformers states how each linear layer of a block is split; torch splits it. Every rank
+computes all other layers (norms, embedding, head) and holds the whole residual stream, so the rest of the trainer is
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from baton.policy.adapters import has_adapters
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicated_with_grad_allreduce",)
-"""Layers that are kept whole, but see only their rank's heads: their gradients are added up over the ranks."""
+"""Layers that are replicated but see only their rank's heads: their gradients are summed over the ranks."""
 
 
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
-    """Cut a model's layers over a one-dimensional mesh, in place; return the parameters with gradients to add up.
+    """Split a model's layers over a one-dimensional mesh, in place.
 
-    Raises UserError for a model without a plan, or whose plan or heads do not allow it.
+    Returns the parameters whose gradients must be summed. Raises UserError for a model without a supported plan, or
+    with dimensions that the mesh does not divide.
     """
     plan = _plan_of(model, mesh.size())
     base = cast(PreTrainedModel, model.base_model)
@@ -41,7 +42,7 @@ def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Pa
 
 
 def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Return the plan, checked: pattern of names in the base model → style."""
+    """Return the checked plan: name pattern in the base model → style."""
     kind, shape = type(model).__name__, model.config.get_text_config()
     plan: dict[str, str] = getattr(shape, "base_model_tp_plan", None) or {}
     if not plan:

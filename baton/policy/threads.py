@@ -1,4 +1,4 @@
-"""How torch computes in a process: so many threads, and the same bits each time."""
+"""Sets the number of torch threads of a process, and deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transformers.utils.logging import disable_progress_bar
 
 
 def set_up_threads(threads: int) -> None:
-    """Fix the number of torch's threads and switch deterministic algorithms on."""
+    """Set the number of torch's threads and enable deterministic algorithms."""
     torch.set_num_threads(threads)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for deterministic results
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it for deterministic results
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs several per cent
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file

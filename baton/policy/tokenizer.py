@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer behind the three things Baton asks of it."""
+"""A Hugging Face tokenizer, reduced to the operations that Baton uses."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from baton.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Turns conversations into ids, and ids into text."""
+    """Converts conversations and text to ids, and ids to text."""
 
     hf: Any
     """The transformers tokenizer."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids of a conversation, up to and including the opening of the assistant's turn."""
+        """Return the ids of a conversation, including the start of the assistant's turn."""
         chat = [{"role": m.role, "content": m.content} for m in messages]
         ids = self.hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
         return tuple(int(i) for i in ids)
 
     def num_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of a conversation's ids."""
+        """Return the number of ids of a conversation."""
         return len(self.prompt_ids(messages))
 
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Return the text of ids, without special tokens unless asked to keep them."""
+        """Return the text of ids; `keep_special` includes special tokens."""
         return str(self.hf.decode(list(token_ids), skip_special_tokens=not keep_special))
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of plain text, with no special tokens added."""
+        """Return the ids of plain text, without special tokens."""
         return list(self.hf.encode(text, add_special_tokens=False))
 
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a model directory or a run. Raises UserError when it is missing or has no chat template."""
     check_model_path(path, holding="tokenizer_config.json")
-    from transformers import AutoTokenizer  # takes seconds, and not every command needs it
+    from transformers import AutoTokenizer  # slow to import, and not every command needs it
 
     try:
         hf = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -58,9 +58,9 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Raise UserError for a directory that is missing or holds no model; or a name that is not in the local cache.
+    """Raise UserError for a directory without `holding`, or a name that is not in the local cache.
 
-    Raises Damaged for a checkpoint whose files are not what was written.
+    Raises Damaged for a checkpoint whose files do not match its manifest.
     """
     directory = Path(path)
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()
