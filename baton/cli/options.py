@@ -49,6 +49,10 @@ Authority = Annotated[
 ]
 
 
+RENAMED_OPTIONS = {"--patience": "--reconnect-timeout"}
+"""Options of earlier versions, each with its new name."""
+
+
 class Commands(TyperGroup):
     """A group whose help shows the whole first sentence of each command; click truncates it to one line."""
 
@@ -56,6 +60,12 @@ class Commands(TyperGroup):
         found = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(1000)) for name, each in found if not each.hidden])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        for old in (argument.partition("=")[0] for argument in args):
+            if old in RENAMED_OPTIONS:
+                ctx.fail(f"{old} is now called {RENAMED_OPTIONS[old]}")
+        return super().parse_args(ctx, args)
 
 
 def show(

@@ -10,6 +10,9 @@ from baton.errors import UserError
 REMOVED = {"weights.path": "workers always fetch versions as chunks"}
 """Keys of earlier recipes that were removed, with the reason."""
 
+RENAMED: dict[str, str] = {}
+"""Keys of earlier recipes, each with its new name: refused in a recipe, read in the resolved recipe of an old run."""
+
 
 MAY_CHANGE = (
     "run.name",
@@ -73,8 +76,8 @@ CHANGES_BITS = (
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the old and new value of each key in which two resolved recipes differ; None for a key that is absent."""
-    old, new = _leaves(before), _leaves(now)
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in REMOVED]
+    old, new = _leaves(with_current_keys(before)), _leaves(now)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return {key: (old.get(key), new.get(key)) for key in keys}
 
 
@@ -102,13 +105,17 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
     return said
 
 
-def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's resolved recipe, which an older version of Baton may have written, without `REMOVED` keys."""
+def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the resolved recipe of a run, which an earlier Baton may have written, under the keys of today."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):
             return tree
-        return {key: kept(value, f"{prefix}{key}.") for key, value in tree.items() if f"{prefix}{key}" not in REMOVED}
+        return {
+            str(RENAMED.get(f"{prefix}{key}", key)).rpartition(".")[2]: kept(value, f"{prefix}{key}.")
+            for key, value in tree.items()
+            if f"{prefix}{key}" not in REMOVED
+        }
 
     found: dict[str, Any] = kept(recipe, "")
     return found

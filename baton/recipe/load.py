@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from baton.errors import UserError
 from baton.policy.settings import ModelSettings
-from baton.recipe.changes import REMOVED
+from baton.recipe.changes import REMOVED, RENAMED
 from baton.recipe.recipe import TaskRecipe
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         if where in REMOVED:
             return f"{where} was removed: {REMOVED[where]}; remove the key"
+        if where in RENAMED:
+            return f"{where} is now called {RENAMED[where]}"
         known = sorted(_fields_at(kind, problem["loc"][:-1]))
         key = str(problem["loc"][-1])
         near = get_close_matches(key, known, n=1, cutoff=0.5)

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from baton.errors import UserError
-from baton.recipe.changes import without_removed
+from baton.recipe.changes import with_current_keys
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
@@ -80,7 +80,7 @@ def workload_of_run(path: Path) -> Workload:
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
     judged = [row["time/judge"] for row in rows if "time/judge" in row]
     return msgspec.structs.replace(
-        recipe_workload(Recipe.model_validate(without_removed(run.recipe()))),
+        recipe_workload(Recipe.model_validate(with_current_keys(run.recipe()))),
         prompt=measured([len(t.prompt_ids) for t in trajectories]),
         output=measured([max(1, t.num_tokens) for t in trajectories]),
         trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,

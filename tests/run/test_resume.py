@@ -19,7 +19,7 @@ from baton.console import Console
 from baton.errors import StorageFault, TrainingDiverged, UserError
 from baton.policy.scratch import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
-from baton.recipe.changes import compare_for_resume, without_removed
+from baton.recipe.changes import compare_for_resume, with_current_keys
 from baton.recipe.recipe import Recipe
 from baton.records.journal import Journal
 from baton.records.metrics import read_metrics
@@ -239,7 +239,7 @@ def test_the_best_checkpoint_outlives_the_latest(tiny_model: Path, tmp_path: Pat
 
 def test_the_resolved_recipe_of_an_earlier_baton_is_read_without_keys_removed_since() -> None:
     now = {"rollout": {"group_size": 8}, "weights": {"keep": 3}}
-    assert without_removed({**now, "weights": {"keep": 3, "path": "chunks"}}) == now
+    assert with_current_keys({**now, "weights": {"keep": 3, "path": "chunks"}}) == now
 
 
 def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:

@@ -275,7 +275,16 @@ class Renamer:
             if not path.is_file() or relative.parts[0].startswith(".") or relative.parts[0] in ("tools", "runs"):
                 continue
             text = path.read_text()
-            new = self.prose(text, {}) if path.suffix == ".md" and "golden/run" not in str(relative) else text
+            is_old_run = "golden/run" in str(relative)
+            new = self.prose(text, {}) if path.suffix == ".md" and not is_old_run else text
+            if path.suffix == ".md" and not is_old_run:
+                new = self.keys_in(new)
+            if (
+                path.suffix == ".toml"
+                and not is_old_run
+                and relative.name not in ("renames.toml", "waits_allowed.toml")
+            ):
+                new = self.recipe_keys(new)
             if relative == Path("tests/waits_allowed.toml"):
                 new = self.waits(text)
             if relative == Path("tests/private_names.toml"):
@@ -285,6 +294,22 @@ class Renamer:
                 path.write_text(new)
         for entry in self.table.stale:
             self.notes.append(f"no such definition: {entry}")
+
+    def keys_in(self, text: str) -> str:
+        for old, new in self.table.keys.items():
+            text = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w]|\.\w)", new, text)
+        return text
+
+    def recipe_keys(self, text: str) -> str:
+        section, lines = "", []
+        for line in text.split("\n"):
+            if match := re.fullmatch(r"\s*\[+([\w.]+)\]+.*", line):
+                section = match[1]
+            if match := re.match(r"(\w+)(?= *=)", line):
+                new = self.table.keys.get(f"{section}.{match[1]}".strip("."))
+                line = new.rpartition(".")[2] + line[match.end() :] if new else line
+            lines.append(line)
+        return "\n".join(lines)
 
     def waits(self, text: str) -> str:
         """The list of waits with its functions and calls renamed."""
@@ -737,7 +762,7 @@ class File:
                     if "f" in re.match(r"\w*", new)[0].lower():  # type: ignore[index]
                         names = [n for k, (_, ns) in strings.items() if k <= token.start < ends[k] for n in ns]
                         new = self.in_fields(new, names, token.start[0])
-                    new = self.keys_in(new)
+                    new = self.renamer.keys_in(new)
             out.append(new)
             line, column = token.end
         out.append(self.between((line, column), (len(self.lines), len(self.lines[-1]))) if self.lines else "")
@@ -747,11 +772,6 @@ class File:
             text = text.replace(old, changed)
         for again, new in self.inserts:
             text = re.sub(rf"\b{new} as {again}\b", f"{new} as {new}" if again != new else new, text)
-        return text
-
-    def keys_in(self, text: str) -> str:
-        for old, new in self.table.keys.items():
-            text = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w.])", new, text)
         return text
 
     def between(self, start: tuple[int, int], end: tuple[int, int]) -> str:
@@ -768,7 +788,8 @@ class File:
         for name, new in names:
             decided[name].add(new if new != name else None)
         for name, new in self.table.words.items():
-            decided[name] = {new}
+            if decided[name] <= {None}:
+                decided[name] = {new}
         known = {name: next(iter(news)) for name, news in decided.items() if len(news) == 1}
         for name, news in decided.items():
             if len(news) > 1:
