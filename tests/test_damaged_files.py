@@ -37,10 +37,10 @@ class Ears(TerminalObserver):
 
     def __init__(self) -> None:
         super().__init__(Console(quiet=True), 9)
-        self.heard: list[str] = []
+        self.on_reports: list[str] = []
 
     def said(self, text: str) -> None:
-        self.heard.append(text)
+        self.on_reports.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def resumed(wanted: Recipe) -> list[str]:
         loop.close()
     ids = [group.group_id for step in range(1, 8) for group in loop.run.groups(step)]
     assert len(set(ids)) == len(ids), "a group was trained twice"
-    return ears.heard
+    return ears.on_reports
 
 
 def evaluated(wanted: Recipe) -> list[str]:

@@ -19,7 +19,7 @@ from baton.rollout.rescored import Claim
 from baton.simulator.seeds import Concern, choices, generator
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.verification.policy import Author, InspectionSettings, TrajectoryFinished, VerificationPolicy
+from baton.swarm.verification.policy import InspectionSettings, SegmentAuthor, TrajectoryFinished, VerificationPolicy
 from baton.swarm.verification.verify import WorkerClass
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
@@ -95,7 +95,9 @@ def test_the_noise_of_sampling() -> None:
 
 def test_which_trajectories_are_checked() -> None:
     verification_policy = VerificationPolicy(InspectionSettings(first=0, share=0.2), b"secret")
-    author = Author("worker", AccessGrant("worker", Role.WORKER, False), "", WorkerClass("cpu", "float32", "fake"))
+    author = SegmentAuthor(
+        "worker", AccessGrant("worker", Role.WORKER, False), "", WorkerClass("cpu", "float32", "fake")
+    )
     checked = []
     for number in range(40):
         claim = Claim(Trajectory(number, 0, (5,)), SamplingParams(1), 7)

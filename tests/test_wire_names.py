@@ -100,7 +100,7 @@ ROOTS: dict[str, Any] = {
     "weights: manifest": manifest.Manifest,
     "tokens.json: token": auth.Token,
     "quarantine.jsonl": verification_policy.QuarantineRecord,
-    "quarantine.jsonl: lifted": quarantine.QuarantineLifted,
+    "quarantine.jsonl: lifted": quarantine.LiftRecord,
     "audit.jsonl": audit.AuditLine,
     # printed as JSON
     "baton status --json": status.HubStatus,

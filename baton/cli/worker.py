@@ -39,9 +39,9 @@ def worker(
     store: Annotated[
         str | None, typer.Option("--store", help="The run's weights.store, if this machine can read it.")
     ] = None,
-    patience: Annotated[
+    reconnect_timeout: Annotated[
         str | None,
-        typer.Option("--patience", help="Exit after this long without a hub: 90s, 30m, 12h; default: never."),
+        typer.Option("--reconnect-timeout", help="Exit after this long without a hub: 90s, 30m, 12h; default: never."),
     ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
@@ -79,7 +79,7 @@ def worker(
         store=store,
         device=_device_name(device),
         engine=engine,
-        patience_s=None if patience is None else parse_duration(patience),
+        reconnect_timeout_s=None if reconnect_timeout is None else parse_duration(reconnect_timeout),
         say=say,
     )
 

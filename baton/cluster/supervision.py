@@ -179,7 +179,7 @@ class Supervision:
                 if watched := self._posts.get(name):
                     watched.since_s, watched.begin_s = at_s, None
             case ProcessEnded():
-                yield from self._ended(event)
+                yield from self._on_process_ended(event)
             case MachineLost():
                 yield from self._lost(event)
             case MachineJoined(at_s=at_s, machine=machine):
@@ -190,7 +190,7 @@ class Supervision:
             case Planned():
                 yield from self._planned(event)
             case SupervisionTick():
-                yield from self._tick(event)
+                yield from self._on_tick(event)
             case _:
                 assert_never(event)
 
@@ -201,7 +201,7 @@ class Supervision:
 
     # ---- posts -------------------------------------------------------------------------------------------------------
 
-    def _ended(self, event: ProcessEnded) -> Iterator[Command]:
+    def _on_process_ended(self, event: ProcessEnded) -> Iterator[Command]:
         watched = self._posts.get(event.name)
         if watched is None or watched.begin_s is not None:
             return
@@ -266,7 +266,7 @@ class Supervision:
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: SupervisionTick) -> Iterator[Command]:
+    def _on_tick(self, event: SupervisionTick) -> Iterator[Command]:
         for watched in self._posts.values():
             if watched.begin_s is not None and event.at_s >= watched.begin_s:
                 watched.begin_s = None

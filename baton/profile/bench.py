@@ -173,7 +173,7 @@ class ModeBench:
         for _ in range(steps):
             groups = self._controller.next_batch()
             self._version += 1
-            self._publish()
+            self._publish_next()
             if is_counted:
                 tokens += sum(m.trajectory.num_tokens for g in groups for m in g.members)
                 self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) for g in groups)
@@ -195,7 +195,7 @@ class ModeBench:
         if self._version < 0:
             self._version = 0
             self._controller.begin(0, StreamCursor(0, {}))
-            self._publish()
+            self._publish_next()
         else:
             self._port.load_weights(self._tensors, self._own_version)
             self._held.close()
@@ -226,7 +226,7 @@ class ModeBench:
     def _own_version(self) -> PolicyVersion:
         return PolicyVersion(self.name, self._version)
 
-    def _publish(self) -> None:
+    def _publish_next(self) -> None:
         self._controller.publish(self._tensors, self._own_version)
 
 

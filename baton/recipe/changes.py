@@ -10,7 +10,13 @@ from baton.errors import UserError
 REMOVED = {"weights.path": "workers always fetch versions as chunks"}
 """Keys of earlier recipes that were removed, with the reason."""
 
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "swarm.silence_s": "swarm.heartbeat_timeout_s",
+    "swarm.wedge_s": "swarm.progress_timeout_s",
+    "swarm.absence_s": "swarm.no_worker_timeout_s",
+    "swarm.relief": "swarm.backup_lease_factor",
+    "weights.anchor_every": "weights.keyframe_every",
+}
 """Keys of earlier recipes, each with its new name: refused in a recipe, read in the resolved recipe of an old run."""
 
 
@@ -30,7 +36,7 @@ MAY_CHANGE = (
     "weights.keep",
     "fleet",
     "weights.chunk_mb",
-    "weights.anchor_every",
+    "weights.keyframe_every",
     "inspection",
 )
 """Keys, or whole sections, that a resumed run may change without any effect on its results."""

@@ -75,7 +75,7 @@ class WorkerPool:
 
     async def start(self) -> str:
         """Start a process, and return what it is kept from. Raises UserError as `ask` does."""
-        self._idle.append(await self._start())
+        self._idle.append(await self._start_worker_process())
         return self._isolation
 
     async def close(self) -> None:
@@ -90,7 +90,9 @@ class WorkerPool:
 
     async def _ask_alone(self, spec: int, calls: Calls, deadline_s: float) -> Outcomes:
         async with self._slots:
-            worker = next((w for w in iter(self._take_idle, None) if w.is_alive), None) or await self._start()
+            worker = (
+                next((w for w in iter(self._take_idle, None) if w.is_alive), None) or await self._start_worker_process()
+            )
             try:
                 outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
             except TimeoutError:
@@ -109,10 +111,10 @@ class WorkerPool:
 
     async def _shared_worker(self) -> _ScorerProcess:
         if self._shared is None or (self._shared.done() and not self._shared.result().is_alive):
-            self._shared = asyncio.create_task(self._start())
+            self._shared = asyncio.create_task(self._start_worker_process())
         return await asyncio.shield(self._shared)
 
-    async def _start(self) -> _ScorerProcess:
+    async def _start_worker_process(self) -> _ScorerProcess:
         if self._unloadable:
             raise UserError(self._unloadable)
         launch = asyncio.create_task(_ScorerProcess.launch(self._settings))
@@ -217,7 +219,7 @@ class _ScorerProcess:
             while True:
                 header = await stream.readexactly(HEADER_BYTES)
                 body = await stream.readexactly(int.from_bytes(header, "big"))
-                self._take(msgspec.msgpack.decode(body, type=FromWorker))
+                self._on_reply(msgspec.msgpack.decode(body, type=FromWorker))
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
             pass
         self.kill()
@@ -230,7 +232,7 @@ class _ScorerProcess:
             if not future.done():
                 future.set_exception(_Lost(how))
 
-    def _take(self, message: FromWorker) -> None:
+    def _on_reply(self, message: FromWorker) -> None:
         if isinstance(message, ScorerReady):
             self._ready.set_result(message)
         elif isinstance(message, CallResult) and (future := self._waiting.get(message.call_id)) and not future.done():

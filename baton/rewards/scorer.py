@@ -172,7 +172,7 @@ class RewardScorer:
 
     def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> RewardResult:
         """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
-        begun = self._begin(prompt, [response], [token_ids])
+        begun = self._submit_calls(prompt, [response], [token_ids])
         try:
             return (begun if isinstance(begun, list) else begun.result(self.patience_s))[0]
         except TimeoutError as error:
@@ -188,7 +188,7 @@ class RewardScorer:
         places = list(range(self._next_id, self._next_id + len(trajectories)))
         self._next_id += len(trajectories)
         self._waiting.update(zip(places, trajectories, strict=True))
-        begun = self._begin(prompt, responses, [t.token_ids for t in trajectories])
+        begun = self._submit_calls(prompt, responses, [t.token_ids for t in trajectories])
         if isinstance(begun, list):
             self._finished.put((places, begun))
         else:
@@ -206,12 +206,12 @@ class RewardScorer:
             except queue.Empty:
                 break
             self._last_sign_s = time.monotonic()
-            found += self._take(finished)
-        silence_s = time.monotonic() - self._last_sign_s
-        if not found and self._waiting and silence_s > self.patience_s:
+            found += self._collect_finished(finished)
+        silent_for_s = time.monotonic() - self._last_sign_s
+        if not found and self._waiting and silent_for_s > self.patience_s:
             some = ", ".join(t.name for t in list(self._waiting.values())[:4])
             raise DeadlineExceeded(
-                f"{self._judges()} gave no judgement for {silence_s:.0f} s while {len(self._waiting)} trajectories "
+                f"{self._judges()} gave no judgement for {silent_for_s:.0f} s while {len(self._waiting)} trajectories "
                 f"wait for it (first: {some})"
             )
         return found
@@ -238,7 +238,7 @@ class RewardScorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(
+    def _submit_calls(
         self, prompt: Prompt, responses: Sequence[str], token_ids: Sequence[Sequence[int]]
     ) -> Future[list[RewardResult]] | list[RewardResult]:
         calls = tuple(
@@ -436,7 +436,7 @@ class RewardScorer:
         judges = [*self._scorers.values(), *self._parts.values()]
         return ", ".join(dict.fromkeys(j.who for j in judges if isinstance(j, _Asked)))
 
-    def _take(
+    def _collect_finished(
         self, finished: tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]
     ) -> list[ScoredTrajectory]:
         places, said = finished

@@ -121,7 +121,7 @@ class RolloutController:
             own = _Group(group.issued, list(group.members), dict(group.judged))
             self._groups[group.issued.group_id] = own
             tracked.append(_tracked(own))
-        self._obey_all(self.scheduler.take_up(tracked))
+        self._apply_all(self.scheduler.take_up(tracked))
         for own in list(self._groups.values()):
             finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.judged]
             self._ask_judges(own, finished)
@@ -139,7 +139,7 @@ class RolloutController:
         Raises Stopped, and DeadlineExceeded when the worker makes no progress.
         """
         self._tensors, self._version = tensors, version
-        self._tell(VersionTrained(self._now_s(), version.number))
+        self._dispatch(VersionTrained(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
@@ -152,7 +152,7 @@ class RolloutController:
         """
         self._on_judged = on_judged
         on_judged(sum(len(group.judged) for group in self._groups.values()))
-        self._tell(BatchRequested(self._now_s()))
+        self._dispatch(BatchRequested(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
             if self.rules.mode != "async":  # the worker is idle from here to the next batch
@@ -178,16 +178,16 @@ class RolloutController:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Free the worker and the scorer, e.g. for an evaluation: abort rollouts now, resume them afterwards."""
-        self._tell(DispatchPaused(self._now_s()))
+        self._dispatch(DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
         yield
-        self._tell(DispatchResumed(self._now_s()))
+        self._dispatch(DispatchResumed(self._now_s()))
 
     def put_down(self, longest_s: float) -> None:
         """Abort all leases before the run ends and record the reported tokens; wait at most `longest_s` for them."""
         until_s = self._now_s() + longest_s
         if not self._is_loading:  # a stop interrupted load_weights otherwise: the worker cannot take an abort
-            self._tell(DispatchPaused(self._now_s()))
+            self._dispatch(DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
         if self._parts.journal is not None:
@@ -200,7 +200,7 @@ class RolloutController:
 
     def made(self, version: int) -> None:
         """Record that the trainer has made a version that is not published."""
-        self._tell(VersionTrained(self._now_s(), version, is_published=False))
+        self._dispatch(VersionTrained(self._now_s(), version, is_published=False))
 
     # ---- the pump ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class RolloutController:
             num_waiting = len(self._lease_of) or int(not self._slots)
             self._watch.check(messages, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
             for message in messages:
-                self._hear(message)
+                self._on_message(message)
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
@@ -240,12 +240,12 @@ class RolloutController:
         slots = self._parts.port.slots
         if slots != self._slots:
             self._slots = slots
-            self._tell(Capacity(self._now_s(), slots, queue=slots))
+            self._dispatch(Capacity(self._now_s(), slots, queue=slots))
 
-    def _hear(self, message: FromPort) -> None:
+    def _on_message(self, message: FromPort) -> None:
         match message:
             case WorkLost(cause=cause, num_tokens=num_tokens):
-                self._tell(TokensLost(self._now_s(), cause, num_tokens))
+                self._dispatch(TokensLost(self._now_s(), cause, num_tokens))
             case WorkRevoked():
                 self._revoke(message)
             case _:
@@ -263,7 +263,7 @@ class RolloutController:
         group.judged.pop(index, None)
         if self._parts.journal is not None:
             self._parts.journal.revoked(revoked.group_id, index)
-        self._tell(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
+        self._dispatch(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
 
     def _hear_of_lease(self, message: FromWorker) -> None:
         key = self._leases.get(message.lease_id)
@@ -285,12 +285,12 @@ class RolloutController:
         self._write_down(trajectory, grown, message)
         for segment in message.segments:
             if segment.author is Author.POLICY:
-                self._tell(TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
+                self._dispatch(TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
         if grown.finish_reason is not None:
             self._ask_judges(group, [grown])
-            self._tell(Finished(self._now_s(), *key))
+            self._dispatch(Finished(self._now_s(), *key))
         elif message.is_aborted:
-            self._tell(LeaseEnded(self._now_s(), *key))
+            self._dispatch(LeaseEnded(self._now_s(), *key))
 
     def _write_down(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
         journal = self._parts.journal
@@ -309,7 +309,7 @@ class RolloutController:
                 f"(last: {trajectory.name})"
             )
         self._end_lease(retry.lease_id)
-        self._tell(LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
+        self._dispatch(LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
 
     def _end_lease(self, lease_id: int) -> None:
         del self._lease_of[self._leases.pop(lease_id)]
@@ -335,7 +335,7 @@ class RolloutController:
         if self._parts.journal is not None:
             self._parts.journal.judged(judged)
         reward = judgement.reward if judgement.is_judged else None
-        self._tell(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
+        self._dispatch(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
     def _is_first(self, judged: ScoredTrajectory) -> bool:
         """Whether it had no reward yet; a group that is scored as a whole is scored again after one was revoked."""
@@ -344,14 +344,14 @@ class RolloutController:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> None:
-        self._obey_all(self.scheduler.handle(event))
+    def _dispatch(self, event: Event) -> None:
+        self._apply_all(self.scheduler.handle(event))
 
-    def _obey_all(self, commands: Iterable[Command]) -> None:
+    def _apply_all(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._obey(command)
+            self._apply_command(command)
 
-    def _obey(self, command: Command) -> None:
+    def _apply_command(self, command: Command) -> None:
         match command:
             case Open(group_id=group_id, again=again):
                 self._open(group_id, again)
@@ -375,7 +375,7 @@ class RolloutController:
                 with self._parts.stop.interrupting():
                     self._parts.port.load_weights(self._tensors, version)
                 self._is_loading = False
-                self._tell(VersionServed(self._now_s(), version.number))
+                self._dispatch(VersionServed(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:
         if again is None:

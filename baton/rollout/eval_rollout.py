@@ -83,7 +83,7 @@ class EvalRollout:
                     key = (message.group_id, message.sample_index)
                     for lease_id in [i for i, t in growing.items() if (t.group_id, t.sample_index) == key]:
                         begin(Trajectory(*key, growing.pop(lease_id).prompt_ids))
-                finished = self._take(message, growing, on_tokens)
+                finished = self._on_report(message, growing, on_tokens)
                 if finished is not None:
                     yield finished
 
@@ -92,7 +92,7 @@ class EvalRollout:
         if longest is not None:
             check_room(longest.group_id, longest.prompt_ids, self._max_context_tokens)
 
-    def _take(
+    def _on_report(
         self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
     ) -> Trajectory | None:
         if isinstance(message, WorkLost | WorkRevoked):

@@ -37,8 +37,8 @@ class StallWatch:
         if messages or stats != self._stats or is_empty != self._is_empty or not num_waiting:
             self._waited_s, self._stats, self._is_empty = 0.0, stats, is_empty
             return
-        absence_s = self._port.absence_s if is_empty else 0.0
-        if self._waited_s > (timeout_s := max(self._timeout_s, absence_s)):
+        no_worker_timeout_s = self._port.no_worker_timeout_s if is_empty else 0.0
+        if self._waited_s > (timeout_s := max(self._timeout_s, no_worker_timeout_s)):
             raise DeadlineExceeded(
                 f"{self._port.name} has made no progress for {timeout_s:.0f} s while {num_waiting} trajectories "
                 f"wait for it ({', '.join(islice(names, 4)) or 'none begun yet'})"

@@ -26,7 +26,7 @@ class WorkerTransport(Protocol):
         """Trajectories that it generates concurrently."""
 
     @property
-    def absence_s(self) -> float:
+    def no_worker_timeout_s(self) -> float:
         """Seconds without any slots (a swarm without workers) before that is a stall."""
         return 0.0
 
@@ -81,7 +81,7 @@ class LocalTransport(WorkerTransport):
         """Run one decode step; `timeout_s` is ignored, since a step is much shorter."""
         messages = self.engine.step()
         for message in messages:
-            self._trace.heard(message)
+            self._trace.on_report(message)
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:

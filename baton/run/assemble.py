@@ -221,7 +221,7 @@ def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
     """Put a colocated trainer to sleep: an engine is made next on the same device, and it is the first to use it."""
     if recipe.rollout.is_colocated:
         assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
-        trainer.rest()
+        trainer.sleep()
     return trainer
 
 

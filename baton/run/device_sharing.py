@@ -17,11 +17,11 @@ from typing import Protocol
 class Resident(Protocol):
     """A part that can move off the device and back."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Free the device memory. Does nothing if already asleep."""
         ...
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Move back to the device. Does nothing if already awake."""
         ...
 
@@ -52,15 +52,15 @@ class DeviceSharing:
     def to_engine(self) -> None:
         """Give the device to the engine. Does nothing if it has the device."""
         self._look()
-        self._trainer.rest()
-        self._engine.wake()
+        self._trainer.sleep()
+        self._engine.wake_up()
         self._look()
 
     def to_trainer(self) -> None:
         """Give the device to the trainer. Does nothing if it has the device."""
         self._look()
-        self._engine.rest()
-        self._trainer.wake()
+        self._engine.sleep()
+        self._trainer.wake_up()
         self._look()
 
     def metrics(self) -> dict[str, float]:

@@ -134,7 +134,7 @@ def open_swarm(
     overview = HubOverview(hub, publication, progress, version.lineage)
     hub.start(HttpRoutes(hub, store, model.files, overview).routes())
     workers = _start_workers(recipe, files, hub, own_token, worker_supervisor)
-    return SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.absence_s)
+    return SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
 
 
 def _start_workers(
@@ -262,7 +262,7 @@ def _welcome(recipe: Recipe, model: _ServedModel) -> Welcome:
         engine=recipe.engine.model_dump(),
         on_new_version=recipe.rules().on_new_version,
         relay_secret=secrets.token_urlsafe(32),
-        heartbeat_s=recipe.swarm.silence_s / HEARTBEATS,
+        heartbeat_s=recipe.swarm.heartbeat_timeout_s / HEARTBEATS,
         report_every_s=recipe.swarm.report_every_s,
     )
 

@@ -277,7 +277,7 @@ class Loop:
     def _next_batch(self, step: int) -> tuple[list[Group], dict[str, float]]:
         """Generate and score the next batch, and record it."""
         if not self.has_begun:
-            self._begin()
+            self._begin_rollout()
         total = self.rollout.batch_groups * self.rollout.group_size
         with self.clock.stage("wait_for_batch", step), self.observer.phase("generate", total) as done:
             groups = self.controller.next_batch(done)
@@ -313,7 +313,7 @@ class Loop:
                 if self.run.has_groups(step):
                     self._consumed(step, self.run.groups(step))
 
-    def _begin(self) -> None:
+    def _begin_rollout(self) -> None:
         """Start the controller from the journal's cursor and open groups."""
         place = self.journal.place()
         if place is None or place.next_group_id < self.state.next_group_id:

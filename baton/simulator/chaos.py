@@ -81,7 +81,9 @@ def random_case(number: int) -> tuple[Setting, RunOptions]:
     rules = RolloutSettings.model_validate(keys).rules()
     if mode == "async":
         rules = replace(rules, is_swarm=True, max_lag=bound - every + 1 if bound >= 2 * every - 1 else 0)
-    leases = LeaseRules(restarts=mode == "sync", silence_s=6, wedge_s=10, starve_s=30, relief_after_s=2)
+    leases = LeaseRules(
+        restarts=mode == "sync", heartbeat_timeout_s=6, progress_timeout_s=10, starve_s=30, backup_lease_after_s=2
+    )
     setting = Setting(
         rules,
         tuple(EngineSpec(f"w{index}", 4, FlatSpeed(0.02, 1e-4, 1e-8, 1e-5)) for index in range(3)),

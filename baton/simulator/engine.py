@@ -33,7 +33,7 @@ _CLOSE = 1e-9
 class EngineOwner(Protocol):
     """The owner of an engine, which receives its reports."""
 
-    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
+    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         """Receive reports of the engine. May submit, abort and switch in the call."""
 
 
@@ -138,7 +138,7 @@ class SimEngine:
         reports: list[LeaseProgress] = []
         self._report_all(reports)
         if reports:
-            self._owner.heard(self, reports)
+            self._owner.on_reports(self, reports)
 
     def decoded(self) -> int:
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
@@ -214,7 +214,7 @@ class SimEngine:
         if self._clock.now_s >= self._report_s:
             self._report_all(reports)
         if reports:
-            self._owner.heard(self, reports)
+            self._owner.on_reports(self, reports)
         self._is_between = False
         if self._aborting or self._dropping or self._switch is not None:
             self._between()
@@ -330,7 +330,7 @@ class SimEngine:
             waiting.popleft()
             if self.version is None or (row.version != self.version if row.is_exact else row.version > self.version):
                 del self._rows[row.lease]
-                self._owner.heard(self, [LeaseProgress(row, row.grown, "refused")])
+                self._owner.on_reports(self, [LeaseProgress(row, row.grown, "refused")])
                 continue
             row.lane = self._lanes.pop()
             self._prefill(row, context)

@@ -10,7 +10,7 @@ for_s = 60.0
 
 Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (ends after it has
 reported), `join` (adds a worker like `worker`), `restart` (the controller stops and is back after for_s),
-`partition`, and `storm` (of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
+`partition`, and `network_fault` (of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class FaultSettings(Settings):
     at_s: float = Field(ge=0)
     """Virtual time of the fault."""
     worker: str = ""
-    """Name of the worker. Without it one of the running workers, or for `partition` and `storm` all."""
+    """Name of the worker. Without it one of the running workers, or for `partition` and `network_fault` all."""
     for_s: float = Field(default=0.0, ge=0)
     """Duration of the fault, or time until a replacement starts; 0: permanent."""
     factor: float = Field(default=1.0, ge=1)
     """`slow`: factor on all times of the worker."""
     loss: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages lost, each together with its connection."""
+    """`network_fault`: share of messages lost, each together with its connection."""
     duplicate: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages that arrive twice."""
+    """`network_fault`: share of messages that arrive twice."""
     reorder: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages that later ones overtake."""
+    """`network_fault`: share of messages that later ones overtake."""
     delay_s: float = Field(default=0.0, ge=0)
-    """`storm`: maximum extra delay of a message."""
+    """`network_fault`: maximum extra delay of a message."""
     corrupt: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of fetched versions with a corrupt chunk."""
+    """`network_fault`: share of fetched versions with a corrupt chunk."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> FaultSettings:

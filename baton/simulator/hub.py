@@ -28,10 +28,10 @@ MAX_REFUSALS = 64
 class LeaseTableObserver(Protocol):
     """Observes every event and command of the lease table."""
 
-    def heard_lease(self, event: ev.Event) -> None:
+    def on_lease_event(self, event: ev.Event) -> None:
         """Called after the table has handled an event, before its commands are applied."""
 
-    def said_lease(self, command: ev.Command) -> None:
+    def on_lease_command(self, command: ev.Command) -> None:
         """Called before a command is applied."""
 
     def settled_lease(self, event: ev.Event) -> None:
@@ -104,7 +104,7 @@ class SimHub:
             generation_request, generation_request.tokens, generation_request.newest
         )
         now_s = self._clock.now_s
-        self._tell(
+        self._dispatch(
             ev.TaskSubmitted(
                 now_s,
                 generation_request.lease,
@@ -116,21 +116,21 @@ class SimHub:
         )
 
     def abort(self, task: int) -> None:
-        self._tell(ev.TaskAborted(self._clock.now_s, task))
+        self._dispatch(ev.TaskAborted(self._clock.now_s, task))
 
     def announce(self, version: PolicyVersion) -> None:
         """Announce a version that can be fetched."""
         self.versions[version.number] = version
         self._want = Want(version)
         for number in list(self.peers):
-            self._send(number, self._want)
+            self._send_to(number, self._want)
 
     def tick(self) -> None:
-        self._tell(ev.LeaseTick(self._clock.now_s))
+        self._dispatch(ev.LeaseTick(self._clock.now_s))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
-    def hear(self, worker: SimWorker, message: object) -> None:
+    def on_message(self, worker: SimWorker, message: object) -> None:
         number = worker.number
         if isinstance(message, SimulatedHello):
             self._hello(worker, message)
@@ -149,7 +149,7 @@ class SimHub:
                 self._refused(number, peer, message)
             case Leaving():
                 del self.peers[number]
-                self._tell(ev.WorkerLeft(self._clock.now_s, number, "left"))
+                self._dispatch(ev.WorkerLeft(self._clock.now_s, number, "left"))
                 self._count_slots()
             case _:
                 raise AssertionError(f"a worker sends no {type(message).__name__}")
@@ -161,7 +161,7 @@ class SimHub:
             return
         peer.is_connected = False
         self._count_slots()
-        self._tell(ev.WorkerSeen(self._clock.now_s, worker.number, None, peer.decoded))
+        self._dispatch(ev.WorkerSeen(self._clock.now_s, worker.number, None, peer.decoded))
 
     def _hello(self, worker: SimWorker, hello: SimulatedHello) -> None:
         known = self.peers.get(worker.number)
@@ -173,9 +173,9 @@ class SimHub:
             self._next_worker += 1
             peer = self.peers[number] = SimulatedPeer(worker)
             spec = worker.spec
-            self._tell(ev.WorkerJoined(self._clock.now_s, number, spec.slots, spec.weight))
+            self._dispatch(ev.WorkerJoined(self._clock.now_s, number, spec.slots, spec.weight))
         if self._want is not None:
-            self._send(number, self._want)
+            self._send_to(number, self._want)
         self._count_slots()
         self._held(number, set(hello.leases))
         peer.serves = self._number_of(hello.serves)
@@ -185,22 +185,22 @@ class SimHub:
         """Return leases that the worker should hold but does not to the queue, and drop those it should not hold."""
         known = set(self.table.workers[number].leases)
         for lease in sorted(known - claimed):
-            self._tell(ev.LeaseReturned(self._clock.now_s, lease))
+            self._dispatch(ev.LeaseReturned(self._clock.now_s, lease))
         for lease in sorted(claimed - known):
-            self._send(number, Dropped(lease))
+            self._send_to(number, Dropped(lease))
 
     def _report(self, number: int, peer: SimulatedPeer, report: SimulatedReport) -> None:
         lease = report.lease
         branch = self.branches.get(lease)
         if branch is None or branch.worker != number or not self.table.knows(lease):
-            self._send(number, Dropped(lease))
+            self._send_to(number, Dropped(lease))
             return
         if report.offset != branch.length:
             self._acknowledge(number, lease, branch)
             return
         if self._is_older(branch, report.segments):
             self.outcomes("an honest worker was convicted")
-            self._hang_up(number, "fault")
+            self._disconnect(number, "fault")
             return
         peer.refusals = 0
         grown = report.length - report.offset
@@ -210,11 +210,11 @@ class SimHub:
             branch.newest = report.segments[-1][0]
         now_s = self._clock.now_s
         if grown:
-            self._tell(ev.LeaseProgressed(now_s, lease, grown, branch.newest))
+            self._dispatch(ev.LeaseProgressed(now_s, lease, grown, branch.newest))
         if report.end == "finished":
-            self._tell(ev.LeaseFinished(now_s, lease))
+            self._dispatch(ev.LeaseFinished(now_s, lease))
         elif report.end:
-            self._tell(ev.LeaseReturned(now_s, lease))
+            self._dispatch(ev.LeaseReturned(now_s, lease))
         self._acknowledge(number, lease, branch)
 
     def _is_older(self, branch: SimulatedProgress, segments: Segments) -> bool:
@@ -227,14 +227,14 @@ class SimHub:
             return
         peer.refusals += 1
         if peer.refusals > MAX_REFUSALS:
-            self._hang_up(number, "refused too often")
+            self._disconnect(number, "refused too often")
             return
         now_s = self._clock.now_s
-        self._tell(ev.WorkerSeen(now_s, number, retry.has_version, self.table.workers[number].decoded_tokens))
-        self._tell(ev.LeaseReturned(now_s, retry.lease_id))
+        self._dispatch(ev.WorkerSeen(now_s, number, retry.has_version, self.table.workers[number].decoded_tokens))
+        self._dispatch(ev.LeaseReturned(now_s, retry.lease_id))
 
     def _alive(self, number: int, peer: SimulatedPeer) -> None:
-        self._tell(ev.WorkerSeen(self._clock.now_s, number, peer.serves, peer.decoded))
+        self._dispatch(ev.WorkerSeen(self._clock.now_s, number, peer.serves, peer.decoded))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
         """Return the number of a version of this lineage; None for any other."""
@@ -242,13 +242,13 @@ class SimHub:
 
     def _acknowledge(self, number: int, lease: int, branch: SimulatedProgress) -> None:
         if self._acks:
-            self._send(number, Ack(lease, branch.length, not self.table.knows(lease)))
+            self._send_to(number, Ack(lease, branch.length, not self.table.knows(lease)))
 
-    def _hang_up(self, number: int, cause: str) -> None:
+    def _disconnect(self, number: int, cause: str) -> None:
         peer = self.peers.pop(number, None)
         if peer is None:
             return
-        self._tell(ev.WorkerLeft(self._clock.now_s, number, cause))
+        self._dispatch(ev.WorkerLeft(self._clock.now_s, number, cause))
         self._drop_connection(peer)
 
     def _drop_connection(self, peer: SimulatedPeer) -> None:
@@ -258,7 +258,7 @@ class SimHub:
             self._clock.at(self._clock.now_s, worker.cut)
         self._count_slots()
 
-    def _send(self, number: int, message: object) -> None:
+    def _send_to(self, number: int, message: object) -> None:
         peer = self.peers.get(number)
         if peer is not None and peer.is_connected:
             peer.worker.down.send(message)
@@ -268,14 +268,14 @@ class SimHub:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: ev.Event) -> None:
+    def _dispatch(self, event: ev.Event) -> None:
         commands = self.table.handle(event)
         for watch in self.watches:
-            watch.heard_lease(event)
+            watch.on_lease_event(event)
         for command in commands:
             for watch in self.watches:
-                watch.said_lease(command)
-            self._obey(command)
+                watch.on_lease_command(command)
+            self._apply_command(command)
         for watch in self.watches:
             watch.settled_lease(event)
         if not self._is_speaking:
@@ -285,7 +285,7 @@ class SimHub:
                 say(*words)
             self._is_speaking = False
 
-    def _obey(self, command: ev.Command) -> None:
+    def _apply_command(self, command: ev.Command) -> None:
         match command:
             case ev.CommitTokens(task=task, lease=lease, length=length):
                 self._commit(task, self.branches[lease], length)
@@ -295,9 +295,9 @@ class SimHub:
                 self._forget(task)
                 self._to_say.append((self._controller.finished, task))
             case ev.RecallLease(worker=worker, lease=lease):
-                self._send(worker, Abort(lease))
+                self._send_to(worker, Abort(lease))
             case ev.DropLease(worker=worker, lease=lease):
-                self._send(worker, Dropped(lease))
+                self._send_to(worker, Dropped(lease))
             case ev.ReturnTask(task=task):
                 self._forget(task)
                 self._to_say.append((self._controller.put_down, task))
@@ -322,7 +322,7 @@ class SimHub:
         version = (
             generation_request.version if generation_request.is_exact else max(generation_request.version, task.newest)
         )
-        self._send(grant.worker, replace(generation_request, lease=grant.lease, tokens=base, version=version))
+        self._send_to(grant.worker, replace(generation_request, lease=grant.lease, tokens=base, version=version))
 
     def _commit(self, number: int, branch: SimulatedProgress, length: int) -> None:
         task = self.tasks[number]

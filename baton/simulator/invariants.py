@@ -74,7 +74,7 @@ class InvariantChecker:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def heard(self, event: ro.Event) -> None:
+    def on_event(self, event: ro.Event) -> None:
         if self._lineage != self._world.lineage:
             self._restarted()
         match event:
@@ -144,7 +144,7 @@ class InvariantChecker:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def said(self, command: ro.Command) -> None:
+    def on_command(self, command: ro.Command) -> None:
         if self._lineage != self._world.lineage:
             self._restarted()
         match command:
@@ -249,11 +249,11 @@ class InvariantChecker:
 
     # ---- leases ------------------------------------------------------------------------------------------------------
 
-    def heard_lease(self, event: ev.Event) -> None:
-        self._table.heard(event)
+    def on_lease_event(self, event: ev.Event) -> None:
+        self._table.on_event(event)
 
-    def said_lease(self, command: ev.Command) -> None:
-        self._table.said(command)
+    def on_lease_command(self, command: ev.Command) -> None:
+        self._table.on_command(command)
 
     def settled_lease(self, event: ev.Event) -> None:
         if self._swarm is not None:
@@ -273,7 +273,7 @@ class _LeaseTableChecker:
         self._aborted: set[int] = set()
         self._heard_s: dict[int, float] = {}
 
-    def heard(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         match event:
             case ev.TaskSubmitted(task=task, num_tokens=count):
                 self._lengths[task] = count
@@ -286,7 +286,7 @@ class _LeaseTableChecker:
             case _:
                 pass
 
-    def said(self, command: ev.Command) -> None:
+    def on_command(self, command: ev.Command) -> None:
         match command:
             case ev.GrantLease(lease=lease, task=task):
                 self._must(lease not in self._leases, "leases", f"lease {lease} is used again")
@@ -326,7 +326,11 @@ class _LeaseTableChecker:
         if isinstance(event, ev.LeaseTick):
             for number in table.workers:
                 silent_s = event.at_s - self._heard_s[number]
-                must(silent_s <= table.rules.silence_s, "leases", f"worker {number} is silent for {silent_s:.1f} s")
+                must(
+                    silent_s <= table.rules.heartbeat_timeout_s,
+                    "leases",
+                    f"worker {number} is silent for {silent_s:.1f} s",
+                )
 
     def _check_places(self, table: LeaseTable) -> None:
         if not table.num_waiting:

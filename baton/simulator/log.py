@@ -25,19 +25,19 @@ class EventLog:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    def heard(self, event: ro.Event) -> None:
+    def on_event(self, event: ro.Event) -> None:
         self._add(b"> ", event)
 
-    def said(self, command: ro.Command) -> None:
+    def on_command(self, command: ro.Command) -> None:
         self._add(b"< ", command)
 
     def settled(self) -> None:
         pass
 
-    def heard_lease(self, event: ev.Event) -> None:
+    def on_lease_event(self, event: ev.Event) -> None:
         self._add(b"hub > ", event)
 
-    def said_lease(self, command: ev.Command) -> None:
+    def on_lease_command(self, command: ev.Command) -> None:
         self._add(b"hub < ", command)
 
     def settled_lease(self, event: ev.Event) -> None:

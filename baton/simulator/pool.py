@@ -48,7 +48,7 @@ class SimulatedEnginePool:
 
     def want(self, generation_request: GenerationRequest) -> None:
         self._queue[generation_request.lease] = generation_request
-        self._fill()
+        self._assign_waiting()
 
     def abort(self, lease: int) -> None:
         """Abort a lease. A waiting lease is sent to an engine first, so that all aborts take one path."""
@@ -57,12 +57,12 @@ class SimulatedEnginePool:
             self._hand_over(self.engines[0], generation_request)
         engine = self._held.get(lease)
         if engine is not None:
-            self._tell(engine.abort, lease)
+            self._after_handover(engine.abort, lease)
 
     def load(self, version: int) -> None:
         begin_s, load_s = self._clock.now_s, self._setting.publish_s
         for engine in self.engines:
-            self._tell(lambda engine=engine: engine.switch(version, resumes=False, load_s=load_s))
+            self._after_handover(lambda engine=engine: engine.switch(version, resumes=False, load_s=load_s))
         if self._tracer is not None:
             self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version)
         self._clock.after(load_s, self._controller.serving, version)
@@ -79,7 +79,7 @@ class SimulatedEnginePool:
             found[spec.name] = (spec.slots, spec.num_gpus, busy)
         return found
 
-    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
+    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         controller = self._controller
         for report in reports:
             lease = report.row.lease
@@ -91,16 +91,16 @@ class SimulatedEnginePool:
                     controller.finished(lease)
                 else:
                     controller.put_down(lease)
-        self._fill()
+        self._assign_waiting()
 
-    def _fill(self) -> None:
+    def _assign_waiting(self) -> None:
         """Send waiting leases to the engines with the most free slots. Siblings stay together while there is room."""
         while self._queue:
-            engine = min(self.engines, key=self._load) if len(self.engines) > 1 else self.engines[0]
-            if self._load(engine) >= engine.slots:
+            engine = min(self.engines, key=self._num_assigned) if len(self.engines) > 1 else self.engines[0]
+            if self._num_assigned(engine) >= engine.slots:
                 return
             group_id = next(iter(self._queue.values())).group_id
-            while self._queue and self._load(engine) < engine.slots:
+            while self._queue and self._num_assigned(engine) < engine.slots:
                 lease = next(iter(self._queue))
                 if self._queue[lease].group_id != group_id:
                     break
@@ -109,9 +109,9 @@ class SimulatedEnginePool:
     def _hand_over(self, engine: SimEngine, generation_request: GenerationRequest) -> None:
         self._held[generation_request.lease] = engine
         self._given[id(engine)] += 1
-        self._tell(engine.submit, generation_request)
+        self._after_handover(engine.submit, generation_request)
 
-    def _tell(self, what: Callable[..., None], *about: object) -> None:
+    def _after_handover(self, what: Callable[..., None], *about: object) -> None:
         """Call an engine, after `handover_s` if set: engine processes receive messages late, after starting another
         step."""
         if self._setting.handover_s:
@@ -119,5 +119,5 @@ class SimulatedEnginePool:
         else:
             what(*about)
 
-    def _load(self, engine: SimEngine) -> int:
+    def _num_assigned(self, engine: SimEngine) -> int:
         return self._given[id(engine)]

@@ -127,7 +127,7 @@ class PlanSource:
         if simulation_options.is_detailed:
             return spec
         pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)
-        patient = replace(spec.rules, silence_s=math.inf, wedge_s=math.inf, starve_s=math.inf)
+        patient = replace(spec.rules, heartbeat_timeout_s=math.inf, progress_timeout_s=math.inf, starve_s=math.inf)
         return replace(spec, report_every_s=pace_s, heartbeat_s=pace_s, tick_s=pace_s, rules=patient)
 
     def _notes(self, simulation_options: SimulationOptions) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class RecipeSource:
         spec = None
         if swarm.is_on:
             leases = swarm.lease_rules(restarts=rules.mode == "sync")
-            heartbeat_s, fetch_s = swarm.silence_s / 6, efficiency.publish_latency_s
+            heartbeat_s, fetch_s = swarm.heartbeat_timeout_s / 6, efficiency.publish_latency_s
             spec = replace(
                 simulation_options.swarm,
                 rules=leases,

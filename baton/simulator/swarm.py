@@ -108,9 +108,9 @@ class Swarm:
         worker = SimWorker(self.setting, spec, self.clock, self, remembers=remembers, tracer=self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
         worker.up = SimulatedConnection(
-            self.clock, self.spec.link_s, lambda message: self._hear(worker, message), worker.cut, fate
+            self.clock, self.spec.link_s, lambda message: self._deliver(worker, message), worker.cut, fate
         )
-        worker.down = SimulatedConnection(self.clock, self.spec.link_s, worker.hear, worker.cut, fate)
+        worker.down = SimulatedConnection(self.clock, self.spec.link_s, worker.on_message, worker.cut, fate)
         same = sum(other.spec.name == spec.name for other in self.workers)
         worker.engine.name += f" ({same + 1})" if same else ""
         self.workers.append(worker)
@@ -127,9 +127,9 @@ class Swarm:
                 worker.cut()
             worker.number = -1
 
-    def _hear(self, worker: SimWorker, message: object) -> None:
+    def _deliver(self, worker: SimWorker, message: object) -> None:
         if not self.is_down:
-            self.hub.hear(worker, message)
+            self.hub.on_message(worker, message)
 
     # ---- environment of the workers ----------------------------------------------------------------------------------
 

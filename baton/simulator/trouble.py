@@ -1,4 +1,4 @@
-"""Faults of the network: what happens to messages and fetches while a `partition` or `storm` lasts."""
+"""Faults of the network: what happens to messages and fetches while a `partition` or `network_fault` lasts."""
 
 from __future__ import annotations
 

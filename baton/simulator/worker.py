@@ -100,7 +100,7 @@ class SimWorker:
         kept = sum(report.length - report.offset for reports in self._outbox.values() for report in reports)
         self._around.lost(self.engine.unreported() + kept)
         self.engine.abandon()
-        self._hang_up()
+        self._disconnect()
 
     def leave(self) -> None:
         """Report all tokens, send `Leaving`, and end."""
@@ -129,11 +129,11 @@ class SimWorker:
         """Cut the connection, and reconnect after a wait."""
         if not self.is_connected:
             return
-        self._hang_up()
+        self._disconnect()
         if self.is_up:
             self._clock.after(self._swarm.reconnect_s, self._connect)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self.is_connected = False
         self.up.cut()
         self.down.cut()
@@ -177,11 +177,11 @@ class SimWorker:
 
     # ---- messages from the hub ---------------------------------------------------------------------------------------
 
-    def hear(self, message: object) -> None:
+    def on_message(self, message: object) -> None:
         if not self.is_up:
             return
         if self.is_frozen:
-            self._clock.after(1.0, self.hear, message)  # the message waits in the socket's buffer
+            self._clock.after(1.0, self.on_message, message)  # the message waits in the socket's buffer
             return
         match message:
             case GenerationRequest():
@@ -218,7 +218,7 @@ class SimWorker:
 
     # ---- reports of the engine ---------------------------------------------------------------------------------------
 
-    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
+    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         for grown in reports:
             lease = grown.row.lease
             if lease not in self._said:

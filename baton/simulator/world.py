@@ -60,10 +60,10 @@ class NoProgress(Exception):
 class EventObserver(Protocol):
     """Observes every event and command, such as an invariant checker or a log."""
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Called before the scheduler handles an event."""
 
-    def said(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         """Called before a command is applied."""
 
     def settled(self) -> None:
@@ -125,7 +125,7 @@ class Simulation:
     def begin(self) -> None:
         """Load the first version and request the first batch."""
         self.port.begin()
-        self._publish()
+        self._announce_version()
 
     def fire(self) -> None:
         if not self.clock.fire():
@@ -155,14 +155,14 @@ class Simulation:
 
     # ---- the scheduler -----------------------------------------------------------------------------------------------
 
-    def tell(self, event: Event) -> None:
+    def dispatch(self, event: Event) -> None:
         """Send the scheduler an event and apply its commands."""
         if not self.watches:
             for command in self.scheduler.handle(event):
-                self._obey(command)
+                self._apply_command(command)
             return
         for watch in self.watches:
-            watch.heard(event)
+            watch.on_event(event)
         self._depth += 1
         self.do(self.scheduler.handle(event))
         self._depth -= 1
@@ -174,10 +174,10 @@ class Simulation:
         """Apply commands, and show each to the observers first."""
         for command in commands:
             for watch in self.watches:
-                watch.said(command)
-            self._obey(command)
+                watch.on_command(command)
+            self._apply_command(command)
 
-    def _obey(self, command: Command) -> None:
+    def _apply_command(self, command: Command) -> None:
         match command:
             case Assign():
                 self._assign(command)
@@ -216,31 +216,31 @@ class Simulation:
         made = self._made[key[0]]
         made[version] = made.get(version, 0) + num_tokens
         self._moved_s = self.clock.now_s
-        self.tell(TokensReceived(self.clock.now_s, *key, version, num_tokens))
+        self.dispatch(TokensReceived(self.clock.now_s, *key, version, num_tokens))
 
     def finished(self, lease: int) -> None:
-        key = self._end(lease)
+        key = self._release_lease(lease)
         self._tokens.pop(key, None)
-        self.tell(Finished(self.clock.now_s, *key))
+        self.dispatch(Finished(self.clock.now_s, *key))
         self._train_when_free()
         self._ask_judges(key)
 
     def put_down(self, lease: int) -> None:
-        self.tell(LeaseEnded(self.clock.now_s, *self._end(lease)))
+        self.dispatch(LeaseEnded(self.clock.now_s, *self._release_lease(lease)))
         self._train_when_free()
 
     def lost(self, cause: str, num_tokens: int) -> None:
-        self.tell(TokensLost(self.clock.now_s, cause, num_tokens))
+        self.dispatch(TokensLost(self.clock.now_s, cause, num_tokens))
 
     def capacity(self, slots: int) -> None:
-        self.tell(Capacity(self.clock.now_s, slots, queue=slots))
+        self.dispatch(Capacity(self.clock.now_s, slots, queue=slots))
 
     def serving(self, version: int) -> None:
         self._moved_s = self.clock.now_s
-        self.tell(VersionServed(self.clock.now_s, version))
+        self.dispatch(VersionServed(self.clock.now_s, version))
         self._want()
 
-    def _end(self, lease: int) -> Key:
+    def _release_lease(self, lease: int) -> Key:
         key = self._key_of.pop(lease)
         del self._lease_of[key]
         return key
@@ -255,7 +255,7 @@ class Simulation:
     def _judged(self, lineage: int, key: Key) -> None:
         if lineage == self.lineage:
             self._moved_s = self.clock.now_s
-            self.tell(Rewarded(self.clock.now_s, *key, self.script.reward(*key)))
+            self.dispatch(Rewarded(self.clock.now_s, *key, self.script.reward(*key)))
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Simulation:
         """Request a batch, which begins a train step as in the live loop."""
         if self.version < self.setting.num_steps:
             self._wanted_s = self.clock.now_s
-            self.tell(BatchRequested(self.clock.now_s))
+            self.dispatch(BatchRequested(self.clock.now_s))
 
     def _train_when_free(self) -> None:
         """Train the delivered batch. Without overlap this waits until nothing is leased, and the engines wait until
@@ -309,13 +309,13 @@ class Simulation:
         if self.is_over:
             return
         if self.version % self.setting.publish_every == 0:
-            self._publish()
+            self._announce_version()
         else:
-            self.tell(VersionTrained(now_s, self.version, is_published=False))
+            self.dispatch(VersionTrained(now_s, self.version, is_published=False))
             self._want()
 
-    def _publish(self) -> None:
-        self.tell(VersionTrained(self.clock.now_s, self.version))
+    def _announce_version(self) -> None:
+        self.dispatch(VersionTrained(self.clock.now_s, self.version))
 
     # ---- restarts of the controller ----------------------------------------------------------------------------------
 
@@ -372,4 +372,4 @@ class Simulation:
                 if member.state is TrajectoryState.JUDGING:
                     self._ask_judges((group.group_id, member.sample_index))
         self.port.begin()
-        self._publish()
+        self._announce_version()

@@ -174,7 +174,7 @@ class LeaseBroker:
         """Another plan expects something else of a worker."""
         return self._handle(ev.WorkerWeightChanged(self._clock(), worker, weight))
 
-    def hear(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
+    def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         """A worker has given a sign of life. version: the number it serves, None for none of this lineage."""
         return self._handle(ev.WorkerSeen(self._clock(), worker, version, decoded_tokens))
 

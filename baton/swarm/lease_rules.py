@@ -11,15 +11,15 @@ class LeaseRules:
 
     restarts: bool = False
     """Whether a lost lease's successor begins at the prompt (`sync`) instead of the last reported token."""
-    silence_s: float = 30.0
+    heartbeat_timeout_s: float = 30.0
     """A worker that is not heard of for so long is taken for dead."""
-    wedge_s: float = 60.0
+    progress_timeout_s: float = 60.0
     """… and one that holds leases while its engine's counter stands still for so long."""
     starve_s: float = 600.0
     """A lease that does not grow for so long goes to somebody else, though its worker is busy."""
-    relief: float = 2.0
+    backup_lease_factor: float = 2.0
     """A lease is relieved when it may take so many times as long as a free worker would; 0 is never."""
-    relief_after_s: float = 5.0
+    backup_lease_after_s: float = 5.0
     """No lease is relieved before it is so old."""
     prefetch: float = 0.25
     """Leases given beyond a worker's slots, by slot, when no slot is free anywhere: they wait there for the next."""

@@ -88,15 +88,15 @@ class LeaseTable:
             case TaskSubmitted():
                 self._wanted(event)
             case LeaseFinished():
-                yield from self._finished(event)
+                yield from self._on_lease_finished(event)
             case LeaseReturned():
-                yield from self._put_down(event)
+                yield from self._on_lease_returned(event)
             case TaskAborted():
                 yield from self._aborted(event)
             case TaskRevoked():
                 yield from self._revoked(event)
             case LeaseTick():
-                yield from self._tick(event)
+                yield from self._on_tick(event)
             case WorkerJoined():
                 self._joined(event)
             case WorkerWeightChanged(worker=number, weight=weight):
@@ -186,7 +186,7 @@ class LeaseTable:
             worker.owner.workers.discard(worker.number)
             worker.owner.credit.resize(-self._places.most(worker.slots))
         for number in sorted(worker.leases):
-            yield from self._end(self._leases[number])
+            yield from self._end_lease(self._leases[number])
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class LeaseTable:
         self.num_waiting -= task.is_waiting
         for lease in task.leases:
             yield DropLease(lease.worker, lease.number)
-            self._forget(lease)
+            self._forget_lease(lease)
         for lease in (*task.leases, *task.rested):
             yield from self._overtaken(task, lease, task.committed)
 
@@ -235,40 +235,40 @@ class LeaseTable:
         if self._commits(task, lease):
             yield from self._commit(task, lease)
 
-    def _finished(self, event: LeaseFinished) -> Iterator[Command]:
+    def _on_lease_finished(self, event: LeaseFinished) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
         task = self._tasks.pop(lease.task)
         prefix, is_faithful = task.committed, self._is_faithful(task, lease)
-        self._forget(lease)
+        self._forget_lease(lease)
         if is_faithful:
             yield from self._commit(task, lease)
             yield FinishTask(task.number, lease.number)
         else:
             yield ReplaceTokens(task.number, lease.number)
         for other in [one for one in task.leases if one is not lease]:
-            if event.at_s - other.granted_s >= self.rules.relief_after_s:
+            if event.at_s - other.granted_s >= self.rules.backup_lease_after_s:
                 self._charge(other)
             yield DropLease(other.worker, other.number)
-            self._forget(other)
+            self._forget_lease(other)
             task.rested.append(other)
         for other in task.rested:
             yield from self._overtaken(task, other, prefix)
 
-    def _put_down(self, event: LeaseReturned) -> Iterator[Command]:
+    def _on_lease_returned(self, event: LeaseReturned) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
         if not task.is_aborting and worker.serves(*task.ask):  # it refused: else it would be given the same at once
             worker.version = None
-        yield from self._end(lease)
+        yield from self._end_lease(lease)
 
-    def _end(self, lease: TrackedLease) -> Iterator[Command]:
+    def _end_lease(self, lease: TrackedLease) -> Iterator[Command]:
         """A lease is over, and its task is not finished."""
         task = self._tasks[lease.task]
-        self._forget(lease)
+        self._forget_lease(lease)
         task.leases.remove(lease)
         if task.leases and not task.is_aborting:  # it is relieved: the other goes on alone
             yield from self._overtaken(task, lease, task.committed)
@@ -324,7 +324,7 @@ class LeaseTable:
             self.wasted[cause] += num_tokens
             yield DiscardTokens(cause, num_tokens)
 
-    def _forget(self, lease: TrackedLease) -> None:
+    def _forget_lease(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
         owner = lease.owner
         if owner is not None:
@@ -414,29 +414,29 @@ class LeaseTable:
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _tick(self, event: LeaseTick) -> Iterator[Command]:
+    def _on_tick(self, event: LeaseTick) -> Iterator[Command]:
         now_s, rules = event.at_s, self.rules
         for worker in list(self.workers.values()):
             worker.heard_s = min(now_s, worker.heard_s + event.delay_s)
             worker.moved_s = min(now_s, worker.moved_s + event.delay_s)
             self._credit(worker, lambda credit: credit.recover(now_s))
-            if now_s - worker.heard_s > rules.silence_s:
-                yield from self._expel(worker, f"was not heard of for {rules.silence_s:.0f} s")
-            elif worker.leases and now_s - worker.moved_s > rules.wedge_s:
+            if now_s - worker.heard_s > rules.heartbeat_timeout_s:
+                yield from self._expel(worker, f"was not heard of for {rules.heartbeat_timeout_s:.0f} s")
+            elif worker.leases and now_s - worker.moved_s > rules.progress_timeout_s:
                 held = f"held {len(worker.leases)} leases"
                 for _ in worker.leases:
                     self._credit(worker, Credit.lose)
-                yield from self._expel(worker, f"{held} and made no token for {rules.wedge_s:.0f} s")
+                yield from self._expel(worker, f"{held} and made no token for {rules.progress_timeout_s:.0f} s")
         for lease in list(self._leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
-            is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.silence_s
+            is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.heartbeat_timeout_s
             if is_unanswered or now_s - lease.grew_s > rules.starve_s:
                 self._charge(lease)
                 yield DropLease(lease.worker, lease.number)
-                yield from self._end(lease)
+                yield from self._end_lease(lease)
         yield from self._grant_all(now_s)
-        if rules.relief:
+        if rules.backup_lease_factor:
             yield from self._relieve(now_s)
 
     def _expel(self, worker: Worker, cause: str) -> Iterator[Command]:
@@ -468,7 +468,7 @@ class LeaseTable:
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s
-            if len(task.leases) == 1 and not task.is_aborting and age_s >= self.rules.relief_after_s:
+            if len(task.leases) == 1 and not task.is_aborting and age_s >= self.rules.backup_lease_after_s:
                 here_s = (task.max_tokens - lease.length) * age_s / max(lease.length - lease.base, 1)
                 if self._is_worth(task, here_s, fastest):
                     found.append((here_s, task))
@@ -476,4 +476,4 @@ class LeaseTable:
 
     def _is_worth(self, task: TrackedTask, here_s: float, worker: Worker) -> bool:
         left = task.max_tokens - (0 if self.rules.restarts else task.committed)
-        return here_s * self._places.speed(worker) > self.rules.relief * left
+        return here_s * self._places.speed(worker) > self.rules.backup_lease_factor * left

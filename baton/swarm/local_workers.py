@@ -64,13 +64,13 @@ class LocalWorkers:
         ]
         self._directory, self._say = directory, say
         directory.mkdir(parents=True, exist_ok=True)
-        self._children = [_Child(self._start(index), time.monotonic()) for index in range(count)]
+        self._children = [_Child(self._start_worker(index), time.monotonic()) for index in range(count)]
 
     def pids(self) -> list[int]:
         """Of the processes that run."""
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         """Start again what has ended. Raises EngineFault naming the log when a worker cannot be kept alive."""
         now_s = time.monotonic()
         for index, child in enumerate(self._children):
@@ -86,7 +86,7 @@ class LocalWorkers:
                 self._say(f"local worker {index} ended with exit code {code} ({log}); starting it again")
                 child.restart_s = now_s + retry_wait_s(child.failures, first_s=0.4, longest_s=10.0)
             elif now_s >= child.restart_s:
-                child.process, child.since_s, child.restart_s = self._start(index), now_s, None
+                child.process, child.since_s, child.restart_s = self._start_worker(index), now_s, None
 
     def close(self) -> None:
         """End them all. May be called twice."""
@@ -103,7 +103,7 @@ class LocalWorkers:
     def _log(self, index: int) -> Path:
         return self._directory / f"worker-{index}.log"
 
-    def _start(self, index: int) -> subprocess.Popen[bytes]:
+    def _start_worker(self, index: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self._log(index).open("ab") as log:
             return subprocess.Popen(

@@ -28,14 +28,14 @@ class SwarmSettings(Settings):
     max_lag: int | None = Field(default=None, ge=0)
     """`async`: versions that a worker may be behind the latest published one and still be given leases. The default is
     one publish period where max_staleness leaves room for it, else 0."""
-    silence_s: float = Field(default=30.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds without a sign of life after which a worker is taken for dead, and others go on with its leases."""
-    wedge_s: float = Field(default=60.0, gt=0)
+    progress_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a token after which a worker that holds leases is taken for wedged."""
-    absence_s: float = Field(default=3600.0, ge=0)
+    no_worker_timeout_s: float = Field(default=3600.0, ge=0)
     """Seconds that a run waits while no worker is there at all, saying so, before it ends; at least
     rollout.stall_timeout_s."""
-    relief: float = Field(default=2.0, ge=0)
+    backup_lease_factor: float = Field(default=2.0, ge=0)
     """A straggler is given to a second worker when it may take so many times as long as there; 0 is never."""
     report_every_s: float = Field(default=2.0, gt=0)
     """Seconds after which a worker reports what its trajectories have grown by, beside engine.report_every_tokens."""
@@ -47,4 +47,9 @@ class SwarmSettings(Settings):
 
     def lease_rules(self, *, restarts: bool) -> LeaseRules:
         """The rules of the lease table. restarts: see `LeaseRules`."""
-        return LeaseRules(restarts=restarts, silence_s=self.silence_s, wedge_s=self.wedge_s, relief=self.relief)
+        return LeaseRules(
+            restarts=restarts,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            progress_timeout_s=self.progress_timeout_s,
+            backup_lease_factor=self.backup_lease_factor,
+        )

@@ -45,7 +45,7 @@ class WorkerSupervisor(Protocol):
         """Return what is expected of one slot of the workers of a token: see `WorkerJoined`."""
         ...
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         """Raise what has gone wrong for good, if anything has. Called often; returns at once."""
         ...
 
@@ -61,12 +61,12 @@ class LocalWorkerSupervisor:
     local: LocalWorkers | None = None
     worker_supervisor: WorkerSupervisor | None = None
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         """Start again what has ended. Raises what has gone wrong for good."""
         if self.local is not None:
-            self.local.look_after()
+            self.local.check_health()
         if self.worker_supervisor is not None:
-            self.worker_supervisor.look_after()
+            self.worker_supervisor.check_health()
 
     def close(self) -> None:
         """End them all. May be called twice."""

@@ -42,10 +42,10 @@ class SwarmTransport:
         progress: TrainingProgress,
         workers: LocalWorkerSupervisor,
         scratch: Scratch,
-        absence_s: float = 0.0,
+        no_worker_timeout_s: float = 0.0,
     ) -> None:
-        """scratch: what is only for this process. absence_s: seconds that there may be no worker at all."""
-        self.hub, self.absence_s = hub, absence_s
+        """scratch: what is only for this process. no_worker_timeout_s: seconds that there may be no worker at all."""
+        self.hub, self.no_worker_timeout_s = hub, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch
         self._empty_since_s: float | None = None
@@ -133,7 +133,7 @@ class SwarmTransport:
         """Raise what has failed elsewhere, and start again this machine's workers that have ended."""
         self.hub.check()
         self._publication.check()
-        self._workers.look_after()
+        self._workers.check_health()
         self._say_whether_empty()
 
     def _say_whether_empty(self) -> None:
@@ -148,7 +148,9 @@ class SwarmTransport:
             self._empty_since_s = now_s
         if (empty_s := now_s - self._empty_since_s) >= self._next_word_s:
             self._next_word_s *= 2
-            self.hub.say(f"no worker for {empty_s:.0f} s: {self.name.rstrip(',')}; the run waits (swarm.absence_s)")
+            self.hub.say(
+                f"no worker for {empty_s:.0f} s: {self.name.rstrip(',')}; the run waits (swarm.no_worker_timeout_s)"
+            )
 
 
 def _doing(peer: Peer) -> str:

@@ -135,13 +135,13 @@ class LocalTrainer:
         device = self._offload.device
         return peak_bytes(device) if device.type == "cuda" else None
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Move all tensors off the device (`offload.py`). `publish`, `save` and `restore` still work, from the host."""
-        self._offload.rest()
+        self._offload.sleep()
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Move all tensors back to the device, as `step` requires."""
-        self._offload.wake()
+        self._offload.wake_up()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name.

@@ -40,7 +40,7 @@ class Offload:
         *,
         moves: bool | None = None,
     ) -> None:
-        """Start active. `moves`: whether `rest` moves memory; None: on any device but a CPU."""
+        """Start active. `moves`: whether `sleep` moves memory; None: on any device but a CPU."""
         self.device = device
         self._models = [model for model in dict.fromkeys(models) if model is not None]
         self._optimizers = optimizers
@@ -58,7 +58,7 @@ class Offload:
         return held_bytes((*self._tensors(), *gradients), self.device)
 
     @torch.no_grad()
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Free the gradients and move the tensors to the host. Idempotent."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -76,7 +76,7 @@ class Offload:
         self._empty_cache()
 
     @torch.no_grad()
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Move the tensors back to the device, including changes made on the host meanwhile. Idempotent."""
         if self.is_resting and self._moves:
             for tensor in self._tensors():

@@ -75,7 +75,7 @@ class BitReader:
         """Read a number of at most `limit`."""
         value = 0
         for shift in range(0, 63, 7):
-            byte = self._take(1)[0]
+            byte = self._take_bytes(1)[0]
             value |= (byte & 127) << shift
             if byte < 128:
                 break
@@ -87,9 +87,9 @@ class BitReader:
         """Read a stream of `size` bytes."""
         squeezed = 0 if size < _SMALLEST else self.number(size)
         if not squeezed:
-            return np.frombuffer(self._take(size), np.uint8)
+            return np.frombuffer(self._take_bytes(size), np.uint8)
         try:
-            with self._zstd.stream_reader(self._take(squeezed)) as reader:
+            with self._zstd.stream_reader(self._take_bytes(squeezed)) as reader:
                 data = reader.read(size + 1)
         except zstandard.ZstdError as error:
             raise WeightsFault(f"a coded part is damaged: {error}") from error
@@ -106,7 +106,7 @@ class BitReader:
         if self._at != len(self._block):
             raise WeightsFault(f"a coded part is damaged: {len(self._block) - self._at} bytes are left over")
 
-    def _take(self, size: int) -> memoryview:
+    def _take_bytes(self, size: int) -> memoryview:
         found = self._block[self._at : self._at + size]
         if len(found) != size:
             raise WeightsFault("a coded part is damaged: it ends too early")

@@ -4,7 +4,7 @@
                                                                                 │
                           the new base, once the manifest is there ◀────────────┘
 
-Every version can be had from the one before it; one in `anchor_every` also whole, so that whoever holds the version
+Every version can be had from the one before it; one in `keyframe_every` also whole, so that whoever holds the version
 before never fetches a whole one. An adapter is small and always whole.
 """
 
@@ -132,7 +132,7 @@ class Publisher:
         ):
             way, density = self._way(base, entries, flat_buffer)
             ways.append(way)
-        is_due = base is None or base.since_whole + 1 >= self._settings.anchor_every
+        is_due = base is None or base.since_whole + 1 >= self._settings.keyframe_every
         if all(way.base is not None for way in ways) and (is_due or not ways or ways[0].size > flat_buffer.size // 2):
             whole, _ = self._way(None, entries, flat_buffer)
             ways = [way for way in ways if way.size < whole.size] + [whole]

@@ -18,7 +18,7 @@ class WeightsSettings(Settings):
     dtype: PublishDtype = "auto"
     """Dtype in which weights are published and which every engine loads, in the trainer's process or elsewhere: "auto"
     is that of the engine, "float32" or "bfloat16". Rounding happens once, before the version gets its digest."""
-    anchor_every: int = Field(default=10, ge=1)
+    keyframe_every: int = Field(default=10, ge=1)
     """A version in so many can also be had whole, without the one before it; the others as a difference alone."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
     """Largest chunk, in MiB: what is verified and fetched again as one piece."""

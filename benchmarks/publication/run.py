@@ -141,7 +141,7 @@ def measure(versions: list[dict[str, torch.Tensor]], *, with_others: bool = True
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         store = Store(scratch)
-        publisher = Publisher(store, WeightsSettings(anchor_every=10))
+        publisher = Publisher(store, WeightsSettings(keyframe_every=10))
         follower = Fetcher([StoreSource(store)])
         before: np.ndarray | None = None
         for number, tensors in enumerate(versions):

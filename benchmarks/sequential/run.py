@@ -69,7 +69,7 @@ def run(name: str, directory: Path, steps: int, workers: int, at: Events) -> dic
     ]  # fmt: skip
     swarm = Swarm(directory) if workers else None
     if swarm is not None:
-        overrides += [f"swarm.token_file={directory / 'tokens.json'}", "swarm.silence_s=10"]
+        overrides += [f"swarm.token_file={directory / 'tokens.json'}", "swarm.heartbeat_timeout_s=10"]
     command = [*BATON, "train", str(ROOT / "recipes" / "quickstart.toml"), "--overwrite", *overrides]
     command += ["--serve", "127.0.0.1:0"] if workers else []
     begin = time.monotonic()

@@ -125,7 +125,7 @@ def echo() -> list[dict[str, Any]]:
                 TrainSpeed(12.0, 0.0, 0.0),
                 num_steps=60,
                 publish_every=every,
-                swarm=SwarmSpec(LeaseRules(relief=0.0), fetch_s=4.0, report_every_s=5.0),
+                swarm=SwarmSpec(LeaseRules(backup_lease_factor=0.0), fetch_s=4.0, report_every_s=5.0),
             )
             result = run(setting)
             per_s = workers * 16 / (300 * speed.step_s(16, 0.0))

@@ -89,7 +89,7 @@ def large() -> dict[str, Any]:
     speed = CostSpeed(model, work, place, 8, layers)
     room = kv_tokens(model, work, place, 8, layers)
     rules = RolloutSettings(mode="async", batch_groups=2048, group_size=16, max_staleness=4).rules()
-    patient = LeaseRules(silence_s=1e9, wedge_s=1e9, starve_s=1e9)
+    patient = LeaseRules(heartbeat_timeout_s=1e9, progress_timeout_s=1e9, starve_s=1e9)
     setting = Setting(
         replace(rules, is_swarm=True, max_lag=1),
         tuple(EngineSpec(f"replica {i}", 64, speed, room, num_gpus=8) for i in range(1000)),
@@ -127,7 +127,9 @@ def laws(days: int = 300) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in ("sync", "partial", "async"):
         rules = RolloutSettings(mode=mode, batch_groups=4, group_size=2).rules()  # type: ignore[arg-type]
-        leases = LeaseRules(restarts=mode == "sync", silence_s=6, wedge_s=10, starve_s=30, relief_after_s=2)
+        leases = LeaseRules(
+            restarts=mode == "sync", heartbeat_timeout_s=6, progress_timeout_s=10, starve_s=30, backup_lease_after_s=2
+        )
         setting = Setting(
             replace(rules, is_swarm=mode == "async"),
             tuple(EngineSpec(f"w{i}", 4, FlatSpeed(0.02, 1e-4, 1e-8, 1e-5)) for i in range(3)),

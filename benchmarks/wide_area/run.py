@@ -45,7 +45,7 @@ def prepared(run: Swarm, directory: Path, **changes: Any) -> None:
     tree["model"] |= {"path": str(ROOT / "models" / "quickstart"), "device": "cpu"}
     tree["engine"] |= {"processes": 0}
     tree["eval"] |= {"every": 1000, "num_prompts": 8, "greedy": False}
-    tree["swarm"] = {"token_file": str(directory / "tokens.json"), "silence_s": 10.0}
+    tree["swarm"] = {"token_file": str(directory / "tokens.json"), "heartbeat_timeout_s": 10.0}
     for key, value in changes.items():
         section, _, name = key.partition("__")
         tree[section] = {**tree.get(section, {}), name: value}

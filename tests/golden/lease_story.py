@@ -48,11 +48,11 @@ class Story:
         self.draw, self.mode, self.seed = Draw(f"leases/{mode}/{seed}"), mode, seed
         rules = LeaseRules(
             restarts=mode == "sync",
-            silence_s=self.draw.pick([3.0, 6.0]),
-            wedge_s=self.draw.pick([3.0, 8.0]),
+            heartbeat_timeout_s=self.draw.pick([3.0, 6.0]),
+            progress_timeout_s=self.draw.pick([3.0, 8.0]),
             starve_s=self.draw.pick([6.0, 20.0]),
-            relief=self.draw.pick([0.0, 1.0, 2.0]),
-            relief_after_s=self.draw.pick([0.0, 1.0, 4.0]),
+            backup_lease_factor=self.draw.pick([0.0, 1.0, 2.0]),
+            backup_lease_after_s=self.draw.pick([0.0, 1.0, 4.0]),
             prefetch=self.draw.pick([0.0, 0.25, 0.5, 1.0]),
         )
         self.is_mixed, self.is_owned = self.draw.chance(0.4), self.draw.chance(0.4)

@@ -97,7 +97,7 @@ async def _conversation(bench: SwarmBench) -> list[dict[str, Any]]:
 def transcript(directory: Path) -> list[dict[str, Any]]:
     """Hold the session; return its phases."""
     with quick():
-        rules = {"silence_s": PATIENCE_S, "wedge_s": PATIENCE_S}
+        rules = {"heartbeat_timeout_s": PATIENCE_S, "progress_timeout_s": PATIENCE_S}
         bench = SwarmBench(directory, "sync", batch_groups=1, group_size=2, lease_rules=rules)
         bench.hub.welcome = msgspec.structs.replace(bench.hub.welcome, heartbeat_s=PATIENCE_S)
         try:

@@ -44,19 +44,19 @@ class Watch:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def heard(self, event: msgspec.Struct) -> None:
+    def on_event(self, event: msgspec.Struct) -> None:
         self._add(SCHEDULER, ">", event)
 
-    def said(self, command: msgspec.Struct) -> None:
+    def on_command(self, command: msgspec.Struct) -> None:
         self._add(SCHEDULER, "<", command)
 
     def settled(self) -> None:
         pass
 
-    def heard_lease(self, event: msgspec.Struct) -> None:
+    def on_lease_event(self, event: msgspec.Struct) -> None:
         self._add(LEASES, "hub >", event)
 
-    def said_lease(self, command: msgspec.Struct) -> None:
+    def on_lease_command(self, command: msgspec.Struct) -> None:
         self._add(LEASES, "hub <", command)
 
     def settled_lease(self, event: msgspec.Struct) -> None:
@@ -86,7 +86,9 @@ def setting(mode: str, seed: int) -> Setting:
     if mode == "async":
         every = min(every, rules.max_staleness + 1)
         rules = replace(rules, is_swarm=True, max_lag=every if rules.max_staleness >= 2 * every - 1 else 0)
-    leases = LeaseRules(restarts=mode == "sync", silence_s=6, wedge_s=10, starve_s=30, relief_after_s=2)
+    leases = LeaseRules(
+        restarts=mode == "sync", heartbeat_timeout_s=6, progress_timeout_s=10, starve_s=30, backup_lease_after_s=2
+    )
     spec = SwarmSpec(leases, report_every_s=1.0, heartbeat_s=1.0, fetch_s=0.3)
     return replace(queue, rules=rules, swarm=spec, publish_every=every if mode == "async" else 1)
 

@@ -57,7 +57,7 @@ def versions() -> dict[PolicyVersion, dict[str, torch.Tensor]]:
 
 def published(directory: Path) -> dict[str, str]:
     """Publish all versions into a directory; return its files by name, in base64."""
-    publisher = Publisher(Store(directory), WeightsSettings(anchor_every=4, chunk_mb=2**-10))
+    publisher = Publisher(Store(directory), WeightsSettings(keyframe_every=4, chunk_mb=2**-10))
     for version, tensors in versions().items():
         publisher.publish(tensors, version)
     files = sorted(file for file in directory.rglob("*") if file.is_file())

@@ -33,7 +33,7 @@ from baton.swarm.audit import AuditLine
 from baton.swarm.hub.relay import RelayTicket
 from baton.swarm.hub.status import HubStatus
 from baton.swarm.verification.policy import QuarantineRecord
-from baton.swarm.verification.quarantine import QuarantineLifted
+from baton.swarm.verification.quarantine import LiftRecord
 from baton.trainer.checkpoint import CheckpointState
 from baton.trainer.parallel import messages as ranks
 from baton.types import Batch, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
@@ -146,7 +146,7 @@ CASES = {
         checkpoint_loop=LoopState,
         audit=AuditLine,
         quarantine=QuarantineRecord,
-        quarantine_lifted=QuarantineLifted,
+        quarantine_lifted=LiftRecord,
     ),
     "json output": _records(
         "json", status=HubStatus, plan=Plan, relay=RelayTicket, show=ShownTrajectory, keys=RecipeKey, eval=Evaluation

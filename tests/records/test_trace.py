@@ -79,13 +79,13 @@ def test_an_engine_takes_what_waits_in_order_and_what_never_had_a_slot_has_no_sp
     for number in range(4):
         trace.given(lease(number), "engine", 2)
     clock.now_s = 3.0
-    trace.heard(report(1, 3, finish_reason=FinishReason.STOP))
+    trace.on_report(report(1, 3, finish_reason=FinishReason.STOP))
     clock.now_s = 4.0
-    trace.heard(report(3, 0, is_aborted=True))
-    trace.heard(Retry(0, 9))
+    trace.on_report(report(3, 0, is_aborted=True))
+    trace.on_report(Retry(0, 9))
     clock.now_s = 6.0
-    trace.heard(report(2, 2, version=5, is_aborted=True))
-    trace.heard(report(2, 2, at=2))  # late: the lease has ended
+    trace.on_report(report(2, 2, version=5, is_aborted=True))
+    trace.on_report(report(2, 2, at=2))  # late: the lease has ended
     assert [(s.facts["group"], s.lane, s.begin_s, s.end_s) for s in tracer.spans] == [
         (1, 1, 0.0, 3.0),
         (2, 1, 3.0, 6.0),
@@ -108,7 +108,7 @@ def test_lanes_never_overlap_whatever_comes(events):
         elif number in grown and what != "give":
             tokens = 3 if what in ("grow", "finish") else 0
             how = {"finish": {"finish_reason": FinishReason.STOP}, "abort": {"is_aborted": True}}.get(what, {})
-            trace.heard(Retry(number, 1) if what == "refuse" else report(number, tokens, **how))
+            trace.on_report(Retry(number, 1) if what == "refuse" else report(number, tokens, **how))
             said += tokens
             if what != "grow":
                 del grown[number]
@@ -136,7 +136,7 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
         execute(broker.join(worker, slots=2, name=f"node#{worker}"))
     clock.now_s = 2.0
     for worker in (0, 1):
-        execute(broker.hear(worker, 3, 0))
+        execute(broker.heartbeat(worker, 3, 0))
     for task in range(4):
         execute(broker.want(lease(100 + task, version=3)))
     assert [len(mine) for mine in given.values()] == [2, 2]

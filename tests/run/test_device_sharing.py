@@ -235,14 +235,14 @@ def test_what_leaves_the_device_comes_back_with_the_same_bits_in_the_same_tensor
             optimizer.step()
             assert offload.held_bytes > 0
             old = [weakref.ref(t.untyped_storage()) for t in model.parameters()]
-            offload.rest()
-            offload.rest()
+            offload.sleep()
+            offload.sleep()
             gc.collect()
             assert all((ref() is None) == moves for ref in old)
             assert all(p.grad is None for p in model.parameters())
             assert (offload.held_bytes == 0) == moves
-            offload.wake()
-            offload.wake()
+            offload.wake_up()
+            offload.wake_up()
             assert tied.weight is body[0].weight
         return [*model.parameters(), *model.buffers()]
 

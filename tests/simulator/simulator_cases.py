@@ -39,7 +39,9 @@ def setting(mode: str = "sync", *, engines: int = 2, slots: int = 8, steps: int 
 def swarm(mode: str = "async", *, engines: int = 3, slots: int = 4, steps: int = 8, **changes: object) -> Setting:
     """The same as a swarm of impatient people: everything that takes minutes takes seconds."""
     restarts = mode == "sync"
-    leases = LeaseRules(restarts=restarts, silence_s=6, wedge_s=10, starve_s=30, relief_after_s=2)
+    leases = LeaseRules(
+        restarts=restarts, heartbeat_timeout_s=6, progress_timeout_s=10, starve_s=30, backup_lease_after_s=2
+    )
     base = setting(mode, engines=engines, slots=slots, steps=steps)
     own = replace(base.rules, is_swarm=True) if mode == "async" else base.rules
     spec = SwarmSpec(leases, report_every_s=1.0, heartbeat_s=1.0, fetch_s=0.3)

@@ -22,7 +22,7 @@ class Heard:
     clock: VirtualClock
     said: list[tuple[float, int, str, list[tuple[int, int]]]] = field(default_factory=list)
 
-    def heard(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
+    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
         self.said += [(self.clock.now_s, r.row.lease, r.end, list(r.segments)) for r in reports]
 
 

@@ -218,8 +218,8 @@ class World:
                 self.wasted[cause] += num
             case DisconnectWorker(worker=w):
                 worker = self.workers[w]
-                silent = self.now_s - worker.heard_s > self.rules.silence_s
-                wedged = worker.held and self.now_s - worker.moved_s > self.rules.wedge_s
+                silent = self.now_s - worker.heard_s > self.rules.heartbeat_timeout_s
+                wedged = worker.held and self.now_s - worker.moved_s > self.rules.progress_timeout_s
                 assert silent or wedged, "nobody is expelled for nothing"
                 self.expelled.append(command)
                 self._gone(worker)
@@ -329,9 +329,9 @@ class World:
         if isinstance(event, LeaseTick):
             for task in self.tasks.values():
                 if task.aborted_s is not None:
-                    assert self.now_s - task.aborted_s <= self.rules.silence_s, "put down, whoever answers"
+                    assert self.now_s - task.aborted_s <= self.rules.heartbeat_timeout_s, "put down, whoever answers"
             for worker in self.workers.values():
-                assert self.now_s - worker.heard_s <= self.rules.silence_s
+                assert self.now_s - worker.heard_s <= self.rules.heartbeat_timeout_s
 
     # ---- the wire ----------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ from baton.swarm.supervisor import LocalWorkerSupervisor, WorkerSupervisor
 from baton.swarm.transfer import model_digest
 from baton.swarm.transport import SwarmTransport
 from baton.swarm.verification.checks import ReportLimits, check_report
-from baton.swarm.verification.policy import Author, InspectionSettings, QuarantineRecord, VerificationPolicy
+from baton.swarm.verification.policy import InspectionSettings, QuarantineRecord, SegmentAuthor, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import VerificationService
 from baton.swarm.verification.verify import Calibration
@@ -286,15 +286,15 @@ class TolerantExaminer(VerificationService):
         super().__init__(
             self.make_scorer, verification_policy, Calibration(), Quarantine(quarantine), keep_versions=0, noise_seed=1
         )
-        self.accused: list[tuple[Author, str]] = []
+        self.accused: list[tuple[SegmentAuthor, str]] = []
         """(worker, sentence) of reports that could not come from a correct worker."""
-        self.malformed: list[tuple[Author, str]] = []
+        self.malformed: list[tuple[SegmentAuthor, str]] = []
         """… and of what was no message."""
 
     def make_scorer(self) -> Any:
         raise AssertionError("nothing is scored here")
 
-    def violated(self, author: Author, sentence: str, name: str) -> QuarantineRecord | None:
+    def violated(self, author: SegmentAuthor, sentence: str, name: str) -> QuarantineRecord | None:
         kept = self.malformed if sentence.startswith("malformed: ") else self.accused
         kept.append((author, sentence))
         return None
@@ -322,7 +322,7 @@ class SwarmBench:
         publish_every: int = 1,
         max_lag: int | None = None,
         stall_timeout_s: float = PATIENCE_S,
-        absence_s: float = 0.0,
+        no_worker_timeout_s: float = 0.0,
         lease_rules: Mapping[str, Any] | None = None,
         worker_supervisor: WorkerSupervisor | None = None,
         listen: ListenAddress | None = None,
@@ -333,7 +333,12 @@ class SwarmBench:
         if mode == "async":
             self.rules = replace(self.rules, is_swarm=True, max_lag=publish_every if max_lag is None else max_lag)
         self.directory, self.publish_every = directory, publish_every
-        table = {"silence_s": 1.0, "wedge_s": 10.0, "relief": 0.0, **(lease_rules or {})}
+        table = {
+            "heartbeat_timeout_s": 1.0,
+            "progress_timeout_s": 10.0,
+            "backup_lease_factor": 0.0,
+            **(lease_rules or {}),
+        }
         check = partial(check_report, limits=LIMITS, text=str)
         self.broker = LeaseBroker(LeaseTable(LeaseRules(restarts=mode == "sync", **table)), check, time.monotonic)
         self.verifier = TolerantExaminer(directory / "quarantine.jsonl")
@@ -369,7 +374,7 @@ class SwarmBench:
             progress,
             LocalWorkerSupervisor(worker_supervisor=worker_supervisor),
             scratch,
-            absence_s,
+            no_worker_timeout_s,
         )
         self.judges, self.source = Judges(), Prompts()
         self.parts = RolloutParts(
@@ -392,7 +397,7 @@ class SwarmBench:
         self._thread.start()
 
     @property
-    def convicted(self) -> list[tuple[Author, str]]:
+    def convicted(self) -> list[tuple[SegmentAuthor, str]]:
         """Workers with a report that could not come from a correct one."""
         return self.verifier.accused
 

@@ -85,7 +85,7 @@ def recipe_tree(model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
         "trainer": {"lr": 1e-3},
         "eval": {"every": 100, "num_prompts": 2, "greedy": False},
         "checkpoint": {"every": 2},
-        "swarm": {"silence_s": 5.0, "report_every_s": 0.1, "token_file": str(directory / "tokens.json")},
+        "swarm": {"heartbeat_timeout_s": 5.0, "report_every_s": 0.1, "token_file": str(directory / "tokens.json")},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")

@@ -32,7 +32,12 @@ def with_noise_of_its_own(engine: Any, salt: int) -> Callable[[], list[Any]]:
 
 def test_a_straggler_with_noise_of_its_own_is_relieved_and_the_first_to_finish_is_kept(tmp_path: Path) -> None:
     """Before, both branches were called contradicted, and the trajectory was made anew: with a new straggler."""
-    rules = {"relief": 1.0, "relief_after_s": 1.0, "silence_s": 60.0, "wedge_s": 600.0}
+    rules = {
+        "backup_lease_factor": 1.0,
+        "backup_lease_after_s": 1.0,
+        "heartbeat_timeout_s": 60.0,
+        "progress_timeout_s": 600.0,
+    }
     with quick():
         bench = SwarmBench(tmp_path, "sync", lease_rules=rules)
         try:

@@ -111,7 +111,9 @@ def test_workers_that_come_earn_nothing_and_that_go_take_along_what_is_beyond_th
     assert (credit.slots, credit.num_leases, credit.tokens) == (4, 4, 0)
 
 
-RULES = LeaseRules(relief=2.0, relief_after_s=5.0, silence_s=30.0, wedge_s=60.0, starve_s=600.0)
+RULES = LeaseRules(
+    backup_lease_factor=2.0, backup_lease_after_s=5.0, heartbeat_timeout_s=30.0, progress_timeout_s=60.0, starve_s=600.0
+)
 
 
 def seconds_of_steps(
@@ -171,7 +173,11 @@ def test_who_claims_4096_slots_and_delivers_nothing_slows_the_run_little(num_lia
 def test_at_a_real_hub_a_worker_that_claims_4096_slots_is_given_few(tmp_path: Path) -> None:
     with quick():
         bench = SwarmBench(
-            tmp_path, "sync", batch_groups=8, group_size=4, lease_rules={"relief": 2.0, "wedge_s": 600.0}
+            tmp_path,
+            "sync",
+            batch_groups=8,
+            group_size=4,
+            lease_rules={"backup_lease_factor": 2.0, "progress_timeout_s": 600.0},
         )
         try:
             (honest,) = bench.join(1, token_s=0.002)

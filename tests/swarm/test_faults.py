@@ -203,7 +203,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_a_hub_that_stands_still_accuses_nobody(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
     """For longer than it waits for a silent connection: 12 heartbeats, here 3 s. One worker is its own, one is not."""
-    with swarm(tmp_path, model, swarm__silence_s=1.5) as run:
+    with swarm(tmp_path, model, swarm__heartbeat_timeout_s=1.5) as run:
         run.train(local_workers=1)
         run.joined(faults=SLOW)
         run.await_step(1)
@@ -221,7 +221,7 @@ def test_a_hub_that_stands_still_accuses_nobody(model: Path, tmp_path: Path, unb
 
 
 def test_cuts_delay_and_jitter_leave_the_run_as_it_was(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
-    with swarm(tmp_path, model, swarm__silence_s=20.0) as run:
+    with swarm(tmp_path, model, swarm__heartbeat_timeout_s=20.0) as run:
         run.train()
         line = ShapingProxy(run.port, up=Shape(0.02, 0.02), down=Shape(0.02, 0.02))
         try:

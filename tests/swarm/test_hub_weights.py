@@ -26,7 +26,7 @@ class PlannedCrew:
     def weight(self, name: str) -> float:
         return PLANNED[name]
 
-    def look_after(self) -> None: ...
+    def check_health(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -39,7 +39,7 @@ def planned(directory: Path, token_s: dict[str, float]) -> SwarmBench:
         batch_groups=4,
         group_size=4,
         worker_supervisor=PlannedCrew(),
-        lease_rules={"silence_s": 600.0, "wedge_s": 600.0},
+        lease_rules={"heartbeat_timeout_s": 600.0, "progress_timeout_s": 600.0},
     )
     for name in PLANNED:
         token = bench.tokens.create(Role.WORKER, 3600, name=name, trusted=True)

@@ -81,16 +81,21 @@ class Counter:
     """A desk with everything it says."""
 
     def __init__(
-        self, *, restarts: bool = False, holds: bool = False, relief: float = 0.0, is_traced: bool = False
+        self, *, restarts: bool = False, holds: bool = False, backup_lease_factor: float = 0.0, is_traced: bool = False
     ) -> None:
         self.now_s = 0.0
         self.sent: list[tuple[int, object]] = []
-        self.heard: list[object] = []
+        self.on_reports: list[object] = []
         self.hung_up: list[tuple[int, str]] = []
         self.convicted: list[tuple[int, str]] = []
         self.finished: list[tuple[Trajectory, tuple]] = []
         self.complaint: str | None = None
-        rules = LeaseRules(restarts=restarts, silence_s=5.0, relief=relief, relief_after_s=1.0)
+        rules = LeaseRules(
+            restarts=restarts,
+            heartbeat_timeout_s=5.0,
+            backup_lease_factor=backup_lease_factor,
+            backup_lease_after_s=1.0,
+        )
 
         self.holds = holds
         if is_traced:
@@ -107,7 +112,7 @@ class Counter:
             case SendToWorker(worker=worker, message=message):
                 self.send(worker, message)
             case SendToController(message=told):
-                self.heard.append(told)
+                self.on_reports.append(told)
             case Disconnect(worker=worker, cause=cause):
                 self.hung_up.append((worker, cause))
             case ReportViolation(worker=worker, sentence=sentence):
@@ -125,7 +130,7 @@ class Counter:
 
     def worker(self, number: int, *, slots: int = 4, version: int = 0, kind: str | None = "") -> None:
         self.broker.join(number, slots, kind=kind)
-        self.broker.hear(number, version, 0)
+        self.broker.heartbeat(number, version, 0)
 
     def want(
         self,
@@ -149,7 +154,7 @@ class Counter:
     def grown(self, task: int) -> Trajectory:
         """As the runner has it; it takes a report only where the last one ended."""
         trajectory = Trajectory(task, 0, (5, 6))
-        for message in self.heard:
+        for message in self.on_reports:
             if isinstance(message, Report) and message.lease_id == task:
                 assert message.token_offset == trajectory.num_tokens
                 trajectory = trajectory.extended(message.segments, message.finish_reason)
@@ -181,7 +186,7 @@ def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answ
     (lease,) = counter.leases(worker)
     number, other = lease.lease_id, 1 - worker
     counter.broker.report(worker, said(number, 0, 5))
-    heard = list(counter.heard)
+    heard = list(counter.on_reports)
     for who, report, answer in (
         (worker, said(number, 0, 5), Ack(number, 5)),  # twice
         (worker, said(number, 8, 12), Ack(number, 5)),  # before what lies between
@@ -193,7 +198,7 @@ def test_late_repeated_reordered_and_foreign_reports_change_nothing_and_are_answ
         del counter.sent[:]
         counter.broker.report(who, report)
         assert counter.sent == [(who, answer)]
-    assert counter.heard == heard
+    assert counter.on_reports == heard
     assert counter.broker.refused == 6
     counter.broker.report(worker, said(number, 5, 9, FinishReason.STOP))
     del counter.sent[:]
@@ -244,7 +249,7 @@ def test_what_is_said_again_after_any_cut_arrives_once(data):
     assert counter.grown(7).token_ids == list(range(MAX))
     assert counter.grown(7).finish_reason is FinishReason.LENGTH
     assert box.leases == ()
-    assert not [message for message in counter.heard if isinstance(message, WorkLost)]
+    assert not [message for message in counter.on_reports if isinstance(message, WorkLost)]
 
 
 def test_after_a_cut_both_sides_agree_on_what_is_held():
@@ -259,7 +264,7 @@ def test_after_a_cut_both_sides_agree_on_what_is_held():
     counter.broker.held(0, [first, third, 77])
     assert (0, Dropped(77)) in counter.sent, "it holds what it should not"
     assert (0, Abort(third)) in counter.sent, "it may not have heard of the recall"
-    counter.broker.hear(0, 0, 1)
+    counter.broker.heartbeat(0, 0, 1)
     (anew,) = counter.leases(0)
     assert anew.trajectory.group_id == 2, "what it should hold and does not is leased anew"
     assert anew.lease_id not in {first, second, third}, "an id is said once"
@@ -294,8 +299,8 @@ def test_in_sync_it_begins_at_the_prompt_and_is_compared_with_what_was_known():
     assert counter.grown(7).num_tokens == 5, "nothing new yet"
     counter.broker.report(1, said(lease.lease_id, 3, 8, FinishReason.STOP))
     assert counter.grown(7).token_ids == list(range(8))
-    assert WorkLost("regenerated", 3) in counter.heard
-    assert sum(m.num_tokens for m in counter.heard if isinstance(m, WorkLost)) == 5
+    assert WorkLost("regenerated", 3) in counter.on_reports
+    assert sum(m.num_tokens for m in counter.on_reports if isinstance(m, WorkLost)) == 5
 
 
 def test_in_sync_a_contradiction_counts_for_nobody_and_the_trajectory_is_made_anew():
@@ -307,7 +312,7 @@ def test_in_sync_a_contradiction_counts_for_nobody_and_the_trajectory_is_made_an
     counter.broker.leave(0, "gone")
     (lease,) = counter.leases(1)
     counter.broker.report(1, said(lease.lease_id, 0, 8, FinishReason.STOP, salt=3))
-    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
+    assert counter.on_reports[-1] == WorkRevoked(1, 7, 0, "contradicted")
     assert counter.to(1) == [Dropped(lease.lease_id)]
     assert counter.broker.table.num_tasks == 0, "the runner wants it anew"
     counter.want(8)
@@ -317,7 +322,7 @@ def test_in_sync_a_contradiction_counts_for_nobody_and_the_trajectory_is_made_an
 
 def relieved(kinds: tuple[str | None, str | None]) -> tuple[Counter, int, int]:
     """In sync: worker 0 has made 5 tokens and is slow; worker 1, quick and free, holds the backup lease."""
-    counter = Counter(restarts=True, relief=1.0)
+    counter = Counter(restarts=True, backup_lease_factor=1.0)
     for number, kind in enumerate(kinds):
         counter.worker(number, slots=1, kind=kind)
     counter.want(7)
@@ -344,7 +349,7 @@ def test_a_backup_of_another_class_that_finishes_first_is_kept_and_nobody_is_bla
     counter.broker.report(0, said(slow, 5, 6))
     assert counter.grown(7).token_ids == list(range(6)), "the first goes on meanwhile"
     counter.broker.report(1, said(backup, 3, 8, FinishReason.STOP, salt=3))
-    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "overtaken")
+    assert counter.on_reports[-1] == WorkRevoked(1, 7, 0, "overtaken")
     assert counter.to(0)[-1] == Dropped(slow)
     granted = len(counter.sent)
     counter.want(8, group=7)
@@ -364,14 +369,14 @@ def test_a_backup_of_another_class_that_is_overtaken_is_dropped_and_counted(kind
     counter.broker.report(0, said(slow, 5, 9, FinishReason.STOP))
     assert counter.grown(7).token_ids == list(range(9))
     assert counter.to(1)[-1] == Dropped(backup)
-    assert WorkLost("overtaken", 3) in counter.heard
-    assert not [m for m in counter.heard if isinstance(m, WorkRevoked)]
+    assert WorkLost("overtaken", 3) in counter.on_reports
+    assert not [m for m in counter.on_reports if isinstance(m, WorkRevoked)]
 
 
 def test_a_backup_of_the_same_class_that_makes_other_tokens_is_a_contradiction():
     counter, _, backup = relieved(("cpu", "cpu"))
     counter.broker.report(1, said(backup, 0, 3, salt=3))
-    assert counter.heard[-1] == WorkRevoked(1, 7, 0, "contradicted")
+    assert counter.on_reports[-1] == WorkRevoked(1, 7, 0, "contradicted")
 
 
 def test_what_an_earlier_process_knew_of_a_foreign_engine_is_replaced_when_it_is_made_again():
@@ -380,7 +385,7 @@ def test_what_an_earlier_process_knew_of_a_foreign_engine_is_replaced_when_it_is
     counter.worker(0, kind=None)
     counter.want(7, segments=[segment(0, 4)])
     counter.broker.report(0, said(counter.leases(0)[0].lease_id, 0, 6, FinishReason.STOP, salt=2))
-    assert counter.heard == [WorkRevoked(1, 7, 0, "overtaken")]
+    assert counter.on_reports == [WorkRevoked(1, 7, 0, "overtaken")]
     counter.want(8, group=7)
     assert counter.grown(8).token_ids == [*range(200, 206)]
 
@@ -403,7 +408,7 @@ def test_a_report_that_no_honest_worker_sends_is_not_appended():
     counter.complaint = "the tokens are not of this world"
     counter.broker.report(0, said(number, 0, 5))
     assert counter.convicted == [(0, "the tokens are not of this world")]
-    assert counter.heard == []
+    assert counter.on_reports == []
     counter.complaint = None
     counter.broker.report(0, said(number, 3, 5))
     assert counter.convicted == [(0, "the tokens are not of this world")], "out of order is no crime"
@@ -429,22 +434,22 @@ def test_revoke_takes_back_exactly_what_a_worker_wrote(holds):
     mine = {lease.trajectory.group_id: lease.lease_id for lease in counter.leases(1)}
     counter.broker.report(1, said(mine[4], 0, 9, FinishReason.STOP))
     counter.broker.report(1, said(mine[5], 0, 3))
-    finals = [m.lease_id for m in counter.heard if isinstance(m, Report) and m.finish_reason is not None]
+    finals = [m.lease_id for m in counter.on_reports if isinstance(m, Report) and m.finish_reason is not None]
     assert finals == ([] if holds else [1, 2, 4])
-    del counter.heard[:], counter.sent[:]
+    del counter.on_reports[:], counter.sent[:]
     counter.broker.revoke(frozenset({0}), "quarantine")
-    assert counter.heard == [WorkRevoked(1, task, 0, "quarantine") for task in (3, 1, 2)]
+    assert counter.on_reports == [WorkRevoked(1, task, 0, "quarantine") for task in (3, 1, 2)]
     assert counter.to(1) == [Dropped(mine[3])]
     for key in [(1, 1, 0), (1, 2, 0), (1, 4, 0)]:
         counter.broker.release(key)
         counter.broker.release(key)
-    released = [m for m in counter.heard if isinstance(m, Report)]
+    released = [m for m in counter.on_reports if isinstance(m, Report)]
     assert [m.lease_id for m in released] == ([4] if holds else []), "what was revoked is never released"
-    heard = list(counter.heard)
+    heard = list(counter.on_reports)
     counter.broker.revoke(frozenset({0}), "quarantine")
-    assert counter.heard == heard, "once"
+    assert counter.on_reports == heard, "once"
     counter.broker.report(1, said(mine[5], 3, 6, FinishReason.STOP))
-    assert counter.heard[-1 if holds else -2] == Report(5, 3, (segment(3, 6),)), "and what is honest goes on"
+    assert counter.on_reports[-1 if holds else -2] == Report(5, 3, (segment(3, 6),)), "and what is honest goes on"
 
 
 def test_what_is_held_back_is_told_at_its_release():
@@ -467,7 +472,7 @@ def test_who_refuses_one_lease_after_another_is_hung_up_on():
     while not counter.hung_up:
         refused += 1
         counter.broker.refuse(0, Retry(counter.leases(0)[-1].lease_id, 9))
-        counter.broker.hear(0, 0, 0)  # and says again that it serves the version
+        counter.broker.heartbeat(0, 0, 0)  # and says again that it serves the version
         assert refused < 100
     assert refused == 65
     assert "refused 64 leases in a row" in counter.hung_up[0][1]
@@ -486,12 +491,12 @@ def test_an_abort_reports_what_there_is_and_puts_down():
     number = counter.leases(0)[0].lease_id
     assert counter.to(0) == [Abort(number)]
     counter.broker.report(0, said(number, 0, 4, is_aborted=True))
-    assert counter.heard == [Report(7, 0, (segment(0, 4),)), Report(7, 4, (), is_aborted=True)]
+    assert counter.on_reports == [Report(7, 0, (segment(0, 4),)), Report(7, 4, (), is_aborted=True)]
     assert counter.to(0)[-1] == Ack(number, 4, has_ended=True)
 
 
 def test_a_straggler_is_relieved_and_only_one_branch_counts():
-    counter = Counter(relief=2.0)
+    counter = Counter(backup_lease_factor=2.0)
     counter.worker(0, slots=1)
     counter.worker(1, slots=1)
     counter.want(1)
@@ -501,13 +506,13 @@ def test_a_straggler_is_relieved_and_only_one_branch_counts():
     counter.broker.report(0, said(slow, 0, 1))
     counter.broker.report(1, said(fast, 0, 30, FinishReason.STOP))
     counter.broker.tick()
-    relief = counter.leases(1)[-1]
-    assert relief.trajectory.group_id == 1
-    assert relief.trajectory.num_tokens == 1
+    backup = counter.leases(1)[-1]
+    assert backup.trajectory.group_id == 1
+    assert backup.trajectory.num_tokens == 1
     counter.broker.report(0, said(slow, 1, 3))
-    counter.broker.report(1, said(relief.lease_id, 1, 8, FinishReason.STOP, salt=1))
+    counter.broker.report(1, said(backup.lease_id, 1, 8, FinishReason.STOP, salt=1))
     assert counter.grown(1).token_ids == [0, *range(101, 108)]
-    assert WorkLost("overtaken", 2) in counter.heard
+    assert WorkLost("overtaken", 2) in counter.on_reports
     assert Dropped(slow) in counter.to(0)
     counter.broker.report(0, said(slow, 3, 9, FinishReason.STOP))
     assert counter.grown(1).num_tokens == 8

@@ -17,7 +17,7 @@ class Yard:
     """A table with workers of 100 slots, who grow what they are given at speeds of their own."""
 
     def __init__(self, weights: list[float]) -> None:
-        self.table, self.now_s, self.tasks = LeaseTable(LeaseRules(restarts=True, relief=0)), 0.0, 0
+        self.table, self.now_s, self.tasks = LeaseTable(LeaseRules(restarts=True, backup_lease_factor=0)), 0.0, 0
         for worker, weight in enumerate(weights):
             self.table.handle(ev.WorkerJoined(0.0, worker, 100, weight))
             self.table.handle(ev.WorkerSeen(0.0, worker, 0, 0))

@@ -46,11 +46,11 @@ SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 def all_rules(draw: st.DrawFn) -> LeaseRules:
     return LeaseRules(
         restarts=draw(st.booleans()),
-        silence_s=draw(st.sampled_from([3.0, 6.0])),
-        wedge_s=draw(st.sampled_from([3.0, 8.0])),
+        heartbeat_timeout_s=draw(st.sampled_from([3.0, 6.0])),
+        progress_timeout_s=draw(st.sampled_from([3.0, 8.0])),
         starve_s=20.0,
-        relief=draw(st.sampled_from([0.0, 1.0, 2.0])),
-        relief_after_s=draw(st.sampled_from([0.0, 1.0, 4.0])),
+        backup_lease_factor=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        backup_lease_after_s=draw(st.sampled_from([0.0, 1.0, 4.0])),
         prefetch=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
     )
 
@@ -89,7 +89,7 @@ def want(table: LeaseTable, task: int, at_s: float = 0.0, *, max_tokens: int = 1
 
 def with_straggler(*, restarts: bool) -> LeaseTable:
     """At 10 s, worker 0 has made 10 tokens of task 0, and worker 1 is through with 100 of task 1."""
-    table = table_of(1, 1, restarts=restarts, relief=2.0, relief_after_s=5.0)
+    table = table_of(1, 1, restarts=restarts, backup_lease_factor=2.0, backup_lease_after_s=5.0)
     assert want(table, 0) == [GrantLease(0, 0, 0, 0)]
     assert want(table, 1) == [GrantLease(1, 1, 1, 0)]
     assert table.handle(LeaseProgressed(10.0, 0, 10)) == [CommitTokens(0, 0, 10)]
@@ -167,7 +167,7 @@ def test_of_two_branches_that_are_put_down_the_longer_is_kept():
 
 def test_a_big_slow_worker_that_is_nearly_idle_does_not_keep_its_straggler():
     """It is the emptiest of all, and no relief for itself; the fast one has three of four slots taken."""
-    table = table_of(64, 4, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    table = table_of(64, 4, backup_lease_factor=2.0, backup_lease_after_s=5.0, prefetch=0.0)
     for task in range(4):
         want(table, task, max_tokens=1000)
     assert all(table.handle(LeaseProgressed(10.0, lease, 10)) for lease in range(4))
@@ -181,7 +181,7 @@ def test_a_big_slow_worker_that_is_nearly_idle_does_not_keep_its_straggler():
 
 
 def test_a_newcomer_of_unknown_speed_is_taken_for_an_average_one():
-    table = table_of(1, 1, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    table = table_of(1, 1, backup_lease_factor=2.0, backup_lease_after_s=5.0, prefetch=0.0)
     want(table, 0)
     want(table, 1)
     table.handle(LeaseProgressed(10.0, 0, 10))
@@ -193,7 +193,7 @@ def test_a_newcomer_of_unknown_speed_is_taken_for_an_average_one():
 
 def test_the_worst_straggler_is_relieved_first_and_only_what_is_left_is_weighed():
     """Worker 1 makes 20 a second and gets one free slot; worker 0 has made 60 and 50 of 100 in 10 s."""
-    table = table_of(2, 1, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    table = table_of(2, 1, backup_lease_factor=2.0, backup_lease_after_s=5.0, prefetch=0.0)
     said = [want(table, task)[0] for task in range(3)]
     fast = next(grant for grant in said if grant.worker == 1)
     best, worst = (grant for grant in said if grant.worker == 0)
@@ -244,7 +244,7 @@ def test_a_speed_is_of_the_time_since_the_last_report():
 
 def test_a_silent_worker_loses_its_leases_to_the_next_from_the_last_report():
     for restarts, base in ((False, 7), (True, 0)):
-        table = table_of(1, silence_s=30.0, restarts=restarts, relief=0.0)
+        table = table_of(1, heartbeat_timeout_s=30.0, restarts=restarts, backup_lease_factor=0.0)
         want(table, 0)
         table.handle(LeaseProgressed(1.0, 0, 7))
         table.handle(WorkerJoined(20.0, 1, 1))
@@ -262,7 +262,7 @@ def test_a_silent_worker_loses_its_leases_to_the_next_from_the_last_report():
 
 
 def test_a_hub_that_was_held_up_blames_nobody():
-    table = table_of(2, 1, silence_s=30.0, wedge_s=60.0, starve_s=90.0)
+    table = table_of(2, 1, heartbeat_timeout_s=30.0, progress_timeout_s=60.0, starve_s=90.0)
     for task in range(3):
         want(table, task)
     table.handle(LeaseProgressed(1.0, 1, 5))
@@ -279,14 +279,14 @@ def test_a_hub_that_was_held_up_blames_nobody():
 
 def test_a_delay_is_not_forgiven_twice():
     """Who was heard of after the delay is not taken for alive in the future."""
-    table = table_of(1, silence_s=30.0)
+    table = table_of(1, heartbeat_timeout_s=30.0)
     table.handle(WorkerSeen(103.0, 0, 1, 1))
     assert table.handle(LeaseTick(103.0, 100.0)) == []
     assert [type(c) for c in table.handle(LeaseTick(133.5))] == [DisconnectWorker]
 
 
 def test_a_wedged_worker_is_expelled_though_its_heart_beats():
-    table = table_of(1, silence_s=30.0, wedge_s=60.0)
+    table = table_of(1, heartbeat_timeout_s=30.0, progress_timeout_s=60.0)
     for at_s in range(0, 100, 10):
         assert table.handle(WorkerSeen(at_s, 0, 1, 0)) == []
         assert table.handle(LeaseTick(at_s)) == [], "idle is not wedged"
@@ -298,7 +298,7 @@ def test_a_wedged_worker_is_expelled_though_its_heart_beats():
 
 
 def test_a_lease_that_starves_goes_elsewhere_though_its_worker_is_busy():
-    table = table_of(2, starve_s=50.0, wedge_s=20.0, silence_s=20.0, relief=0.0)
+    table = table_of(2, starve_s=50.0, progress_timeout_s=20.0, heartbeat_timeout_s=20.0, backup_lease_factor=0.0)
     want(table, 0)
     want(table, 1)
     for at_s in range(0, 50, 10):
@@ -390,21 +390,21 @@ def test_an_exact_version_is_never_granted_to_another():
 
 
 def test_a_worker_is_wedged_after_wedge_s_and_not_before():
-    table = table_of(1, silence_s=99.0, wedge_s=60.0)
+    table = table_of(1, heartbeat_timeout_s=99.0, progress_timeout_s=60.0)
     want(table, 0)
     assert table.handle(LeaseTick(60.0)) == []
     assert table.handle(LeaseTick(60.5)) == [DisconnectWorker(0, "held 1 leases and made no token for 60 s")]
 
 
 def test_a_lease_starves_after_starve_s_and_not_before():
-    table = table_of(2, silence_s=99.0, wedge_s=99.0, starve_s=50.0, relief=0.0)
+    table = table_of(2, heartbeat_timeout_s=99.0, progress_timeout_s=99.0, starve_s=50.0, backup_lease_factor=0.0)
     want(table, 0)
     assert table.handle(LeaseTick(50.0)) == []
     assert table.handle(LeaseTick(50.5)) == [DropLease(0, 0), GrantLease(0, 1, 0, 0)]
 
 
 def test_a_recall_is_unanswered_after_silence_s_and_not_before():
-    table = table_of(1, silence_s=30.0, relief=0.0)
+    table = table_of(1, heartbeat_timeout_s=30.0, backup_lease_factor=0.0)
     want(table, 0)
     assert table.handle(TaskAborted(2.0, 0)) == [RecallLease(0, 0)]
     table.handle(WorkerSeen(20.0, 0, 1, 0))
@@ -415,7 +415,7 @@ def test_a_recall_is_unanswered_after_silence_s_and_not_before():
 @pytest.mark.parametrize(("at_s", "tokens", "is_relieved"), [(5.0, 11, True), (4.9, 11, False), (5.0, 10, False)])
 def test_relief_comes_at_its_age_where_it_takes_more_than_twice_as_long(at_s, tokens, is_relieved):
     """5 tokens in 5 s leave 95 s here; at 10 tokens in 5 s there it would be exactly half of that."""
-    table = table_of(1, 1, relief=2.0, relief_after_s=5.0)
+    table = table_of(1, 1, backup_lease_factor=2.0, backup_lease_after_s=5.0)
     want(table, 0)
     want(table, 1)
     table.handle(LeaseProgressed(at_s, 0, 5))
@@ -458,7 +458,7 @@ def test_of_two_branches_of_one_length_the_first_is_kept():
 
 def test_a_lease_without_a_token_is_taken_for_one_that_made_one():
     """100 tokens at one in 5 s are 500 s here; at 3 in 5 s there they are 167 s, and 500 is above 2 x 167."""
-    table = table_of(1, 1, relief=2.0, relief_after_s=5.0)
+    table = table_of(1, 1, backup_lease_factor=2.0, backup_lease_after_s=5.0)
     want(table, 0)
     want(table, 1)
     table.handle(LeaseProgressed(5.0, 1, 3))
@@ -469,7 +469,7 @@ def test_a_lease_without_a_token_is_taken_for_one_that_made_one():
 @pytest.mark.parametrize(("tokens", "is_relieved"), [(10, False), (11, True)])
 def test_a_straggler_s_speed_is_that_of_its_own_tokens(tokens, is_relieved):
     """50 of 100 were known; 5 in 5 s leave 45 s here. At 10 in 5 s there, it would be exactly half of that."""
-    table = table_of(1, 1, relief=2.0, relief_after_s=5.0)
+    table = table_of(1, 1, backup_lease_factor=2.0, backup_lease_after_s=5.0)
     assert table.handle(TaskSubmitted(0.0, 0, 1, True, 50, 100)) == [GrantLease(0, 0, 0, 50)]
     want(table, 1)
     table.handle(LeaseProgressed(5.0, 0, 5))
@@ -481,7 +481,7 @@ def test_a_straggler_s_speed_is_that_of_its_own_tokens(tokens, is_relieved):
 @pytest.mark.parametrize(("tokens", "is_relieved"), [(200, False), (201, True)])
 def test_relief_in_sync_is_worth_it_where_the_whole_trajectory_takes_less_than_half_as_long(tokens, is_relieved):
     """50 of 100 in 10 s leave 10 s here; at 200 in 10 s there, all 100 would be exactly half of that."""
-    table = table_of(1, 1, restarts=True, relief=2.0, relief_after_s=5.0)
+    table = table_of(1, 1, restarts=True, backup_lease_factor=2.0, backup_lease_after_s=5.0)
     want(table, 0)
     want(table, 1)
     table.handle(LeaseProgressed(10.0, 0, 50))
@@ -492,7 +492,7 @@ def test_relief_in_sync_is_worth_it_where_the_whole_trajectory_takes_less_than_h
 
 def test_the_fastest_relieves_another_when_it_cannot_relieve_itself():
     """Worker 0 makes 20 a second, but no token of task 0, which goes to worker 2; task 2 goes to worker 0."""
-    table = table_of(3, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    table = table_of(3, backup_lease_factor=2.0, backup_lease_after_s=5.0, prefetch=0.0)
     assert [want(table, 0), want(table, 1)] == [[GrantLease(0, 0, 0, 0)], [GrantLease(0, 1, 1, 0)]]
     for worker in (1, 2):
         table.handle(WorkerSeen(0.0, worker - 1, None, 0))
@@ -544,7 +544,7 @@ def test_a_lease_of_another_kind_is_not_comparable():
 
 def owned_table(*slots: int, **rules: object) -> tuple[LeaseTable, TokenOwner]:
     """A table whose workers are all of one owner and serve version 1 at 0 s."""
-    table = LeaseTable(LeaseRules(**{"prefetch": 0.0, "relief": 0.0} | rules))  # type: ignore[arg-type]
+    table = LeaseTable(LeaseRules(**{"prefetch": 0.0, "backup_lease_factor": 0.0} | rules))  # type: ignore[arg-type]
     for worker, num in enumerate(slots):
         table.handle(WorkerJoined(0.0, worker, num, owner="somebody"))
         table.handle(WorkerSeen(0.0, worker, 1, 0))
@@ -629,7 +629,7 @@ def test_what_a_worker_recovers_is_offered_though_its_owner_had_room_before():
 @pytest.mark.parametrize(("task", "tokens"), [(0, -64.0), (1, 0.0)])
 def test_a_lease_that_waits_for_a_slot_costs_nothing(task, tokens):
     """One slot, and one lease beyond it: the second only waits."""
-    table, owner = owned_table(1, prefetch=1.0, silence_s=30.0)
+    table, owner = owned_table(1, prefetch=1.0, heartbeat_timeout_s=30.0)
     assert [want(table, 0), want(table, 1)] == [[GrantLease(0, 0, 0, 0)], [GrantLease(0, 1, 1, 0)]]
     assert table.handle(TaskAborted(0.0, task)) == [RecallLease(0, task)]
     table.handle(WorkerSeen(20.0, 0, 1, 0))
@@ -638,7 +638,7 @@ def test_a_lease_that_waits_for_a_slot_costs_nothing(task, tokens):
 
 
 def test_a_wedged_worker_pays_for_each_lease():
-    table, owner = owned_table(4, silence_s=99.0, wedge_s=60.0)
+    table, owner = owned_table(4, heartbeat_timeout_s=99.0, progress_timeout_s=60.0)
     want(table, 0)
     want(table, 1)
     assert table.handle(LeaseTick(60.5)) == [DisconnectWorker(0, "held 2 leases and made no token for 60 s")]
@@ -647,7 +647,7 @@ def test_a_wedged_worker_pays_for_each_lease():
 
 @pytest.mark.parametrize(("at_s", "tokens"), [(14.9, 0.0), (15.0, -64.0), (16.0, -64.0)])
 def test_a_lease_that_another_worker_finishes_costs_once_it_is_relief_after_s_old(at_s, tokens):
-    table = table_of(1, relief=2.0, relief_after_s=5.0, prefetch=0.0)
+    table = table_of(1, backup_lease_factor=2.0, backup_lease_after_s=5.0, prefetch=0.0)
     want(table, 0)
     table.handle(LeaseProgressed(10.0, 0, 10))
     table.handle(WorkerJoined(10.0, 1, 1, 3.0, owner="somebody"))  # expected to be three times as fast

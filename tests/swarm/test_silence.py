@@ -45,7 +45,7 @@ async def connect(bench: SwarmBench, session: aiohttp.ClientSession, token: str)
 
 def test_a_worker_that_says_nothing_is_cut_off_and_not_accused(bench):
     """12 heartbeats of 0.1 s; the lease table, which is quicker as a rule, is told to wait."""
-    bench.broker.table.rules = type(bench.broker.table.rules)(silence_s=1e6)
+    bench.broker.table.rules = type(bench.broker.table.rules)(heartbeat_timeout_s=1e6)
     token = bench.tokens.create(Role.WORKER, 3600, name="mute")
 
     async def work() -> None:
@@ -86,7 +86,7 @@ def test_a_hub_whose_loop_stands_still_hears_what_came_meanwhile(bench):
 class Port:
     """A worker port that never has anything."""
 
-    name, slots, absence_s = "nobody", 1, 0.0
+    name, slots, no_worker_timeout_s = "nobody", 1, 0.0
 
     def stats(self) -> int:
         return 0

@@ -96,7 +96,7 @@ def test_deaths_joins_cuts_and_delays_change_nothing_that_is_trained(mode, value
 
 def test_cuts_in_the_middle_of_growth_lose_no_token(make):
     """Every few milliseconds the connection of the only worker breaks; what it made is never made again."""
-    bench = make("partial", overprovision=1.0, lease_rules={"silence_s": 600.0})
+    bench = make("partial", overprovision=1.0, lease_rules={"heartbeat_timeout_s": 600.0})
     (worker,) = bench.join(1, token_s=0.01)
     bench.begin()
     cuts = 0
@@ -140,7 +140,7 @@ def test_a_swarm_that_nobody_joins_is_named_when_patience_ends(mode, make):
 
 def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_and_says_so(make, monkeypatch):
     monkeypatch.setattr(port_module, "FIRST_WORD_S", 0.2)
-    bench = make("async", stall_timeout_s=0.3, absence_s=60.0)
+    bench = make("async", stall_timeout_s=0.3, no_worker_timeout_s=60.0)
     bench.begin()
 
     def join() -> None:
@@ -152,7 +152,7 @@ def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_an
     bench.step()
     late.join()
     where = f"the swarm at {bench.url}, which no worker has joined"
-    assert re.fullmatch(rf"no worker for \d+ s: {where}; the run waits \(swarm.absence_s\)", bench.said[0])
+    assert re.fullmatch(rf"no worker for \d+ s: {where}; the run waits \(swarm.no_worker_timeout_s\)", bench.said[0])
     bench.wait_for_said("workers are there again")
 
 
@@ -160,7 +160,7 @@ def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatc
     """Time stands still for the run until its only worker is gone."""
     times = itertools.repeat(0.0)
     monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    bench = make("async", stall_timeout_s=10.0, lease_rules={"silence_s": 600.0})
+    bench = make("async", stall_timeout_s=10.0, lease_rules={"heartbeat_timeout_s": 600.0})
     (worker,) = bench.join(1, token_s=0.05)
     bench.begin()
 
@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_be_built_ends_its_worker(make, monkeypatch):
 
 
 def test_a_wedged_worker_is_taken_for_dead_and_its_work_goes_on_elsewhere(make):
-    bench = make("async", max_staleness=4, lease_rules={"wedge_s": 0.5})
+    bench = make("async", max_staleness=4, lease_rules={"progress_timeout_s": 0.5})
     stuck, _ = bench.join(2, token_s=0.002)
     bench.begin()
     bench.step()

@@ -10,7 +10,6 @@ from baton.rollout.rescored import Claim
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.verification import policy
 from baton.swarm.verification.policy import (
-    Author,
     BatchConsumed,
     CheckFailed,
     CheckTrajectory,
@@ -20,6 +19,7 @@ from baton.swarm.verification.policy import (
     ReleaseTrajectory,
     RemakeTrajectory,
     ReportViolated,
+    SegmentAuthor,
     TrajectoryFinished,
     TrajectoryJudged,
     VerificationPolicy,
@@ -43,7 +43,9 @@ def verification_policy(secret=b"secret", **settings):
 
 
 def author(worker, *, is_trusted=False):
-    return Author(worker, AccessGrant("token", Role.WORKER, is_trusted, digest="digest"), f"label of {worker}", KIND)
+    return SegmentAuthor(
+        worker, AccessGrant("token", Role.WORKER, is_trusted, digest="digest"), f"label of {worker}", KIND
+    )
 
 
 def finished(found, worker, number, at_s=0.0, *, is_trusted=False, group=0):

@@ -16,7 +16,7 @@ import baton.swarm.verification.policy
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.verification.policy import Author, InspectionSettings, VerificationPolicy
+from baton.swarm.verification.policy import InspectionSettings, SegmentAuthor, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import VerificationService
 from baton.swarm.verification.verify import Calibration, WorkerClass
@@ -91,7 +91,7 @@ class Office:
         for number in (0, 1):
             self.verifier.published(PolicyVersion("a", number), {"version": number})
 
-    def finish(self, group: int, *parts: tuple[Author, int, int], versions: tuple[int, ...] = (1,)) -> bool:
+    def finish(self, group: int, *parts: tuple[SegmentAuthor, int, int], versions: tuple[int, ...] = (1,)) -> bool:
         size = LENGTH // len(versions)
         segments = tuple(Segment((3,) * size, (-1.0,) * size, version) for version in versions)
         whole = Trajectory(group, 0, (5,), segments, FinishReason.LENGTH)
@@ -104,9 +104,11 @@ class Office:
             self.actions.get(timeout=60)()
 
 
-def author(name: str, *, trusted: bool = False, own: bool = False, token: str = "") -> Author:
+def author(name: str, *, trusted: bool = False, own: bool = False, token: str = "") -> SegmentAuthor:
     token = token or f"token of {name}"
-    return Author(name, AccessGrant(token, Role.WORKER, trusted, digest=token, is_own=own), f"{token}#{name}", KIND)
+    return SegmentAuthor(
+        name, AccessGrant(token, Role.WORKER, trusted, digest=token, is_own=own), f"{token}#{name}", KIND
+    )
 
 
 def reason(office: Office, name: str, token: str = "") -> str | None:
@@ -289,7 +291,7 @@ def test_a_scorer_that_fails_is_named_and_does_not_end_the_run(office):
 
 def test_a_stranger_whose_token_has_the_name_of_another_does_it_no_harm(office):
     """Two token files may each hold a token `local`; the run's own workers bear the one in its own file."""
-    bad = Author("1f", AccessGrant("local", Role.WORKER, False, digest="stranger"), "local#0", KIND)
+    bad = SegmentAuthor("1f", AccessGrant("local", Role.WORKER, False, digest="stranger"), "local#0", KIND)
     mine = AccessGrant("local", Role.WORKER, True, digest="mine", is_own=True)
     office.verifier.violated(bad, "nonsense", "a report")
     quarantine = office.verifier.quarantine

@@ -32,7 +32,7 @@ def test_a_worker_that_finds_no_hub_gives_up_when_its_patience_ends_and_says_whi
             said.append(text)
             loop.call_soon(setattr, loop, "now_s", loop.now_s + 60.0)  # while it waits before it tries again
 
-        options = WorkerOptions(url, "token", patience_s=100.0, say=say)
+        options = WorkerOptions(url, "token", reconnect_timeout_s=100.0, say=say)
         worker = SwarmWorker(options, lambda *_: pytest.fail("there is nothing to build an engine for"))
         loop = HandClock()
         with (

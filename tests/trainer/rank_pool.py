@@ -54,7 +54,7 @@ class LentRanks(LocalRanks):
         self._processes = [pool.process] * size
         for rank in range(size):
             place = RankInfo(rank=rank, size=size, scratch=str(pool.scratch))
-            self._send(rank, encode(place))
+            self._send_frame(rank, encode(place))
 
     def close(self, grace_s: float = 2.0) -> None:
         """They stay, for the next."""

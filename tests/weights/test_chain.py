@@ -105,7 +105,7 @@ def test_pieces_of_a_large_tensor_are_put_together(tmp_path):
 
 
 def test_one_in_so_many_versions_can_be_had_whole_and_every_one_from_the_one_before(tmp_path):
-    run = Run(tmp_path, anchor_every=4)
+    run = Run(tmp_path, keyframe_every=4)
     run.chain(range(1, 10))
     manifests = [run.store.find("first", number) for number in range(1, 10)]
     assert [m.kind for m in manifests] == ["anchor", *["delta"] * 3, "anchor", *["delta"] * 3, "anchor"]
@@ -113,7 +113,7 @@ def test_one_in_so_many_versions_can_be_had_whole_and_every_one_from_the_one_bef
 
 
 def test_who_follows_never_fetches_a_whole_version_and_who_joins_fetches_one(tmp_path):
-    run = Run(tmp_path, anchor_every=4)
+    run = Run(tmp_path, keyframe_every=4)
     follower = Fetcher([StoreSource(run.store)])
     run.chain(range(1))
     follower.fetch(run.version(0), deadline_s=60)
@@ -132,7 +132,7 @@ def test_who_follows_never_fetches_a_whole_version_and_who_joins_fetches_one(tmp
 
 
 def test_a_fetch_takes_the_way_of_the_fewest_bytes(tmp_path):
-    run = Run(tmp_path, anchor_every=100)
+    run = Run(tmp_path, keyframe_every=100)
     run.chain(range(3), density=0.01)
     late = Fetcher([StoreSource(run.store)])
     late.fetch(run.version(0), deadline_s=60)
@@ -238,7 +238,7 @@ def test_workers_of_this_machine_map_one_file(tmp_path):
 
 
 def test_a_version_that_is_held_already_needs_no_fetch_and_is_a_base(tmp_path):
-    run = Run(tmp_path, anchor_every=100)
+    run = Run(tmp_path, keyframe_every=100)
     run.chain(range(2), density=0.01)
     fetcher = Fetcher([StoreSource(run.store)])
     with pytest.raises(WeightsFault, match="these are not the tensors of version 0"):

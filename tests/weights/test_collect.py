@@ -28,11 +28,11 @@ ACTION = st.one_of(
 
 
 @settings(max_examples=40, deadline=None)
-@given(actions=st.lists(ACTION, max_size=25), anchor_every=st.integers(1, 6))
-def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, anchor_every):
+@given(actions=st.lists(ACTION, max_size=25), keyframe_every=st.integers(1, 6))
+def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, keyframe_every):
     """Three workers, each of which has a version and wants the one that was the latest when it was last told."""
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(directory, anchor_every=anchor_every)
+        run = Run(directory, keyframe_every=keyframe_every)
         tensors = {"weight": torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()}
         run.publish(0, tensors)
         number = 0
@@ -47,7 +47,7 @@ def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, 
                 want = run.version(wanted[value])
                 assert are_bit_equal(workers[value].fetch(want, deadline_s=60), run.tensors[wanted[value]])
             elif action == "restart":
-                again = Run(directory, anchor_every=anchor_every)
+                again = Run(directory, keyframe_every=keyframe_every)
                 run.store, run.publisher = again.store, again.publisher
                 workers = [Fetcher([StoreSource(run.store)]) for _ in range(3)]
             else:
@@ -59,7 +59,7 @@ def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, 
                     assert are_bit_equal(joiner.fetch(version, deadline_s=60), run.tensors[version.number])
         run.store.collect([], keep=1)
         left = run.store.versions()
-        assert len(left) <= anchor_every  # the latest, and back to the last that can be had whole
+        assert len(left) <= keyframe_every  # the latest, and back to the last that can be had whole
         chunks = {chunk.digest for v in left for chunk in run.store.find(v.lineage, v.number).chunks}
         assert {path.name for path in (Path(directory) / "chunks").rglob("*") if path.is_file()} == chunks
 
@@ -110,7 +110,7 @@ def test_a_damaged_marker_marks_nothing(tmp_path):
 
 def test_a_thousand_publications_and_fetches_leave_files_memory_and_descriptors_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("baton.weights.storage.flush_to_disk", lambda path: None)  # two thousand of them take seconds
-    run = Run(tmp_path / "store", anchor_every=10)
+    run = Run(tmp_path / "store", keyframe_every=10)
     fetcher = Fetcher([StoreSource(run.store)], cache=ChunkCache(tmp_path / "cache", max_bytes=3000))
     tensors = {"embed": torch.randn(20, 10).bfloat16(), "norm": torch.ones(7).bfloat16()}
     measured = []

@@ -40,7 +40,7 @@ def gone(_: bytes) -> bytes:
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "store", anchor_every=100)
+    run = Run(tmp_path / "store", keyframe_every=100)
     run.chain(range(3), density=0.3)
     return run
 

@@ -74,7 +74,7 @@ class Run:
 
     def __init__(self, directory: Path | str, lineage: str = "first", **settings: object) -> None:
         self.store = Store(directory)
-        self.settings = WeightsSettings.model_validate({"anchor_every": 4, "chunk_mb": 2**-10} | settings)
+        self.settings = WeightsSettings.model_validate({"keyframe_every": 4, "chunk_mb": 2**-10} | settings)
         self.publisher = Publisher(self.store, self.settings)
         self.lineage = lineage
         self.tensors: dict[int, Tensors] = {}

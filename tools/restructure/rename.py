@@ -598,7 +598,8 @@ class File:
             is_known, new = self.renamer.member_of(self.renamer.result.types.get(found.expr), name)
             if is_known or new:
                 return new
-        if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+        is_super = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
+        if is_super or (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
             here: ast.AST | None = node
             while here is not None and not isinstance(here, ast.ClassDef):
                 here = self.parents.get(here)
@@ -649,10 +650,10 @@ class File:
         for base in info.mro:
             if new := self.table.parameters.get((f"{base.fullname}.__init__", name)):
                 return new
-            if "__init__" in base.names and base.names["__init__"].node is not None:
-                node = base.names["__init__"].node
-                if isinstance(node, nodes.FuncDef) and node.line > 0 and not base.names["__init__"].plugin_generated:
+            if "__init__" in base.names and base.fullname != "builtins.object":
+                if not base.names["__init__"].plugin_generated:
                     return None
+                break
         return self.renamer.member(info, name)
 
     def of_callable(self, callee: nodes.Expression, kind: types.Type | None, name: str) -> str | None:

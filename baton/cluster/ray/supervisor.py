@@ -86,7 +86,7 @@ class RayWorkerSupervisor:
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None
         self._stopping = Event()
-        self._thread = Thread(target=self._run, name="crew", daemon=True)
+        self._thread = Thread(target=self._supervise, name="crew", daemon=True)
 
     # ---- called by other threads -------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class RayWorkerSupervisor:
     def weight(self, name: str) -> float:
         return self._weights.get(name, 1.0)
 
-    def look_after(self) -> None:
+    def check_health(self) -> None:
         """Raise RankLost if a machine with a rank is gone, EngineFault if no worker is left."""
         if self._fault is not None:
             raise self._fault
@@ -115,28 +115,28 @@ class RayWorkerSupervisor:
 
     # ---- in the supervisor's thread ----------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _supervise(self) -> None:
         try:
-            self._obey(self._supervision.start())
+            self._apply_commands(self._supervision.start())
             while not self._stopping.is_set():
                 self._await_ends()
                 self._look_at_machines()
                 self._look_at_plan()
                 self._see_off()
                 self._handle(sv.SupervisionTick(time.monotonic()))
-        except Exception as error:  # noqa: BLE001  # raised by `look_after` in the controller's thread
+        except Exception as error:  # noqa: BLE001  # raised by `check_health` in the controller's thread
             self._fault = self._fault or error
 
     def _handle(self, event: sv.Event) -> None:
-        self._obey(self._supervision.handle(event))
+        self._apply_commands(self._supervision.handle(event))
 
-    def _obey(self, commands: list[sv.Command]) -> None:
+    def _apply_commands(self, commands: list[sv.Command]) -> None:
         for command in commands:
             match command:
                 case sv.StartProcess(post=post):
-                    self._begin(post)
+                    self._start_process(post)
                 case sv.StopProcess(name=name, cause=cause, is_there=is_there):
-                    self._end(name, cause, is_there=is_there)
+                    self._stop_process(name, cause, is_there=is_there)
                 case sv.SetWorkerWeight(post=post):
                     self._weights[post.name] = post.weight
                     self._access.weigh(post.name, post.weight)
@@ -159,7 +159,7 @@ class RayWorkerSupervisor:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, post: ProcessSpec) -> None:
+    def _start_process(self, post: ProcessSpec) -> None:
         parts, cluster = self._parts, self._parts.cluster
         node = next(node for node, name in self._names.items() if name == post.machine)
         self._weights[post.name] = post.weight
@@ -167,13 +167,13 @@ class RayWorkerSupervisor:
         seat = cluster.ray.remote(WorkerActor).options(
             **cluster.options(group, 0, post.resources, post.threads), max_concurrency=4
         )
-        actor = seat.remote(self._start(post))
+        actor = seat.remote(self._start_worker(post))
         self._seats[post.name] = _RunningActor(
             post, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic()
         )
         parts.say(post.words)
 
-    def _start(self, post: ProcessSpec) -> WorkerArguments:
+    def _start_worker(self, post: ProcessSpec) -> WorkerArguments:
         access = self._access
         if post.name not in self._tokens:
             self._tokens[post.name] = access.token(post.name)
@@ -209,11 +209,13 @@ class RayWorkerSupervisor:
             if name in self._seats and future is self._seats[name].pid:
                 self._learn_pid(name, self._seats[name])
             elif name in self._seats:
-                self._ended(name, self._last_words(future))
+                self._on_worker_exit(name, self._last_words(future))
         for name, seat in list(self._seats.items()):
             if seat.pid is not None and now_s - seat.since_s > START_DEADLINE_S:
                 asked = ", ".join(f"{amount:g} {what}" for what, amount in seat.post.resources.items())
-                self._ended(name, f"was not started by Ray in {START_DEADLINE_S:.0f} s: somebody else has its {asked}")
+                self._on_worker_exit(
+                    name, f"was not started by Ray in {START_DEADLINE_S:.0f} s: somebody else has its {asked}"
+                )
 
     def _learn_pid(self, name: str, seat: _RunningActor) -> None:
         ray = self._parts.cluster.ray
@@ -230,7 +232,7 @@ class RayWorkerSupervisor:
             return f"ended with its actor: {first_line(error)[:200]}"
         return words
 
-    def _ended(self, name: str, cause: str) -> None:
+    def _on_worker_exit(self, name: str, cause: str) -> None:
         """Report the worker's end to the hub, which revokes its leases at once instead of after the
         heartbeat timeout."""
         seat = self._seats.pop(name)
@@ -239,7 +241,7 @@ class RayWorkerSupervisor:
         self._discard(seat)
         self._handle(sv.ProcessEnded(time.monotonic(), name, cause))
 
-    def _end(self, name: str, cause: str, *, is_there: bool) -> None:
+    def _stop_process(self, name: str, cause: str, *, is_there: bool) -> None:
         seat = self._seats.pop(name, None)
         self.pids.pop(name, None)
         if seat is None:

@@ -64,9 +64,9 @@ class LeaseTrace:
         place = self._slots.setdefault(actor, _Slots(slots))
         place.waiting[lease.lease_id] = held
         if place.num_busy < place.count:
-            self._begin(held, self.clock())
+            self._open_span(held, self.clock())
 
-    def heard(self, message: FromWorker) -> None:
+    def on_report(self, message: FromWorker) -> None:
         """A report of a lease arrived, or its refusal."""
         held = self._held.get(message.lease_id)
         if held is None:
@@ -75,7 +75,7 @@ class LeaseTrace:
             self.ended(message.lease_id, "refused")
             return
         if message.segments and held.lane is None:  # its slot was freed before the report of that arrived
-            self._begin(held, self.clock())
+            self._open_span(held, self.clock())
         for segment in message.segments:
             if segment.author is Author.POLICY:
                 version = segment.policy_version
@@ -95,10 +95,10 @@ class LeaseTrace:
             del place.waiting[lease_id]
             return
         if held.tokens or how != "refused":
-            self._write(held, held.lane, now_s, how)
+            self._write_span(held, held.lane, now_s, how)
         heapq.heappush(place.freed, held.lane)
         if place.waiting and place.num_busy < place.count:
-            self._begin(next(iter(place.waiting.values())), now_s)
+            self._open_span(next(iter(place.waiting.values())), now_s)
 
     def left(self, actor: str) -> None:
         """End all leases of a worker that has disconnected."""
@@ -108,12 +108,12 @@ class LeaseTrace:
                 self.ended(lease_id, "lost")
             del self._slots[actor]
 
-    def _begin(self, held: _Held, now_s: float) -> None:
+    def _open_span(self, held: _Held, now_s: float) -> None:
         place = self._slots[held.actor]
         del place.waiting[held.lease.lease_id]
         held.lane, held.begin_s = place.take(), now_s
 
-    def _write(self, held: _Held, lane: int, now_s: float, how: str) -> None:
+    def _write_span(self, held: _Held, lane: int, now_s: float, how: str) -> None:
         trajectory, tokens = held.lease.trajectory, held.tokens
         facts: dict[str, object] = {} if len(tokens) < 2 else {"versions": {str(v): n for v, n in tokens.items()}}
         self.tracer.span(

@@ -90,7 +90,7 @@ class EngineClient(ABC):
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
         """Start requests; `take` returns their tokens."""
-        self._loop.call_soon_threadsafe(self._begin, list(requests))
+        self._loop.call_soon_threadsafe(self._submit_requests, list(requests))
 
     @abstractmethod
     def end(self, keys: Sequence[str]) -> None:
@@ -126,11 +126,11 @@ class EngineClient(ABC):
     async def _stop(self) -> None: ...
 
     @abstractmethod
-    async def _grow(self, request: EngineRequest) -> None: ...
+    async def _generate(self, request: EngineRequest) -> None: ...
 
-    def _begin(self, requests: list[EngineRequest]) -> None:
+    def _submit_requests(self, requests: list[EngineRequest]) -> None:
         for request in requests:
-            self._tasks[request.key] = self._loop.create_task(self._grow(request))
+            self._tasks[request.key] = self._loop.create_task(self._generate(request))
 
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 

@@ -88,20 +88,20 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         Raises EngineFault when a request fails in the program, or the program sends nothing for its answer_timeout_s.
         """
         reports, self._outbox = self._outbox, []
-        reports += [*self._take(0.0), *self._put_down()]
-        self._fill()
+        reports += [*self._collect_tokens(0.0), *self._abort_rows()]
+        self._fill_slots()
         if not reports and self.running:
-            reports = [*self._take(_WAIT_S), *self._put_down()]
-            self._fill()
+            reports = [*self._collect_tokens(_WAIT_S), *self._abort_rows()]
+            self._fill_slots()
         return reports
 
     def flush(self) -> list[FromWorker]:
-        return [*self._take(0.0), *super().flush()]
+        return [*self._collect_tokens(0.0), *super().flush()]
 
     def close(self) -> None:
         self._line.close()
 
-    def _take(self, timeout_s: float) -> list[FromWorker]:
+    def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         """Record the tokens that have arrived; return the reports that are due."""
         reports: list[FromWorker] = []
         steps: Counter[str] = Counter()
@@ -116,11 +116,11 @@ class ExternalEngine(SlotEngine, Generic[Client]):
                 raise EngineFault(f"{self._line.name} gave up trajectory {name}: {said.error}")
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
-            reports += self._grow(said, running)
+            reports += self._append_tokens(said, running)
         self._decode_steps += max(steps.values(), default=0)  # an estimate: the program does not report its steps
         return reports
 
-    def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
+    def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         reports: list[FromWorker] = []
         for token, logprob in zip(said.token_ids, said.logprobs, strict=True):
             self._decoded_tokens += 1
@@ -150,7 +150,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
     def _is_held(self, running: RunningRequest) -> bool:
         return self._book.rows[running.slot] is running.row
 
-    def _put_down(self) -> list[FromWorker]:
+    def _abort_rows(self) -> list[FromWorker]:
         """Report aborted rows, and abort their requests in the program."""
         reports = self._book.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
@@ -160,11 +160,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._line.end(ended)
         return reports
 
-    def _fill(self) -> None:
+    def _fill_slots(self) -> None:
         """Admit waiting leases to free slots and start their requests."""
-        self._begin([RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()])
+        self._submit_rows(
+            [RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()]
+        )
 
-    def _begin(self, rows: Sequence[RunningRequest]) -> None:
+    def _submit_rows(self, rows: Sequence[RunningRequest]) -> None:
         """Start requests that continue rows from their current ids."""
         requests = []
         for running in rows:

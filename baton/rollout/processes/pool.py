@@ -54,14 +54,14 @@ class EngineProcess:
         self.socket, self.process = start_child("engine", threads=1, max_frame_bytes=MAX_FRAME_BYTES)
         self.pid = self.process.pid
 
-    def tell(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         """Send a message, or queue it while the socket is full. Raises EngineFault when the process has ended."""
         try:
             send_to_engine(self.socket, message)
         except OSError as error:
-            raise self._ended() from error
+            raise self._exit_error() from error
 
-    def hear(self) -> Progress | Serving | None:
+    def receive(self) -> Progress | Serving | None:
         """Return the next message, or None while it is incomplete.
 
         Raises EngineFault when the process has ended or failed, and UserError when that is its reason.
@@ -69,14 +69,14 @@ class EngineProcess:
         try:
             message = receive_from_engine(self.socket)
         except (EOFError, OSError) as error:
-            raise self._ended() from error
+            raise self._exit_error() from error
         if isinstance(message, Fault):
             if isinstance(reason := message.error(), UserError):
                 raise reason
             raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
         return message
 
-    def _ended(self) -> EngineFault:
+    def _exit_error(self) -> EngineFault:
         code = exit_code(self.process)
         return EngineFault(
             f"{self.name} (pid {self.pid}) ended with exit code {code} while it held {len(self.leases)} "
@@ -111,7 +111,7 @@ class EnginePool(WorkerTransport):
         try:
             self.processes = [EngineProcess(index) for index in range(count)]
             for process in self.processes:
-                process.tell(msgspec.structs.replace(start, scratch=str(self.directory)))
+                process.send(msgspec.structs.replace(start, scratch=str(self.directory)))
             self._await_serving(start.version)
         except BaseException:
             self.close()
@@ -137,16 +137,16 @@ class EnginePool(WorkerTransport):
                     self._hand_over(self.processes[0], waiting)
                 for process in self.processes:
                     if lease_id in process.leases:
-                        process.tell(message)
+                        process.send(message)
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
-        self._fill()
+        self._assign_waiting()
         for process in self._ready(0.0 if self._inbox else timeout_s):
-            heard = process.hear()
+            heard = process.receive()
             assert not isinstance(heard, Serving), f"{process.name} said {type(heard).__name__} unasked"
             if heard is not None:
-                self._take(process, heard)
-        self._fill()
+                self._on_progress(process, heard)
+        self._assign_waiting()
         messages, self._inbox = self._inbox, []
         return messages
 
@@ -156,7 +156,7 @@ class EnginePool(WorkerTransport):
         self._save_tensors(tensors, path)
         try:
             for process in self.processes:
-                process.tell(LoadWeights(str(path), version))
+                process.send(LoadWeights(str(path), version))
             self._await_serving(version)
         finally:
             path.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ class EnginePool(WorkerTransport):
         self.processes = []
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _fill(self) -> None:
+    def _assign_waiting(self) -> None:
         """Send waiting leases to the process with the most free slots.
 
         Siblings go to one process while it has room, because their prompt is then prefilled once.
@@ -189,7 +189,7 @@ class EnginePool(WorkerTransport):
                 self._hand_over(process, self._queue.popleft())
 
     def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
-        process.tell(lease)
+        process.send(lease)
         process.leases.add(lease.lease_id)
         self._trace.given(lease, process.name, self._slots)
 
@@ -207,7 +207,7 @@ class EnginePool(WorkerTransport):
                 names = ", ".join(sorted(p.name for p in waiting))
                 raise DeadlineExceeded(f"{names} did not serve version {version.number} in {self.timeout_s:.0f} s")
             for process in self._ready(left_s):
-                heard = process.hear()
+                heard = process.receive()
                 if heard is None:
                     continue
                 if heard == Serving(version):
@@ -216,11 +216,11 @@ class EnginePool(WorkerTransport):
                     self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
                 else:  # it was generating when the version came
                     assert isinstance(heard, Progress), f"{process.name} said {heard}, not that it serves {version}"
-                    self._take(process, heard)
+                    self._on_progress(process, heard)
 
-    def _take(self, process: EngineProcess, progress: Progress) -> None:
+    def _on_progress(self, process: EngineProcess, progress: Progress) -> None:
         process.stats = progress.stats
         self._inbox += progress.messages
         for message in progress.messages:
-            self._trace.heard(message)
+            self._trace.on_report(message)
         process.leases.difference_update(m.lease_id for m in progress.messages if ends_lease(m))

@@ -63,7 +63,7 @@ from baton.swarm.messages import (
     Welcome,
 )
 from baton.swarm.supervisor import WorkerSupervisor
-from baton.swarm.verification.policy import Author, QuarantineRecord
+from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
 
@@ -106,7 +106,7 @@ class Hub:
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         """What the controller receives."""
         self.peers: dict[int, Peer] = {}
-        self._authors: dict[int, Author] = {}
+        self._authors: dict[int, SegmentAuthor] = {}
         """By worker number, also of workers that are gone."""
         self._commands: deque[BrokerCommand] = deque()
         self._is_executing = False
@@ -127,7 +127,7 @@ class Hub:
         self._fault: Exception | None = None
         self._app = web.Application(client_max_size=MAX_FRAME_BYTES)
         self._app.router.add_get("/worker", self._worker)
-        self._thread = Thread(target=self._run, name="hub", daemon=True)
+        self._thread = Thread(target=self._run_loop, name="hub", daemon=True)
         verifier.attach(self)
 
     # ---- from other threads ------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Hub:
 
         def action() -> None:
             for worker in self._own_workers(name):
-                self.hang_up(worker, cause)
+                self.disconnect(worker, cause)
                 self.execute(self.broker.leave(worker, cause))
 
         self.call(action)
@@ -210,7 +210,7 @@ class Hub:
             case SendToController(message=message):
                 self.inbox.put(message)
             case Disconnect(worker=worker, cause=cause):
-                self.hang_up(worker, cause)
+                self.disconnect(worker, cause)
             case ReportViolation(worker=worker, sentence=sentence):
                 self._violated(worker, sentence)
             case VerifyTrajectory(lease=lease, trajectory=trajectory, spans=spans):
@@ -235,7 +235,7 @@ class Hub:
         reasons = {n: self.access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
         for number in workers:
-            self.hang_up(number, reasons[number] or "", is_final=True)
+            self.disconnect(number, reasons[number] or "", is_final=True)
             self.execute(self.broker.leave(number, "in quarantine"))
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
@@ -258,10 +258,10 @@ class Hub:
         """Queue a message for a worker; nothing for one that is cut off, and the end for one that reads too slowly."""
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
-            self.hang_up(worker, "takes nothing off its connection")
+            self.disconnect(worker, "takes nothing off its connection")
             self.execute(self.broker.leave(worker, "too slow a connection"))
 
-    def hang_up(self, worker: int, cause: str, *, is_final: bool = False) -> None:
+    def disconnect(self, worker: int, cause: str, *, is_final: bool = False) -> None:
         """End a worker's connection; unless it is final it may come again, as a new worker."""
         peer = self.peers.pop(worker, None)
         if peer is None:
@@ -273,7 +273,7 @@ class Hub:
             peer.outgoing.close()
         self._count_slots()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._main())
@@ -325,13 +325,13 @@ class Hub:
         """A token may expire, be revoked or be put into quarantine while its worker is connected."""
         reason = self.access.recheck(peer.grant, peer.worker, peer.address)
         if reason is not None:
-            self.hang_up(peer.number, reason, is_final=True)
+            self.disconnect(peer.number, reason, is_final=True)
             self.execute(self.broker.leave(peer.number, "token"))
 
     def _violated(self, worker: int, sentence: str) -> None:
         """Called when what a worker said could not come from a correct one."""
         if self.verifier.violated(self._authors[worker], sentence, f"a report of worker {worker}") is None:
-            self.hang_up(worker, sentence, is_final=True)
+            self.disconnect(worker, sentence, is_final=True)
             self.execute(self.broker.leave(worker, "in quarantine"))
 
     def _own_workers(self, name: str) -> list[int]:
@@ -367,17 +367,17 @@ class Hub:
             peer = self._seat(hello, grant, address, outgoing)
             if self.want is not None:
                 outgoing.put(self.want)
-            silence_s = SILENT_HEARTBEATS * self.welcome.heartbeat_s
+            heartbeat_timeout_s = SILENT_HEARTBEATS * self.welcome.heartbeat_s
             while self.peers.get(peer.number) is peer and peer.outgoing is outgoing:
-                message = await line.read_unless_silent(silence_s)
+                message = await line.read_unless_silent(heartbeat_timeout_s)
                 if message is None:
                     return
-                self._hear(peer, message)
+                self._on_message(peer, message)
         except ReceiveTimeout as error:  # no evidence against anybody: it may come again at once
             self._complain("silent", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=False))
             if peer is not None and peer.outgoing is outgoing:
-                self.hang_up(peer.number, str(error))
+                self.disconnect(peer.number, str(error))
                 self.execute(self.broker.leave(peer.number, "silent"))
         except Malformed as error:
             self._complain("malformed", error, grant, address)
@@ -392,7 +392,7 @@ class Hub:
             cause = f"what it said cannot be dealt with: {type(error).__name__}: {error}"
             self._complain("fault", error, grant, address)
             if peer is not None:
-                self.hang_up(peer.number, cause)
+                self.disconnect(peer.number, cause)
                 self.execute(self.broker.leave(peer.number, "fault"))
         finally:
             if peer is not None and peer.outgoing is outgoing:
@@ -423,7 +423,7 @@ class Hub:
             peer = Peer(number, grant, hello, address, time.monotonic(), outgoing, worker, key)
             self.peers[number] = peer
             self._by_worker[worker] = number
-            self._authors[number] = Author(worker, grant, peer.name, hello.worker_class)
+            self._authors[number] = SegmentAuthor(worker, grant, peer.name, hello.worker_class)
             owner = None if grant.is_own else grant.digest
             weight = (
                 self._worker_supervisor.weight(grant.name)
@@ -434,7 +434,7 @@ class Hub:
             self.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {address}")
         self._count_slots()
         self.execute(self.broker.held(peer.number, hello.leases))
-        self._hear(peer, Heartbeat(hello.serves, peer.stats))
+        self._on_message(peer, Heartbeat(hello.serves, peer.stats))
         return peer
 
     def _cut(self, peer: Peer) -> None:
@@ -445,9 +445,9 @@ class Hub:
             count = self.broker.num_leases(peer.number)
             its = f"its {count} leases wait for it to come back, then go to others" if count else "it held no leases"
             self.say(f"worker {peer.name}: connection lost; {its}")
-        self.execute(self.broker.hear(peer.number, None, peer.stats.decoded_tokens))
+        self.execute(self.broker.heartbeat(peer.number, None, peer.stats.decoded_tokens))
 
-    def _hear(self, peer: Peer, message: FromWorker) -> None:
+    def _on_message(self, peer: Peer, message: FromWorker) -> None:
         match message:
             case Report():
                 self._alive(peer)
@@ -463,16 +463,16 @@ class Hub:
                 if peer.served != before:
                     self.broker.pace.serve(now_s, (p.served for p in self.peers.values() if p.is_connected))
             case Leaving():
-                self.hang_up(peer.number, "left")
+                self.disconnect(peer.number, "left")
                 self.execute(self.broker.leave(peer.number, "left"))
             case Fault(kind=kind, text=text):
-                self.hang_up(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
+                self.disconnect(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
                 self.execute(self.broker.leave(peer.number, "fault"))
             case Hello():
                 raise Malformed("a second Hello")
 
     def _alive(self, peer: Peer) -> None:
-        self.execute(self.broker.hear(peer.number, peer.served, peer.stats.decoded_tokens))
+        self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
         """The number of a version that was published by this process, digest and all; None for any other."""

@@ -85,7 +85,7 @@ class HubListener:
         if self._controller is not None:
             await self._controller.cleanup()
         for fd in list(self._connections):
-            self._hang_up(fd)
+            self._reset_connection(fd)
         if self._greeters:
             await asyncio.wait(self._greeters, timeout=1.0)
 
@@ -135,9 +135,9 @@ class HubListener:
 
     def _turn_away(self, fd: int) -> None:
         self.turned_away += 1
-        self._hang_up(fd)
+        self._reset_connection(fd)
 
-    def _hang_up(self, fd: int) -> None:
+    def _reset_connection(self, fd: int) -> None:
         if fd in self._transports:
             reset(self._transports[fd])
         elif fd in self._connections:

@@ -24,7 +24,7 @@ class TracedLeaseBroker(LeaseBroker):
         def check_and_trace(lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
             complaint = check(lease, report, grown=grown, newest_version=newest_version)
             if complaint is None:
-                trace.heard(report)
+                trace.on_report(report)
             return complaint
 
         super().__init__(table, check_and_trace, clock)
@@ -46,14 +46,14 @@ class TracedLeaseBroker(LeaseBroker):
         self._served[worker] = (None, self._clock())
         return super().join(worker, slots, weight, kind, owner, name)
 
-    def hear(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
+    def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         before, since_s = self._served.get(worker, (version, 0.0))
         if version is not None and version != before:
             now_s = self._clock()
             begin_s = max(since_s, self.pace.announced.get(version, since_s))
             self._trace.tracer.span("fetch", self._names[worker], ASIDE, min(begin_s, now_s), now_s, version=version)
             self._served[worker] = (version, now_s)
-        return super().hear(worker, version, decoded_tokens)
+        return super().heartbeat(worker, version, decoded_tokens)
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
         self._end_all(worker)
@@ -68,7 +68,7 @@ class TracedLeaseBroker(LeaseBroker):
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
         if self.table.knows(retry.lease_id):
-            self._trace.heard(retry)
+            self._trace.on_report(retry)
         return super().refuse(worker, retry)
 
     def _apply(self, command: ev.Command) -> BrokerCommand | None:

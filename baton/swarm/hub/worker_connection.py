@@ -54,9 +54,9 @@ class WorkerConnection:
             await asyncio.wait({sender, reader}, timeout=CLOSE_S)
             sender.cancel()
             await asyncio.gather(sender, reader, return_exceptions=True)
-            await self._hang_up()
+            await self._close_socket()
 
-    async def _hang_up(self) -> None:
+    async def _close_socket(self) -> None:
         try:
             with suppress(Exception):
                 async with asyncio.timeout(CLOSE_S):
@@ -65,7 +65,7 @@ class WorkerConnection:
             if self._transport is not None and _unsent_bytes(self._transport):
                 self._transport.abort()  # nobody reads at the other end
 
-    async def read_unless_silent(self, silence_s: float) -> FromWorker | None:
+    async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when it is gone. Raises Malformed and ReceiveTimeout.
 
         The wait is cut into slices, each of which counts as its own length only. If this process stands still, the
@@ -73,8 +73,8 @@ class WorkerConnection:
         """
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
-                return await self._read(silence_s / SILENT_HEARTBEATS)
-        raise ReceiveTimeout(f"silent for {silence_s:.3g} s")
+                return await self._read(timeout_s / SILENT_HEARTBEATS)
+        raise ReceiveTimeout(f"silent for {timeout_s:.3g} s")
 
     async def _read(self, deadline_s: float) -> FromWorker | None:
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation

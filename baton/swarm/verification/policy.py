@@ -85,7 +85,7 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
         return f"{self.label} ({self.worker})" if self.label else self.worker
 
 
-class Author(msgspec.Struct, frozen=True):
+class SegmentAuthor(msgspec.Struct, frozen=True):
     """Who wrote a part of a trajectory."""
 
     worker: str
@@ -96,7 +96,7 @@ class Author(msgspec.Struct, frozen=True):
     worker_class: WorkerClass
 
 
-Part = tuple[Author, int, int]
+Part = tuple[SegmentAuthor, int, int]
 """(author, first token, end)"""
 
 
@@ -135,7 +135,7 @@ class TrajectoryJudged(msgspec.Struct, frozen=True):
     """A check has verdicts on the parts of a trajectory."""
 
     case: Case
-    verdicts: tuple[tuple[Author, VerificationResult, Tolerance], ...]
+    verdicts: tuple[tuple[SegmentAuthor, VerificationResult, Tolerance], ...]
     """The tolerance is that of the author's class: the newest verdicts on a worker are judged together as well."""
     is_whole: bool = True
     """Whether all versions in it could be scored."""
@@ -151,7 +151,7 @@ class CheckFailed(msgspec.Struct, frozen=True):
 class ReportViolated(msgspec.Struct, frozen=True):
     """A report broke a rule that no correct worker breaks; the trajectory need not be finished."""
 
-    author: Author
+    author: SegmentAuthor
     name: str
     sentence: str
 
@@ -350,7 +350,7 @@ class VerificationPolicy:
         """Whether the workers of a token are checked at all: the run's own only where it asks for that."""
         return self._settings.own or not grant.is_own
 
-    def _is_drawn(self, author: Author, name: str) -> bool:
+    def _is_drawn(self, author: SegmentAuthor, name: str) -> bool:
         """Count a finished trajectory, and say whether it is to be checked."""
         account = self._of(author.worker)
         self._taken(name)
@@ -365,7 +365,7 @@ class VerificationPolicy:
         return is_checked
 
     def _judged(
-        self, author: Author, name: str, verdict: VerificationResult, tolerance: Tolerance
+        self, author: SegmentAuthor, name: str, verdict: VerificationResult, tolerance: Tolerance
     ) -> Iterator[VerificationCommand]:
         account = self._of(author.worker)
         account.num_checked += 1
@@ -376,7 +376,7 @@ class VerificationPolicy:
         if decisive.outcome is CheckOutcome.BAD:
             yield self._convicted(author, name, decisive)
 
-    def _convicted(self, author: Author, name: str, verdict: VerificationResult) -> QuarantineWorker:
+    def _convicted(self, author: SegmentAuthor, name: str, verdict: VerificationResult) -> QuarantineWorker:
         account = self._of(author.worker)
         quarantine_record = QuarantineRecord(
             author.worker,

@@ -1,9 +1,9 @@
 """Who is in quarantine, in a file of JSON lines in the run's directory: a restart forgets none.
 
-    hub ──QuarantineRecord──▶ quarantine.jsonl ◀──QuarantineLifted── baton token unquarantine
+    hub ──QuarantineRecord──▶ quarantine.jsonl ◀──LiftRecord── baton token unquarantine
           └────────── follow, at every tick ──────┘
 
-The file only grows. A line `QuarantineLifted` ends the convictions of its workers that stand before it.
+The file only grows. A line `LiftRecord` ends the convictions of its workers that stand before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_QUARANTINED = 3
 """Workers of one token in quarantine, at which the token is: a worker that drops its key comes again as a new one."""
 
 
-class QuarantineLifted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A person has ended the quarantine of workers."""
 
     lifted: tuple[str, ...]
@@ -71,7 +71,7 @@ class Quarantine:
         if not found:
             known = ", ".join(dict.fromkeys(one.shown for one in self.quarantine_records)) or "nobody"
             raise UserError(f"{name!r} is not in quarantine in {self._path}; in quarantine: {known}")
-        self._append(QuarantineLifted(found, at))
+        self._append(LiftRecord(found, at))
         self.follow()
         return found
 
@@ -87,7 +87,7 @@ class Quarantine:
         last = [*of_token.values()][-1].verdict.reason
         return f"in quarantine: {len(of_token)} workers of this token are; the last: {last}"
 
-    def _append(self, line: QuarantineRecord | QuarantineLifted) -> int:
+    def _append(self, line: QuarantineRecord | LiftRecord) -> int:
         data = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -132,16 +132,16 @@ def _read(path: Path) -> list[QuarantineRecord]:
                 raise UserError(f"{path}, line {number}, is no record of a quarantine: {error}; remove it") from error
             logger.warning("%s, line %d, was cut off while it was written, and is passed over", path, number)
             continue
-        if isinstance(record, QuarantineLifted):
+        if isinstance(record, LiftRecord):
             found = [one for one in found if one.worker not in record.lifted]
         else:
             found.append(record)
     return found
 
 
-def _decoded(line: bytes) -> QuarantineRecord | QuarantineLifted:
+def _decoded(line: bytes) -> QuarantineRecord | LiftRecord:
     try:
-        return msgspec.json.decode(line, type=QuarantineLifted)
+        return msgspec.json.decode(line, type=LiftRecord)
     except msgspec.ValidationError:
         return msgspec.json.decode(line, type=QuarantineRecord)
 

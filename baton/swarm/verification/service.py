@@ -22,7 +22,6 @@ from baton.rollout.rescored import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
 from baton.swarm.verification.policy import (
-    Author,
     BatchConsumed,
     Case,
     CheckFailed,
@@ -34,6 +33,7 @@ from baton.swarm.verification.policy import (
     ReleaseTrajectory,
     RemakeTrajectory,
     ReportViolated,
+    SegmentAuthor,
     TrajectoryFinished,
     TrajectoryJudged,
     VerificationCommand,
@@ -156,26 +156,26 @@ class VerificationService:
         key = key_of(lease)
         claim = Claim(trajectory, lease.sampling, lease.noise_seed)
         banned = frozenset(a.worker for a, _, _ in parts if self.quarantine.reason(a.grant, a.worker))
-        return bool(self._tell(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
+        return bool(self._handle_event(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
 
-    def violated(self, author: Author, sentence: str, name: str) -> QuarantineRecord | None:
+    def violated(self, author: SegmentAuthor, sentence: str, name: str) -> QuarantineRecord | None:
         """Called when a report could not come from a correct worker; return the record of its quarantine, if new."""
-        found = self._tell(ReportViolated(author, name, sentence))
+        found = self._handle_event(ReportViolated(author, name, sentence))
         return next((command.quarantine_record for command in found if isinstance(command, QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
         """Look for checks that take too long and quarantines that were lifted. delay_s: what the hub was late by."""
         if lifted := self.quarantine.follow():
-            self._tell(QuarantineLifted(lifted))
-        self._tell(VerificationTick(time.monotonic(), delay_s))
+            self._handle_event(QuarantineLifted(lifted))
+        self._handle_event(VerificationTick(time.monotonic(), delay_s))
 
-    def _tell(self, event: VerificationEvent) -> list[VerificationCommand]:
+    def _handle_event(self, event: VerificationEvent) -> list[VerificationCommand]:
         commands = self.verification_policy.handle(event)
         for command in commands:
             match command:
                 case CheckTrajectory(case=case):
                     self._cases.put(case)
-                    self._executor.submit(self._run)
+                    self._executor.submit(self._check_waiting)
                 case ReleaseTrajectory(key=key):
                     self._hub.release(key)
                 case RemakeTrajectory(key=key):
@@ -189,15 +189,15 @@ class VerificationService:
 
     def _tell_from_thread(self, event: VerificationEvent) -> None:
         def tell() -> None:
-            self._tell(event)
+            self._handle_event(event)
 
         self._hub.call(tell)
 
     # ---- in the examiner's thread ------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _check_waiting(self) -> None:
         """Examine what waits, as many together as may be."""
-        while cases := self._take():
+        while cases := self._next_cases():
             begin_s = time.monotonic()
             try:
                 self._scorer = self._scorer or self._make_scorer()
@@ -207,7 +207,7 @@ class VerificationService:
                 self._tell_from_thread(CheckFailed(tuple(cases), cause))
             self.counters.seconds += time.monotonic() - begin_s
 
-    def _take(self) -> list[Case]:
+    def _next_cases(self) -> list[Case]:
         cases: list[Case] = []
         with suppress(Empty):
             while len(cases) < MAX_BATCH:

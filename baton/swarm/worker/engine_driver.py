@@ -87,14 +87,14 @@ class EngineDriver:
             for number in carried:
                 self._engine.abort(number)
             if carried:
-                reports = self._put_down(set(carried))
+                reports = self._release_leases(set(carried))
         self._engine.load_weights(tensors, version)
         for number in carried:
             if number in self._leases:
                 self._engine.submit(self._leases[number])
         return reports
 
-    def _put_down(self, carried: set[int]) -> list[FromWorker]:
+    def _release_leases(self, carried: set[int]) -> list[FromWorker]:
         """Have the engine let go of leases that this worker keeps: to the hub they have only grown."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
@@ -137,7 +137,7 @@ class EngineThread:
         self.report_every_s = report_every_s
         self._on_reports, self._on_fault = on_reports, on_fault
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._thread = Thread(target=self._drive, name="engine", daemon=True)
         self._thread.start()
 
     def do(self, action: Callable[[], None]) -> None:
@@ -149,12 +149,12 @@ class EngineThread:
         self._actions.put(None)
         self._thread.join(timeout_s)
 
-    def say(self, reports: list[FromWorker]) -> None:
+    def report(self, reports: list[FromWorker]) -> None:
         """Hand reports over, from an action."""
         if reports and self.driver is not None:
             self._on_reports(reports, self.driver.stats)
 
-    def _run(self) -> None:
+    def _drive(self) -> None:
         try:
             flushed_s = time.monotonic()
             while self._act():

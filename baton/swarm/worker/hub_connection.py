@@ -31,7 +31,7 @@ class HubConnection:
         self._socket = socket
         self._outgoing: asyncio.Queue[FromWorker] = asyncio.Queue()
 
-    def say(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker) -> None:
         """Queue a message."""
         self._outgoing.put_nowait(message)
 

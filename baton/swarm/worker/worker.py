@@ -86,7 +86,7 @@ class WorkerOptions:
     """For people, and for the class whose logprobs are compared."""
     engine: str | None = None
     """The kind of engine; None is the recipe's. Part of the class too."""
-    patience_s: float | None = None
+    reconnect_timeout_s: float | None = None
     """Seconds without a hub after which the worker ends with DeadlineExceeded; None is never."""
     say: Callable[[str], None] = say
 
@@ -137,7 +137,7 @@ class SwarmWorker:
                             return
                         if self._was_served:
                             failures, heard_s = 0, self._loop.time()
-                        self._check_patience(self._loop.time() - heard_s)
+                        self._check_reconnect_timeout(self._loop.time() - heard_s)
                         failures += 1
                         waiting_s = retry_wait_s(failures, first_s=0.5, longest_s=LONGEST_WAIT_S)
                         waiting_s *= random.uniform(0.5, 1.0)
@@ -153,9 +153,9 @@ class SwarmWorker:
                 if self._engine is not None:
                     await in_thread(self._engine.close, GOODBYE_S)
 
-    def _check_patience(self, silent_s: float) -> None:
-        patience_s = self._options.patience_s
-        if patience_s is not None and silent_s >= patience_s:
+    def _check_reconnect_timeout(self, silent_s: float) -> None:
+        timeout_s = self._options.reconnect_timeout_s
+        if timeout_s is not None and silent_s >= timeout_s:
             raise DeadlineExceeded(f"there has been no hub at {self._options.url} for {silent_s:.0f} s: giving up")
 
     def leave(self) -> None:
@@ -216,10 +216,10 @@ class SwarmWorker:
     async def _listen(self, line: HubConnection, welcome: Welcome) -> None:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
-        line.say(self._hello(welcome, slots))
+        line.send(self._hello(welcome, slots))
         line.is_open = self._was_served = True
         for report in self._outbox.again():
-            line.say(report)
+            line.send(report)
         while True:
             self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
 
@@ -231,7 +231,7 @@ class SwarmWorker:
 
     async def _beat(self, line: HubConnection, every_s: float) -> None:
         while True:
-            line.say(self._heartbeat())
+            line.send(self._heartbeat())
             await asyncio.sleep(every_s)
 
     def _heartbeat(self) -> Heartbeat:
@@ -245,13 +245,13 @@ class SwarmWorker:
             driver = engine.driver
 
             def put_down() -> None:
-                engine.say(driver.flush())
+                engine.report(driver.flush())
                 driver.drop_all()
 
             with suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
                     await self._done_by(engine, put_down)
-        line.say(Leaving())
+        line.send(Leaving())
         await line.drain()
 
     # ---- what the hub says -------------------------------------------------------------------------------------------
@@ -368,16 +368,16 @@ class SwarmWorker:
                 self._outbox.add(report)
             else:
                 self._outbox.close(report.lease_id)
-            self._say(report)
+            self._send_message(report)
 
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
         if self._line is not None:
-            self._line.say(fault_of(error))
+            self._line.send(fault_of(error))
 
-    def _say(self, message: FromWorker) -> None:
+    def _send_message(self, message: FromWorker) -> None:
         if self._line is not None and self._line.is_open:
-            self._line.say(message)
+            self._line.send(message)
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine
@@ -385,11 +385,11 @@ class SwarmWorker:
 
         def act() -> None:
             assert engine.driver is not None, "a version is activated before the engine is built"
-            engine.say(engine.driver.switch(tensors, version))
+            engine.report(engine.driver.switch(tensors, version))
             self._loop.call_soon_threadsafe(self._activated, version)
 
         engine.do(act)
 
     def _activated(self, version: PolicyVersion) -> None:
         self._refresher.activated(version)
-        self._say(self._heartbeat())
+        self._send_message(self._heartbeat())

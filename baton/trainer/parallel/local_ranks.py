@@ -52,7 +52,7 @@ class LocalRanks:
         try:
             for rank in range(size):
                 scratch = str(self._scratch)
-                self._start(RankInfo(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
+                self._start_rank(RankInfo(rank=rank, size=size, interface=LOOPBACK, threads=threads, scratch=scratch))
         except BaseException:
             self.close()
             raise
@@ -67,7 +67,7 @@ class LocalRanks:
         data = encode(message)
         try:
             for rank in range(self._size):
-                self._send(rank, data)
+                self._send_frame(rank, data)
             while len(answers) < self._size:
                 waiting = {socket: rank for rank, socket in enumerate(self._sockets) if rank not in answers}
                 if (left_s := deadline_s - time.monotonic()) <= 0:
@@ -93,25 +93,25 @@ class LocalRanks:
         self._sockets, self._processes = [], []
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _start(self, place: RankInfo) -> None:
+    def _start_rank(self, place: RankInfo) -> None:
         ours, process = start_child("rank", threads=place.threads, max_frame_bytes=MAX_FRAME_BYTES)
         self._sockets.append(ours)
         self._processes.append(process)
         self.pids.append(process.pid)
-        self._send(place.rank, encode(place))
+        self._send_frame(place.rank, encode(place))
 
-    def _send(self, rank: int, data: bytes) -> None:
+    def _send_frame(self, rank: int, data: bytes) -> None:
         try:
             self._sockets[rank].send(data)
         except OSError as error:
-            raise self._ended(rank) from error
+            raise self._exit_error(rank) from error
 
     def _receive(self, rank: int) -> FromRank | None:
         """Return a rank's answer, or None while it is incomplete."""
         try:
             frame = self._sockets[rank].receive()
         except (EOFError, OSError) as error:
-            raise self._ended(rank) from error
+            raise self._exit_error(rank) from error
         return None if frame is None else decode_from_rank(frame)
 
     def _silent(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
@@ -123,7 +123,7 @@ class LocalRanks:
         )
         return RankLost(f"trainer rank {names} did not answer {what}{unread and f' ({unread})'}; {HOW_TO_GO_ON}")
 
-    def _ended(self, rank: int) -> RankLost:
+    def _exit_error(self, rank: int) -> RankLost:
         code = exit_code(self._processes[rank])
         how = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
         return RankLost(f"trainer rank {rank} (pid {self.pids[rank]}) ended {how}; {HOW_TO_GO_ON}")

@@ -100,18 +100,18 @@ class EmbeddedEngine(SlotEngine):
         kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
         return self.network.held_bytes + held_bytes(kept, self.network.device)
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Free the device memory of slots and weights. No lease may be left. Does nothing if already at rest."""
         left = self._book.num_running + self._book.waiting_prefixes.total()
         assert not left, f"the engine is to rest with {left} leases in its hands"
         self._kept.clear()
         self._params = None
         self._needs_version = self._needs_version or not self.network.is_resting
-        self.network.rest()
+        self.network.sleep()
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate device memory again; call `load_weights` next. Does nothing if not at rest."""
-        self.network.wake()
+        self.network.wake_up()
 
     def step(self) -> list[FromWorker]:
         """Admit waiting leases to free slots, decode one token per running lease, and return the messages to send."""
@@ -122,12 +122,12 @@ class EmbeddedEngine(SlotEngine):
         if admitted or self._book.num_running != running:
             self._params = None
         if admitted:
-            self._fill(admitted)
+            self._fill_prefixes(admitted)
         if self._book.num_running:
             reports += self._decode()
         return reports
 
-    def _fill(self, admitted: list[tuple[int, RunningLease]]) -> None:
+    def _fill_prefixes(self, admitted: list[tuple[int, RunningLease]]) -> None:
         """Write the prefix of each new row into its slot; compute those that are not kept."""
         by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):
@@ -147,7 +147,7 @@ class EmbeddedEngine(SlotEngine):
                 trajectory = row.lease.trajectory
                 self._inputs[:, slot] = row.last_id, row.position, row.length
                 self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
-        self._forget()
+        self._drop_prefixes()
 
     def _ahead(self, shape: tuple[int, int], count: int, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return up to `count` prefixes of waiting leases, for the unused rows of a prefill."""
@@ -157,7 +157,7 @@ class EmbeddedEngine(SlotEngine):
         found = (ids for ids in waiting if ids and prefill_shape(len(ids)) == shape)
         return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
 
-    def _forget(self) -> None:
+    def _drop_prefixes(self) -> None:
         """Drop prefixes that no waiting lease needs, and the oldest beyond the limit, which are then computed again."""
         waiting = self._book.waiting_prefixes
         self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}

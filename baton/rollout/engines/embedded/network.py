@@ -178,7 +178,7 @@ class Network:
         weights = (*self.model.parameters(), *self.model.buffers(), *self._base.tensors)
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Free the device memory of slots and weights.
 
         After a whole version the weights are dropped, since the next version replaces them. After an adapter the base
@@ -202,7 +202,7 @@ class Network:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the trainer needs blocks of other sizes
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Allocate slots and weights again; `load` must follow. Does nothing if not at rest."""
         if not self.is_resting:
             return

@@ -46,7 +46,7 @@ class SglangClient(EngineClient):
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
         self._server = wire.ServerInfo()
-        self._start_with(self._start(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to come up")
+        self._start_with(self._connect(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to come up")
 
     @property
     def max_context_tokens(self) -> int | None:
@@ -66,11 +66,11 @@ class SglangClient(EngineClient):
 
         Raises EngineFault if it refuses, or reports another version than `label` afterwards.
         """
-        self._call(self._load(directory, label), self._answer_timeout_s, "to take new weights")
+        self._call(self._load_weights(directory, label), self._answer_timeout_s, "to take new weights")
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
 
-    async def _start(self, key: str | None, timeout_s: float) -> None:
+    async def _connect(self, key: str | None, timeout_s: float) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = aiohttp.ClientSession(
             headers=headers,
@@ -102,7 +102,7 @@ class SglangClient(EngineClient):
         if hasattr(self, "_http"):
             await self._http.close()
 
-    async def _grow(self, request: EngineRequest) -> None:
+    async def _generate(self, request: EngineRequest) -> None:
         finish = None
         try:
             async with self._http.post(
@@ -144,7 +144,7 @@ class SglangClient(EngineClient):
                 return
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _load(self, directory: str, label: str) -> None:
+    async def _load_weights(self, directory: str, label: str) -> None:
         body = {"model_path": directory, "load_format": "safetensors", "weight_version": label}
         answer = await self._ask("POST", "/update_weights_from_disk", body)
         if not isinstance(answer, dict) or not answer.get("success"):

@@ -75,9 +75,9 @@ class SglangEngine(ExternalEngine[SglangClient]):
         whole = self._weights.whole(tensors)
         self._line.quiesce()
         self._is_quiet = True
-        self._outbox += self._take(0.0)
+        self._outbox += self._collect_tokens(0.0)
         self._is_quiet = False
-        directory, label = self._write(whole), f"{version.lineage}-{version.number}-{self._num_loads}"
+        directory, label = self._write_model(whole), f"{version.lineage}-{version.number}-{self._num_loads}"
         self._num_loads += 1
         try:
             self._line.load(str(directory), label)
@@ -87,16 +87,16 @@ class SglangEngine(ExternalEngine[SglangClient]):
         self._forget_directory()
         self._directory, self._label = directory, label
         self._book.switch(version)
-        self._outbox += self._put_down()
+        self._outbox += self._abort_rows()
         held, self.running = list(self.running.values()), {}
-        self._begin(held)
+        self._submit_rows(held)
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running. May be called twice."""
         super().close()
         self._forget_directory()
 
-    def _write(self, whole: Mapping[str, Any]) -> Path:
+    def _write_model(self, whole: Mapping[str, Any]) -> Path:
         """Write a model directory that the server can read."""
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
@@ -110,13 +110,13 @@ class SglangEngine(ExternalEngine[SglangClient]):
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
+    def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         if said.weights is not None and said.weights != self._label:
             raise EngineFault(
                 f"{self._line.name} serves weights {said.weights!r}, but was given {self._label!r}: somebody else "
                 "changes them; a server is one engine's alone"
             )
-        return super()._grow(said, running)
+        return super()._append_tokens(said, running)
 
     def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
         if said.finish == "abort" and running.is_ending:

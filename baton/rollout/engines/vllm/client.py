@@ -31,10 +31,10 @@ class VllmClient(EngineClient):
         self._llm: Any = None
         set_up_environment()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(start_timeout_s)))
-        self._start_with(self._start(arguments), start_timeout_s, "to start")
+        self._start_with(self._start_llm(arguments), start_timeout_s, "to start")
 
     def end(self, keys: Sequence[str]) -> None:
-        self._loop.call_soon_threadsafe(self._end, list(keys))
+        self._loop.call_soon_threadsafe(self._abort_requests, list(keys))
 
     def pause(self) -> None:
         """Pause all requests. Afterwards no tokens are generated, and `take` returns all that were."""
@@ -46,7 +46,7 @@ class VllmClient(EngineClient):
 
     def load(self, path: str, label: str) -> int:
         """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
-        return self._call(self._load(path, label), self._answer_timeout_s, "to take new weights")
+        return self._call(self._load_weights(path, label), self._answer_timeout_s, "to take new weights")
 
     def check(self) -> None:
         """Raise EngineFault when the core is dead."""
@@ -59,7 +59,7 @@ class VllmClient(EngineClient):
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
 
-    async def _start(self, arguments: dict[str, Any]) -> None:
+    async def _start_llm(self, arguments: dict[str, Any]) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -72,20 +72,20 @@ class VllmClient(EngineClient):
         await self._llm.collective_rpc("end_with", args=(os.getpid(),))
 
     async def _stop(self) -> None:
-        self._end(list(self._tasks))
+        self._abort_requests(list(self._tasks))
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # it would report the exit of the core as a fault
             await in_thread(llm.shutdown, 5.0)
 
-    def _end(self, keys: list[str]) -> None:
+    def _abort_requests(self, keys: list[str]) -> None:
         for key in keys:
             task = self._tasks.pop(key, None)
             if task is not None:
                 task.cancel()
 
-    async def _grow(self, request: EngineRequest) -> None:
+    async def _generate(self, request: EngineRequest) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -129,7 +129,7 @@ class VllmClient(EngineClient):
         while seen != (seen := self._inbox.qsize()):
             await asyncio.sleep(0.01)
 
-    async def _load(self, path: str, label: str) -> int:
+    async def _load_weights(self, path: str, label: str) -> int:
         taken = await self._llm.collective_rpc("take_weights", args=(path,))
         await self._llm.update_weight_version(label)
         assert len(set(taken)) == 1, f"vLLM's workers took {taken} tensors of one file"

@@ -39,36 +39,36 @@ class VllmEngine(ExternalEngine[VllmClient]):
         """
         whole = self._weights.whole(tensors)
         self._line.pause()
-        self._outbox += self._take(0.0)
+        self._outbox += self._collect_tokens(0.0)
         self._num_loads += 1
         self._label = f"{self._name}-{self._num_loads}"
-        taken = self._load(whole, self._label)
+        taken = self._load_whole(whole, self._label)
         if taken != len(whole):
             raise EngineFault(f"vLLM took {taken} of the {len(whole)} tensors of version {version.number}")
         self._book.switch(version)
-        self._outbox += self._put_down()
+        self._outbox += self._abort_rows()
         self._line.resume()
         self._heard_s = time.monotonic()
 
-    def _load(self, whole: Mapping[str, Any], label: str) -> int:
+    def _load_whole(self, whole: Mapping[str, Any], label: str) -> int:
         """Load tensors through one file in memory, which all vLLM workers of this machine read."""
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "weights.safetensors"
             save_file(dict(whole), path)
             return self._line.load(str(path), label)
 
-    def _take(self, timeout_s: float) -> list[FromWorker]:
-        reports = super()._take(timeout_s)
-        silence_s = self._settings.vllm.answer_timeout_s
-        if self.running and time.monotonic() - self._heard_s > silence_s:
+    def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
+        reports = super()._collect_tokens(timeout_s)
+        heartbeat_timeout_s = self._settings.vllm.answer_timeout_s
+        if self.running and time.monotonic() - self._heard_s > heartbeat_timeout_s:
             raise EngineFault(
-                f"vLLM has made no token in {silence_s:.0f} s, with {len(self.running)} trajectories running "
+                f"vLLM has made no token in {heartbeat_timeout_s:.0f} s, with {len(self.running)} trajectories running "
                 "(engine.vllm.answer_timeout_s)"
             )
         return reports
 
-    def _grow(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
-        reports = super()._grow(said, running)
+    def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
+        reports = super()._append_tokens(said, running)
         if said.finish is not None:
             self._check_account(said, running)
         return reports
