@@ -1,4 +1,4 @@
-"""Hidden commands: the processes that `baton train` starts beside itself."""
+"""Hidden commands of the child processes that `baton train` starts: engines and trainer ranks."""
 
 from __future__ import annotations
 

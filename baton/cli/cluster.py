@@ -1,4 +1,4 @@
-"""The command `baton cluster`: a Ray cluster as the planner's file."""
+"""The command `baton cluster`: describes a Ray cluster in a file for the planner."""
 
 from __future__ import annotations
 

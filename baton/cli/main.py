@@ -12,8 +12,8 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
-# before torch is imported. A thread that waits spins for some microseconds, then sleeps: sleeping at once (`passive`)
-# makes a train step on two threads twice as long, and spinning on would starve the engines' processes
+# set before torch is imported. A waiting OpenMP thread spins for some microseconds, then sleeps: sleeping at once
+# (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads, spinning longer starves engine processes
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -51,7 +51,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich takes the brackets in "[rollout]" for markup, and drops them
+    rich_markup_mode=None,  # rich parses the brackets in "[rollout]" as markup and drops them
     help="Reinforcement learning of language models on any hardware. To begin: baton train recipes/quickstart.toml",
 )
 
@@ -86,7 +86,7 @@ app.command(hidden=True)(child_processes.rank)
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one sentence on stderr and exit code 2, another failure is 1."""
+    """Run the command line. A UserError prints one sentence on stderr and exits with 2; other failures exit with 1."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.getLogger("baton").addHandler(handler)
@@ -96,7 +96,7 @@ def main() -> None:
         _fail("error", error, 2)
     except BatonError as error:
         _fail(type(error).__name__, error, 1)
-    except Exception as error:  # noqa: BLE001  # an error that nobody expected may quote text from outside too
+    except Exception as error:  # noqa: BLE001  # its message may contain untrusted text, which `err` escapes
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             _fail("StorageFault", error, 1)
         err.print("".join(traceback.format_exception(error)), end="", soft_wrap=True)

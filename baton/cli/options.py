@@ -56,7 +56,7 @@ RENAMED_OPTIONS = {"--patience": "--reconnect-timeout"}
 class Commands(TyperGroup):
     """A group whose help shows the whole first sentence of each command; click truncates it to one line."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # typer has its own copy of click
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # typer bundles its own copy of click
         found = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(1000)) for name, each in found if not each.hidden])
@@ -71,7 +71,7 @@ class Commands(TyperGroup):
 def show(
     record: Shown, printer: Callable[[Console, Shown], None], *, as_json: bool, console: Console | None = None
 ) -> None:
-    """Print a record as JSON, or for people with `printer`."""
+    """Print a record as JSON, or as text with `printer`."""
     if as_json:
         print_json(record)
     else:
@@ -79,7 +79,7 @@ def show(
 
 
 def print_written(*paths: Path | None) -> None:
-    """Name the files that a command wrote."""
+    """Print the paths of the files that a command wrote."""
     for path in paths:
         if path is not None:
             out.print(f"written: {path}", soft_wrap=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.swarm.hub.relay import Relay
 
 RELAY_GRACE_S = 2.0
-"""Time for a relay to end by itself after a signal."""
+"""Seconds that a relay has to end after a signal before it is cancelled."""
 
 
 def relay(
@@ -64,7 +64,7 @@ async def _run(one: Relay) -> None:
 
     def end() -> None:
         until.set()
-        loop.call_later(RELAY_GRACE_S, running.cancel)  # it may be waiting for its hub
+        loop.call_later(RELAY_GRACE_S, running.cancel)  # it may be blocked on a request to its hub
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)

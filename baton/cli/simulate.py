@@ -1,4 +1,4 @@
-"""The command `baton simulate`: a run in virtual time."""
+"""The command `baton simulate`: simulates a run in virtual time."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def create(
         try:
             write_private(write_to, text.encode() + b"\n")
         except UserError:
-            kept.revoke(made.name)  # nobody has it
+            kept.revoke(made.name)  # it could not be written, so no one can use it
             raise
         made = msgspec.structs.replace(made, written_to=str(write_to))
     else:

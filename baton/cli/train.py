@@ -123,7 +123,7 @@ def _run(start: Start, steps: int, as_json: bool) -> None:
 
 
 def _exit_code(stop: StopRequest) -> int:
-    """Exit code that tells the supervisor that sent SIGTERM that the run is not complete."""
+    """Exit code of an incomplete run: 143 after SIGTERM, so that a supervisor can restart it; else 0."""
     return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 

@@ -69,7 +69,7 @@ def worker(
         check_server(found, is_own=any(option.startswith("url=") for option in engine_option or ()))
         return found
 
-    choose(EngineSettings())  # refuses a mistake before the hub is asked
+    choose(EngineSettings())  # checks the options before connecting to the hub
     base = check_url(url, insecure)
     options = WorkerOptions(
         base,
@@ -107,7 +107,7 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
 
 
 def _device_name(device: str) -> str:
-    """Name of the GPU or processor, which decides how a device rounds."""
+    """Name of the GPU or processor; devices of one name round alike."""
     from baton.records.run_directory import processor_name
 
     if device == "cpu":

@@ -58,24 +58,24 @@ class RewardSettings(Settings):
     kind: Literal["correct", "score", "exact", "format", "math", "function", "http"]
     """correct: 1 for a full score of the task's scorer, else 0. score: the scorer's value with its partial credit.
     exact: 1 when the answer equals the reference as text. format: 1 when the answer format is met. math: 1 when the
-    answer equals the reference as mathematics. function: your own. http: a judge behind a URL."""
+    answer equals the reference by math-verify. function: your own function. http: a scorer behind a URL."""
     name: str = ""
-    """Name in metrics; the default is the kind, or the function's own name."""
+    """Name in metrics; the default is the kind, or the name of the function."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of this part in the sum."""
     function: str | None = None
     """`module:name` or `file.py:name`, for kind = "function"."""
     signature: Signature | None = None
-    """How the function is called: `baton`, `trl` or `verl`; the default is told by its name and parameters."""
+    """Calling convention of the function; the default is detected from its name and parameters."""
     isolate: bool = True
-    """Whether the function is called in a worker process that can be killed. False calls it within the run, without a
-    deadline: only for a function that surely returns."""
+    """Whether the function runs in a worker process that can be killed. False runs it in the controller process without
+    a deadline: only for functions that always return."""
     url: str | None = None
-    """Where to POST, for kind = "http"."""
+    """URL to POST to, for kind = "http"."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Seconds for one call; the default is judge.deadline_s."""
+    """Maximum seconds of one call; the default is judge.deadline_s."""
     concurrency: int = Field(default=32, ge=1)
-    """Calls at once, of an async function or a remote judge."""
+    """Maximum concurrent calls of an async function or a remote scorer."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The recipe's section about judging."""
+"""The recipe section for calls of reward scorers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from baton.settings import Settings
 
 
 class JudgeSettings(Settings):
-    """[judge] how judges are called. Worker processes start when the first call needs one."""
+    """[judge] calls of reward scorers. Worker processes start when the first call needs one."""
 
     workers: int = Field(default=2, ge=1)
-    """Worker processes for judges that may hang or crash; each makes one call at a time."""
+    """Worker processes for scorers that may hang or crash; each makes one call at a time."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Seconds for one call, unless its [[reward]] says otherwise; after it the call is killed, and recorded."""
+    """Maximum seconds of one call, unless its [[reward]] sets its own; a call that exceeds it is killed."""
     retries: int = Field(default=2, ge=0)
-    """Further attempts, with growing pauses, after a crash or where a remote judge cannot be reached."""
+    """Further attempts, with growing pauses, after a crash or when a remote scorer is unreachable."""
     load_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds for a worker process to start and import what it judges with."""
+    """Maximum seconds for a worker process to start and import its scorers."""
     network: bool = False
-    """Whether worker processes may use the network, as a function does that asks a model behind a URL."""
+    """Whether worker processes may use the network, for example to call a model behind a URL."""
     env: tuple[str, ...] = ()
-    """Environment variables that worker processes get besides PATH, HOME and the like, such as an API key's."""
+    """Environment variables passed to worker processes besides PATH, HOME and similar names, such as an API key."""
     memory_gib: float = Field(default=8.0, ge=0)
-    """Most that one worker process may allocate; 0 sets no limit."""
+    """Maximum memory that one worker process may allocate; 0 sets no limit."""

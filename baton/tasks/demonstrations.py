@@ -1,8 +1,8 @@
-"""Generated demonstrations for a supervised warm start: arithmetic worked out in visible steps, or guessed at once.
+"""Generated demonstrations for a supervised warm start: arithmetic answered step by step, or without steps.
 
-Real pretrained models come to RL with many ways of answering, some better than others. The demonstrations give a model
-made from scratch the same starting point: it may think first, in one of two styles, or answer in haste; both are
-sometimes wrong. RL's part is to find out which way pays.
+A pretrained model starts RL with several styles of answering, some better than others. The demonstrations give a model
+trained from scratch the same: it reasons first, in one of two styles, or answers without reasoning, and each style is
+sometimes wrong. RL then learns which style earns more reward.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult:
 
 
 class DemonstrationSettings(Settings):
-    """[demonstrations] how the warm start's generated answers are made."""
+    """[demonstrations] the generated answers of a warm start."""
 
     direct_share: float = Field(default=0.6, ge=0, le=1)
-    """Share of demonstrations that answer at once, without steps."""
+    """Share of demonstrations that answer without steps (direct)."""
     direct_wrong_share: float = Field(default=0.9, ge=0, le=1)
-    """Share of the direct ones whose answer is a near miss."""
+    """Share of direct demonstrations whose answer is wrong by 1 to 9."""
     slip_share: float = Field(default=0.08, ge=0, le=1)
-    """Share of the stepwise ones in which one step is miscalculated; the later steps carry the mistake on."""
+    """Share of stepwise demonstrations with an error in one step; later steps build on the wrong value."""
     restate_share: float = Field(default=0.3, ge=0, le=1)
-    """Share of the stepwise ones that restate the whole remaining expression at each step, which takes more tokens."""
+    """Share of stepwise demonstrations that restate the remaining expression at each step, which takes more tokens."""
 
 
 def demonstrations(stream: PromptStream, settings: DemonstrationSettings, seed: int) -> Iterator[tuple[Prompt, str]]:
-    """Yield training prompts with a demonstrated response each, endlessly. Only arithmetic prompts can be shown."""
+    """Yield training prompts, each with a response, without end. Only arithmetic prompts are supported."""
     dice = random.Random(f"demonstrations:{seed}")
     while True:
         for prompt in stream.take(256):

@@ -17,7 +17,7 @@ from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
 
 PATIENCE = 2_000
-"""Draws in a row without a usable problem after which a task counts as exhausted."""
+"""Consecutive draws without a usable problem after which a task is exhausted."""
 
 
 class TaskSettings(Settings):
@@ -30,24 +30,24 @@ class TaskSettings(Settings):
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str | None = None
-    """Rows with a prompt and a reference answer, in place of a reasoning-gym task: a JSONL or parquet file, or a
-    directory that Hugging Face datasets wrote with save_to_disk."""
+    """Rows with a prompt and a reference answer, instead of a reasoning-gym task: a JSONL or parquet file, or a
+    directory written by save_to_disk of Hugging Face datasets."""
     split: str = "train"
-    """Split to read, where the directory holds several."""
+    """Split to read if the directory has several."""
     prompt_column: str = "prompt"
-    """Column of `path` with the prompt, as text or as messages; a dot leads into a nested column."""
+    """Column of `path` with the prompt, as text or as messages; a dot selects a nested column."""
     answer_column: str | None = None
-    """Column of `path` with the reference answer; the default is the first of the field's names that a row has."""
+    """Column of `path` with the reference answer; the default is the first usual name, such as `answer`, in a row."""
     answer_after: str | None = None
-    """The reference answer is what follows this text in its column, such as "####" in GSM8K."""
+    """The reference answer is the text after this mark in its column, such as "####" in GSM8K."""
     scorer: Literal["number", "math", "none"] = "number"
-    """Scorer of `path`. number: the same text or the same number. math: the same by math-verify. none: rows need no
-    reference answer, and reward functions judge alone."""
+    """Scorer of `path`. number: equal as text or as a number. math: equal by math-verify. none: rows need no reference
+    answer, and only reward functions score."""
     form: Literal["original", "compact"] = "original"
     """Wording of the problem: reasoning-gym's own, or a compact one for small models."""
     too_long: Literal["filter", "refuse"] = "filter"
-    """Prompts that leave no room for a response within engine.max_context_tokens. filter: left out and counted.
-    refuse: the run does not start where some are found; one that is only found when it is drawn is left out."""
+    """Prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count them. refuse:
+    do not start if any is found; one found only when it is drawn during the run is skipped."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this task in the training stream, relative to the others."""
 

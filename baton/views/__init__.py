@@ -1,1 +1,1 @@
-"""What people see of a run. Reads records; changes nothing."""
+"""Output for users, on the terminal and as HTML pages. Reads records only."""

@@ -1,6 +1,6 @@
-"""matplotlib drawings as inline SVG with the colours and letters of the page, so that they are light or dark with it.
+"""matplotlib drawings as inline SVG in the fonts and colours of the page, which has a light and a dark scheme.
 
-The figures are drawn in placeholder colours; `to_svg` puts the page's CSS variables in their place.
+Figures are drawn in placeholder colours, which `to_svg` replaces with CSS variables of the page.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 SERIES = tuple(f"#01020{i}" for i in range(1, 8))
-"""Colours of data; the page's `--s1` to `--s7`, which keep apart for colour-blind eyes."""
+"""Placeholders of the data colours `--s1` to `--s7` of the page, which are distinguishable for colour-blind readers."""
 BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GREY = SERIES
 INK, RULE = "#010208", "#010209"
-"""Colours of words and of lines that carry no data."""
+"""Placeholders of the colours of text and of grid lines."""
 _VARIABLES = {
     **{colour: f"var(--s{i})" for i, colour in enumerate(SERIES, start=1)},
     INK: "var(--ink-2)",
@@ -28,11 +28,11 @@ _VARIABLES = {
 }
 WIDTH_IN, HEIGHT_IN = 5.0, 2.85
 LEGEND_CHARACTERS = 58
-"""What fits on a line of the legend, markers counted as four."""
+"""Characters per line of the legend; a marker counts as four."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "baton",
-    "text.parse_math": False,
+    "svg.hashsalt": "baton",  # ids are random without a salt, and equal runs would give different pages
+    "text.parse_math": False,  # a "$" in a task's or metric's name is text
     "font.size": 10.5,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -64,7 +64,7 @@ _STYLE: dict[Any, Any] = {
 def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_step: int | None = None) -> str:
     """Return the SVG of one chart.
 
-    `paint` draws on empty axes; `x` and `y` are what the axes measure, with units; `last_step` fixes an axis of steps.
+    `paint` draws on empty axes; `x` and `y` are the axis labels with units; `last_step` fixes the range of a step axis.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
@@ -90,7 +90,7 @@ def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_s
 
 
 def _tick(axes: Axes) -> None:
-    """Round numbers on the vertical axis, written without mathematics."""
+    """Put round numbers on the vertical axis, as plain text: math text is off (`text.parse_math`)."""
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))
@@ -104,7 +104,7 @@ def _tick(axes: Axes) -> None:
 
 
 def to_svg(drawing: str) -> str:
-    """Return matplotlib's SVG file as an element of a page: no header, no sizes, no names, the page's colours."""
+    """Return matplotlib's SVG file as an element of a page: without header, sizes, fonts and unused ids."""
     svg = drawing[drawing.index("<svg") :]
     svg = re.sub(r"<style.*?</style>|<metadata.*?</metadata>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))

@@ -1,4 +1,4 @@
-"""Which charts a page has: each one a title, a drawing, and a note on how to read it. Empty ones are left out."""
+"""The charts of a report: metrics by step, held-out accuracy, time per stage. Charts without data are left out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, 
 from baton.views.pages.history import Curve, History
 
 MARKED = 40
-"""A curve of at most so many points marks each of them."""
+"""A curve of at most this many points has a marker at each point."""
 STAGES = {"generate": BLUE, "judge": YELLOW, "train": ORANGE, "weight_sync": GREEN}
-"""Stages of a train step; what they leave of it is `other`."""
+"""Stages of a train step; the rest of its time is `other`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One drawing with its words."""
+    """One drawing with title and note."""
 
     title: str
     svg: str
@@ -38,7 +38,7 @@ class ChartLine:
     label: str
     colour: str = BLUE
     is_smoothed: bool = False
-    """Whether the raw values stand behind a moving mean."""
+    """Whether a moving mean is drawn over the raw values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class LineChart:
     lines: tuple[ChartLine, ...]
     note: str = ""
     scale: float = 1.0
-    """Factor from the metric's unit to the one shown: 100 for shares in per cent."""
+    """Factor from the metric's unit to the unit shown: 100 for shares as percentages."""
     is_log: bool = False
     is_left_out_if_zero: bool = False
     repeats: str = ""
-    """A metric; where the chart would show the same curve again, it is left out."""
+    """A metric; the chart is left out if its curve equals this metric's."""
 
 
 LEARNING = (
@@ -67,10 +67,10 @@ LEARNING = (
         repeats="reward/mean",
     ),
     LineChart(
-        "Groups that teach nothing",
+        "Groups without a learning signal",
         "groups, %",
         (ChartLine("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
-        "Where all rewards of a group are equal, no trajectory is better than another.",
+        "If all rewards of a group are equal, its advantages are zero.",
         scale=100,
     ),
 )
@@ -84,9 +84,9 @@ RESPONSES = (
         ),
     ),
     LineChart(
-        "Responses cut at the longest length",
+        "Responses truncated at the maximum length",
         "responses, %",
-        (ChartLine("response_length/clip_ratio", "cut", ORANGE),),
+        (ChartLine("response_length/clip_ratio", "truncated", ORANGE),),
         scale=100,
     ),
 )
@@ -98,14 +98,14 @@ OPTIMISATION = (
         "Gradient norm", "norm before clipping", (ChartLine("policy/grad_norm", "norm", PURPLE, is_smoothed=True),)
     ),
     LineChart(
-        "Engine against trainer",
+        "Logprob difference, engine and trainer",
         "nats",
         (
             ChartLine("policy/logprob_diff_max", "largest difference", ORANGE),
             ChartLine("policy/logprob_diff_mean", "mean difference", BLUE),
         ),
-        "Absolute difference of the log-probabilities that engine and trainer give the same tokens; "
-        "in float32 on a CPU below 1e-4.",
+        "Absolute difference between the engine's and the trainer's log-probabilities of the same tokens; "
+        "below 1e-4 in float32 on a CPU.",
         is_log=True,
     ),
     LineChart(
@@ -129,7 +129,7 @@ SPEED = (
 
 
 def learning_charts(history: History) -> Iterator[Chart]:
-    """Draw what the run is about: accuracy on held-out problems, and the reward."""
+    """Draw held-out accuracy and the reward with its parts."""
     yield from accuracy_charts(history)
     yield from line_charts(history, LEARNING)
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
@@ -142,7 +142,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
 
 
 def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart]:
-    """Draw those of the charts that have at least one value."""
+    """Draw the charts that have at least one value."""
     for chart in charts:
         curves = [(line, history.curve(line.metric)) for line in chart.lines]
         curves = [(line, curve) for line, curve in curves if len(curve.steps)]
@@ -156,7 +156,7 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Rows of the moving mean: a twentieth of the run, odd, at least 5."""
+    """Width of the moving mean, steps: a twentieth of the run, odd, at least 5."""
     return max(5, num_steps // 20 | 1)
 
 
@@ -193,17 +193,17 @@ def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[ChartLi
 
 
 def accuracy_charts(history: History) -> Iterator[Chart]:
-    """Draw held-out accuracy, over all tasks and for each one, with 95 % intervals."""
+    """Draw held-out accuracy over all tasks and by task, with 95 % intervals."""
     if not history.evaluations:
         return
     tasks = list(dict.fromkeys(e.result.task for e in history.evaluations))
-    overall = tasks[-1]  # `all` where there are several
+    overall = tasks[-1]  # the last task is `all` if there are several
     yield _accuracy_chart(
         "Held-out accuracy",
         history,
         [e for e in history.evaluations if e.result.task == overall],
         lambda result: "greedy" if result.temperature == 0 else f"sampled at {result.way}",
-        "Bars are 95 % intervals. The problems are never trained on and are the same each time.",
+        "Bars are 95 % intervals. Every evaluation uses the same problems, which are never trained on.",
     )
     if len(tasks) > 1:
         yield _accuracy_chart(
@@ -225,7 +225,7 @@ def _accuracy_chart(
     labels = list(dict.fromkeys(label(e.result) for e in evaluations))
 
     def paint(axes: Axes) -> None:
-        dodge = 0.006 * max(1, history.last_step)  # intervals beside each other, not over each other
+        dodge = 0.006 * max(1, history.last_step)  # so that intervals do not overlap
         for i, name in enumerate(labels):
             mine = [(e.step, e.result.accuracy) for e in evaluations if label(e.result) == name]
             shares = [share for _, share in mine if share is not None]
@@ -233,7 +233,7 @@ def _accuracy_chart(
             below = values - np.array([100 * s.low for s in shares])
             above = np.array([100 * s.high for s in shares]) - values
             x = np.array([step for step, share in mine if share is not None]) + dodge * (i - (len(labels) - 1) / 2)
-            # an interval holds its value; rounding may say otherwise by a last bit
+            # the value lies within its interval, but rounding can give -1e-17, which errorbar refuses
             errors = np.maximum(0, [below, above])
             colour = SERIES[i % len(SERIES)]
             axes.errorbar(x, values, errors, marker="o", color=colour, elinewidth=1, capsize=2.5, label=name)
@@ -247,7 +247,7 @@ def _accuracy_chart(
 
 
 def speed_charts(history: History) -> Iterator[Chart]:
-    """Draw tokens per second, and where the time of a step goes."""
+    """Draw tokens per second, and the time of each stage of a step."""
     yield from line_charts(history, SPEED)
     whole = history.curve("perf/step_time")
     if not len(whole.steps):
@@ -274,6 +274,6 @@ def speed_charts(history: History) -> Iterator[Chart]:
 
 
 def _on(curve: Curve, steps: np.ndarray) -> np.ndarray:
-    """[steps] values of a curve, 0 at steps that it lacks."""
+    """[steps] values of a curve; 0 at steps without a value."""
     known = dict(zip(curve.steps, curve.values, strict=True))
     return np.array([known.get(step, 0.0) for step in steps])

@@ -1,4 +1,4 @@
-"""Trajectories worth reading: the best, the worst and the longest of an early and of the last step."""
+"""Example trajectories: the best, worst and longest of the first and of the last recorded step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from baton.views.terminal.trajectories import ORDERS, ShownTrajectory, TextPiece
 PER_ORDER = 2
 """Examples of each kind from each of the two steps."""
 MAX_CHARACTERS = 12_000
-"""Longest text shown whole; the middle of a longer one is left out, and the page says so."""
+"""Maximum length of a text; a longer one is shown without its middle, with a note."""
 
 
 class Example(msgspec.Struct, frozen=True):
-    """One trajectory and why it was chosen."""
+    """One trajectory and the order that it leads."""
 
     kind: str
     """One of `ORDERS`."""
     shown: ShownTrajectory
     prompt: list[TextPiece]
-    """Control characters spelt out."""
+    """Control characters are escaped."""
     response: list[TextPiece]
 
 
 def choose_examples(run: RunDirectory) -> Iterator[Example]:
-    """Return examples of the first and the last recorded step, none twice, equal rewards from different prompts."""
+    """Yield examples of the first and the last recorded step, none twice, each of a kind from a different prompt."""
     steps = run.recorded_steps()
     tokenizer = load_tokenizer(str(run.tokenizer)) if steps else None
     for step in dict.fromkeys((steps[0], steps[-1]) if steps else ()):
@@ -52,7 +52,7 @@ def choose_examples(run: RunDirectory) -> Iterator[Example]:
 
 
 def _readable(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
-    """Spell out control characters, and leave out the middle of what is too long."""
+    """Escape control characters, and cut the middle out of long texts."""
     for piece in pieces:
         text = visible(piece.text)
         if len(text) > MAX_CHARACTERS:

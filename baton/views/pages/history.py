@@ -1,4 +1,4 @@
-"""What a run recorded, as arrays to draw: metrics by step, and lengths with verdicts of sampled steps."""
+"""Records of a run as arrays: metrics by step, and lengths with verdicts of sampled steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from baton.records.run_directory import RecordedEvaluation, RunDirectory
 from baton.types import ScoredTrajectory
 
 MAX_SAMPLED_STEPS = 40
-"""Steps whose trajectories are read for distributions; a longer run is sampled evenly, first and last step included."""
+"""Maximum number of steps whose trajectories are read; a longer run is sampled evenly, with first and last step."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric over the steps that have it."""
+    """One metric at the steps that have it."""
 
     steps: Floats
     """[steps]"""
@@ -30,7 +30,7 @@ class Curve:
     """[steps]"""
 
     def smoothed(self, window: int) -> Floats:
-        """[steps] centred mean over `window` (odd) rows, fewer at the ends."""
+        """[steps] centred mean over `window` (odd) values, fewer at the ends."""
         sums = np.cumsum(np.concatenate(([0.0], self.values)))
         places = np.arange(len(self.values))
         low = np.maximum(0, places - window // 2)
@@ -44,12 +44,12 @@ class History:
     """Metrics and evaluations of a run."""
 
     rows: dict[int, dict[str, float]]
-    """Values by step and name; several rows of a step are one here."""
+    """Values by step and name; several rows of one step are merged."""
     evaluations: Sequence[RecordedEvaluation]
 
     @classmethod
     def read(cls, run: RunDirectory) -> History:
-        """Read what there is; values that are not finite are left out."""
+        """Read metrics and evaluations; values that are not finite are left out."""
         rows: dict[int, dict[str, float]] = {}
         for row in read_metrics(run.path):
             found = rows.setdefault(row["step"], {})
@@ -58,16 +58,16 @@ class History:
 
     @cached_property
     def names(self) -> list[str]:
-        """Every metric, in the order of first appearance."""
+        """Names of all metrics, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     @property
     def last_step(self) -> int:
-        """The last step with a row; 0 where there is none."""
+        """The last step with a row; 0 without rows."""
         return max(self.rows, default=0)
 
     def curve(self, name: str) -> Curve:
-        """Return one metric, possibly over no step at all."""
+        """Return one metric; the curve is empty if no step has it."""
         points = [(step, row[name]) for step, row in sorted(self.rows.items()) if name in row]
         return Curve(np.array([p[0] for p in points], float), np.array([p[1] for p in points], float))
 
@@ -104,7 +104,7 @@ def verdict(member: ScoredTrajectory) -> str:
 
 
 def evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the steps, spread evenly, the first and the last included."""
+    """Return at most `count` of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]

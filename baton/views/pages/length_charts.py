@@ -1,4 +1,4 @@
-"""How long responses are, and what that has to do with their being correct."""
+"""Charts of response lengths: over training, and by verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.views.pages.history import VERDICTS, Floats, StepLengths
 
 COLOURS = dict(zip(VERDICTS, (BLUE, ORANGE, GREY), strict=True))
 SHADES = ((0.0, 0.10), (0.02, 0.24), (0.05, 0.40), (0.10, 0.58), (0.20, 0.78), (0.40, 1.0))
-"""(share of a step's responses from which it applies, opacity)"""
+"""(lowest share of a step's responses, opacity)"""
 
 
 def length_charts(samples: Sequence[StepLengths], last_step: int) -> Iterator[Chart]:
@@ -44,6 +44,7 @@ def _heat_map(samples: Sequence[StepLengths], longest: float, last_step: int) ->
         for share, low, high in zip(shares, edges[:-1], edges[1:], strict=True):
             if share > 0:
                 shade = max(i for i, (start, _) in enumerate(SHADES) if share >= start)
+                # one compound path per shade: an SVG element per cell would make the page large
                 boxes[shade].append(Path([(left, low), (right, low), (right, high), (left, high), (left, low)]))
 
     def paint(axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""How every page is made: from its template, with every value escaped, into one file without scripts."""
+"""Rendering of pages: a template with escaped values becomes one HTML file without scripts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from baton.files import write_whole
 
 
 def check_page(path: Path) -> None:
-    """Raise UserError where matplotlib or jinja2 is missing, or the page cannot be written to `path`."""
+    """Raise UserError if matplotlib or jinja2 is missing or the page cannot be written to `path`."""
     check_installed()
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"cannot write the page {path}: give a file in an existing directory")
 
 
 def check_installed() -> None:
-    """Raise UserError where a package that draws pages is missing."""
+    """Raise UserError if matplotlib or jinja2 is missing."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
         raise UserError(f"--html needs {' and '.join(missing)}, not installed: run `pip install 'baton-rl[report]'`")
 
 
 def render_template(template: str, filters: Mapping[str, Callable[..., str]] | None = None, /, **values: Any) -> str:
-    """Return a template of this folder with its values, as HTML."""
+    """Render a template of this folder with escaped values; return HTML."""
     from jinja2 import Environment, StrictUndefined
 
     place = files("baton.views.pages")
@@ -38,6 +38,6 @@ def render_template(template: str, filters: Mapping[str, Callable[..., str]] | N
 
 
 def write_rendered(path: Path, page: str) -> None:
-    """Write a page, whole or not at all."""
+    """Write a page atomically. Raises UserError if it cannot be written."""
     check_page(path)
     write_whole(path, page.encode("utf-8"))

@@ -1,4 +1,4 @@
-"""Pictures of a plan: who does what in the cluster, one step in time, price against throughput, one more GPU."""
+"""Drawings of a plan: roles of the GPUs, timeline of one step, price against throughput, effect of one more GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LegendEntry(msgspec.Struct, frozen=True):
 
 
 def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
-    """Return the colour of each GPU, and what the colours mean. Turns on the same GPUs show the engines' shapes."""
+    """Return the colour of each GPU and the legend. Colocated GPUs have the colours of their engines."""
     by_gpu: dict[str, str] = {}
     keys = []
     for index, stage in enumerate(plan.training.stages):
@@ -57,7 +57,7 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
 
 
 def cluster_drawing(plan: Plan, cluster: Cluster) -> str:
-    """Return an SVG of the machines, each GPU in the colour of its job; a band for each GPU type, links beside it."""
+    """Return an SVG of the machines by GPU type, with link speeds; each GPU has the colour of its role."""
     by_gpu, _ = colours(plan)
     parts: list[str] = []
     y = 0.0
@@ -133,19 +133,19 @@ def _crossing(cluster: Cluster) -> str:
 
 
 def timeline(plan: Plan) -> str:
-    """Return a drawing of one step: what the trainer and the rollout do, second by second."""
+    """Return the timeline of one step: stages of the trainer and of the rollout."""
     b, t = plan.breakdown, plan.training
     late_s = 0.0 if b.overlaps else b.rollout_s + b.reward_s
     pause = max((replica.pause_s for replica in plan.replicas), default=0.0)
     lanes = {
         1: [
-            ("pause of replicas", min(pause, b.rollout_s), ORANGE),
+            ("prefill again, or tail", min(pause, b.rollout_s), ORANGE),
             ("generate", b.rollout_s - min(pause, b.rollout_s), GREEN),
             ("judge", b.reward_s, PURPLE),
         ],
         0: [
             ("train", t.compute_s, BLUE),
-            ("pipeline waits", t.bubble_s, GREY),
+            ("pipeline bubble", t.bubble_s, GREY),
             ("gradients, optimiser", t.comm_s + t.optimizer_s, SKY),
         ],
     }
@@ -154,7 +154,7 @@ def timeline(plan: Plan) -> str:
         for lane, parts in lanes.items():
             start = late_s if lane == 0 else 0.0
             for name, length, colour in parts:
-                if length > 0.002 * b.step_s:
+                if length > 0.002 * b.step_s:  # a thinner bar is invisible, but would have a legend entry
                     axes.barh(lane, length, left=start, height=0.42, color=colour, label=name)
                 start += length
         end = b.step_s - b.sync_s
@@ -185,7 +185,7 @@ def curve_drawing(spots: Sequence[PricePoint], plan: Plan) -> str:
 
 
 def marginal_drawing(marginals: Sequence[Marginal]) -> str:
-    """Return what one more GPU of each type brings."""
+    """Return a bar chart of the throughput gained by one more GPU of each type."""
 
     def paint(axes: Axes) -> None:
         axes.bar([m.gpu for m in marginals], [100 * m.gain for m in marginals], width=0.5, color=GREEN)

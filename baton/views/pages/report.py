@@ -1,7 +1,7 @@
-"""One self-contained HTML page about a run: no script, no network, and whatever a model wrote is text.
+"""The report of a run: one self-contained HTML page without scripts or network access.
 
-Every value goes through the template's escaping; only our own drawings are markup. The page forbids scripts and outside
-content to the browser as well (Content-Security-Policy).
+Texts that a model wrote are untrusted. The template escapes every value; only drawings made here are inserted as
+markup. A Content-Security-Policy in the page also forbids scripts and external content.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from baton.views.pages.slots import Picture
 
 SLOTS_NOTE = (
-    "Each row is a slot, each bar a lease: from when a worker began on a response to when it "
-    "finished it or put it down. A dashed line is where a step begins to train, a solid one where its version is out."
+    "Each row is a slot. Each bar is a lease: a worker generates a response until it is finished or aborted. "
+    "Dashed lines mark the start of training in a step, solid lines the publication of its version."
 )
 
 
@@ -51,11 +51,11 @@ class Section(msgspec.Struct, frozen=True):
     charts: Sequence[Chart | Picture]
     note: str = ""
     is_wide: bool = False
-    """Whether each chart takes the width of the page."""
+    """Whether each chart takes the full width of the page."""
 
 
 class MetricRange(msgspec.Struct, frozen=True):
-    """One metric in four numbers."""
+    """First, last, lowest and highest value of a metric."""
 
     name: str
     first: float
@@ -65,13 +65,13 @@ class MetricRange(msgspec.Struct, frozen=True):
 
 
 def write_page(run: RunDirectory, path: Path) -> None:
-    """Write the page of a run, finished or not. Raises UserError: see `check_page`."""
+    """Write the page of a finished or unfinished run. Raises UserError as `check_page` does."""
     check_page(path)
     write_rendered(path, render(run))
 
 
 def render(run: RunDirectory) -> str:
-    """Return the page of a run as HTML. Raises UserError: see `check_installed`."""
+    """Return the page of a run as HTML. Raises UserError if matplotlib or jinja2 is missing."""
     check_installed()
     history = History.read(run)
     recipe = run.recipe()
@@ -101,13 +101,15 @@ def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
 
     last = history.last_step
     window = charts.smoothing_window(history.last_step)
-    smoothing = f"Thin lines are single steps, thick lines the mean of {window} around each." if last > window else ""
+    smoothing = (
+        f"Thin lines show single steps; thick lines show a centred mean over {window} steps." if last > window else ""
+    )
     yield Section("Learning", list(charts.learning_charts(history)), smoothing)
     samples = read_lengths(run)
     recorded = len(run.recorded_steps())
     note = ""
     if recorded > len(samples):
-        note = f"Distributions are from {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spread."
+        note = f"Distributions use {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spaced."
     yield Section("Responses", [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)], note)
     yield Section("Optimisation", list(charts.line_charts(history, charts.OPTIMISATION)))
     yield Section("Speed", list(charts.speed_charts(history)))
@@ -124,7 +126,7 @@ def _status(summary: RunReport | None, history: History, recipe: dict[str, Any])
 
 def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None, history: History) -> Iterator[Fact]:
     recorded = run.facts()
-    model = recipe.get("model", {}).get("path", "made from nothing")
+    model = recipe.get("model", {}).get("path", "trained from scratch")
     size = _parameters(run.checkpoints)
     yield Fact("Model", f"{model}, {short(size)} parameters" if size else model)
     yield Fact("Tasks", _mixture(recipe.get("task", ())))
@@ -153,7 +155,7 @@ def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None,
 
 
 def _mixture(tasks: Sequence[dict[str, Any]]) -> str:
-    """Names of the tasks, with their weights where these differ."""
+    """Names of the tasks, with their weights if these differ."""
     weights = [task.get("weight", 1.0) for task in tasks]
     if len(set(weights)) <= 1:
         return ", ".join(task["name"] for task in tasks) or "none"
@@ -164,11 +166,11 @@ def _commit(commit: str | None) -> str:
     if commit is None:
         return "unknown"
     digest, plus, _ = commit.partition("+")
-    return digest[:12] + (" with changes" if plus else "")
+    return digest[:12] + (" with uncommitted changes" if plus else "")
 
 
 def _parameters(checkpoints: Path) -> int:
-    """Parameters of the latest checkpoint, read from the headers of its files; 0 where there is none."""
+    """Number of parameters of the latest checkpoint, from the headers of its files; 0 without a checkpoint."""
     latest = max((p for p in checkpoints.glob("step_*") if p.is_dir() and not p.suffix), default=None)
     count = 0
     for file in latest.glob("*.safetensors") if latest is not None else ():
@@ -182,7 +184,7 @@ def _parameters(checkpoints: Path) -> int:
 
 
 def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, str, str]]:
-    """(what, number, beside it) of the few numbers that matter most."""
+    """(label, number, detail) of the main results."""
     if summary is None:
         return
     overall = [c for c in summary.changes if c.before.task == summary.changes[-1].before.task]
@@ -222,7 +224,7 @@ def _range(history: History, name: str) -> MetricRange:
 
 
 def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
-    """The rest of run.json, without the directories of the machine it ran on."""
+    """The rest of run.json. Absolute paths are cut to their last part, so that a shared page shows no directories."""
     command = [re.sub(r".*[/\\]", "", part) if os.path.isabs(part) else part for part in facts.get("command", ())]  # noqa: PTH117
     yield Fact("command", " ".join(command))
     for key in ("baton", "python", "platform"):
@@ -231,13 +233,13 @@ def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
         yield Fact(package, str(version))
 
 
-# ---- numbers as a person reads them ----------------------------------------------------------------------------------
+# ---- formatting of numbers -------------------------------------------------------------------------------------------
 
 
 def short(value: float) -> str:
     """Return a number with four digits or a unit: 0.1234, 1,234, 12.3 k, 4.56 M."""
     size = abs(value)
-    for start, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for start, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):  # `k` only from 10,000, so that 1,234 keeps its digits
         if size >= start:
             return f"{value / (1e3 if unit == 'k' else start):.3g} {unit}"
     if size >= 1000:
@@ -246,12 +248,12 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in per cent."""
+    """Return a share as a percentage."""
     return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the two units that matter."""
+    """Return a time in its two largest units."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.3g} s"

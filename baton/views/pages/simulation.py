@@ -1,4 +1,4 @@
-"""Pages about a simulated run and about a sweep: no script, no network."""
+"""Pages of a simulated run and of a parameter sweep: self-contained HTML without scripts or network access."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
     _write(
         path,
-        title=f"A simulated run, {result.mode}",
+        title=f"Simulated run, {result.mode}",
         said=f"{result.steps} train steps in {seconds(result.seconds)} of virtual time",
         tiles=_tiles(result),
         charts=charts,
@@ -41,9 +41,9 @@ def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
     """Write the page of a sweep."""
     charts = [
         _lines(swept, "Throughput", "trained tokens/s", lambda r: r.trained_tokens_per_s),
-        _lines(swept, "Trainer at work", "%", lambda r: 100 * r.trainer_busy),
+        _lines(swept, "Trainer utilisation", "%", lambda r: 100 * r.trainer_busy),
         _lines(swept, "Mean staleness", "versions", lambda r: r.mean_staleness),
-        _lines(swept, "Tokens too old to be trained", "%", lambda r: 100 * r.masked_share),
+        _lines(swept, "Tokens masked for staleness", "%", lambda r: 100 * r.masked_share),
     ]
     rows = [
         (
@@ -56,7 +56,7 @@ def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
     chosen = swept.points[swept.recommended].result if swept.recommended is not None else None
     _write(
         path,
-        title=f"A sweep over {', '.join(axis.key for axis in swept.axes)}",
+        title=f"Parameter sweep over {', '.join(axis.key for axis in swept.axes)}",
         said=swept.why,
         tiles=_tiles(chosen) if chosen is not None else [],
         charts=charts,
@@ -97,8 +97,8 @@ def _tiles(result: Result) -> list[tuple[str, str, str]]:
     return [
         ("Throughput", f"{result.trained_tokens_per_s:,.0f}", "trained tokens per second"),
         ("Train step", seconds(result.step_s), f"± {seconds(result.step_s_spread)}"),
-        ("Trainer", f"{result.trainer_busy:.0%}", "of the time at work"),
-        ("Slots", f"{result.rollout_occupancy:.0%}", "taken while anything runs"),
+        ("Trainer", f"{result.trainer_busy:.0%}", "of the time busy"),
+        ("Slots", f"{result.rollout_occupancy:.0%}", "of slot time leased"),
         ("Staleness", f"{result.mean_staleness:.2f}", f"versions; {result.masked_share:.1%} masked"),
         ("Price", price, f"{unit} for the run"),
     ]
@@ -116,7 +116,7 @@ def _bars(names: Sequence[str], values: Sequence[float], colours: Sequence[str],
 def _time(result: Result) -> Chart:
     parts = (result.train_s, result.wait_s, max(0.0, result.other_s))
     svg = _bars(("train", "wait for a batch", "publish, other"), parts, (ORANGE, GREY, GREEN), x="", y="s")
-    return Chart("Where a train step's time goes", svg)
+    return Chart("Time of a train step", svg)
 
 
 def _staleness(result: Result) -> Chart:
@@ -127,7 +127,7 @@ def _staleness(result: Result) -> Chart:
 
 
 def _untrained(result: Result) -> dict[str, float]:
-    """Per cent of the generated tokens, by account."""
+    """Percentage of the generated tokens, by what became of them."""
     total = max(1, result.tokens["generated"])
     accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
     return {name: 100 * count / total for name, count in accounts.items() if count}
@@ -136,11 +136,11 @@ def _untrained(result: Result) -> dict[str, float]:
 def _tokens(untrained: dict[str, float]) -> Chart:
     colours = [SERIES[place % len(SERIES)] for place in range(len(untrained))]
     svg = _bars([*untrained], [*untrained.values()], colours, x="", y="% of generated")
-    return Chart("Tokens that were not trained", svg, "What is carried at the end would be in the next batches.")
+    return Chart("Tokens that were not trained", svg, "Tokens carried at the end would be trained in later batches.")
 
 
 def _lines(swept: ParameterSweep, title: str, unit: str, value: object) -> Chart:
-    """The last axis goes to the right, the others are one line each."""
+    """One line per combination of the other axes, over the values of the last axis."""
     last = swept.axes[-1]
     lines: dict[str, list[SweepPoint]] = {}
     for point in swept.points:

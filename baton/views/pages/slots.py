@@ -1,8 +1,8 @@
-"""Who generates what under which version, and when: a trace as pictures of the slots over time.
+"""Drawings of a trace: slots over time, coloured by policy version.
 
-Rows are slots, bars are leases, the colour of a bar is its policy version, from dark (old) to light (new). Above them
-is what the trainer does, below them how many slots are at work. Takes spans, wherever they come from: a live run's
-trace or a simulation's. Drawn as SVG by hand, one path for all bars of a version: matplotlib would write one for each.
+Rows are slots, bars are leases; the colour of a bar is its policy version, from dark (old) to light (new). The
+trainer's activity is drawn above, the number of busy slots below. The spans come from a live run or from a simulation.
+The SVG is written directly, with one path for all bars of a version; matplotlib would write one path for each bar.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ COLOURS = {
     "checkpoint": "--s5,#56b4e9",
     "prefill": "--s5,#56b4e9",
 }
-"""Of what is done beside generating; the page's variables, and what they are without it."""
+"""Colours of activities other than generation: a CSS variable of the page, and its value outside a page."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
-"""Old to new, lighter in even steps; the middle of matplotlib's viridis, to be seen on light and on dark ground."""
+"""RGB from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """One drawing with its words."""
+    """One drawing with title and note."""
 
     title: str
     svg: str
@@ -45,17 +45,17 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def slot_pictures(spans: Sequence[Span]) -> list[Picture]:
-    """Draw the whole of a short trace; of a longer one the first steps, the slowest one and the last ones."""
+    """Draw a short trace whole, of a longer one the first, the slowest and the last steps."""
     return [Picture(w.title, slot_picture(w), _occupancy_note(w)) for w in choose_windows(spans)]
 
 
 def slot_picture(window: Window) -> str:
-    """Return the SVG of one window: everything of its spans that lies between its beginning and its end."""
+    """Return the SVG of one window, its spans clipped to it."""
     return _Drawing(window).svg()
 
 
 def ramp(share: float) -> str:
-    """Return the colour at a share of the way from the oldest version to the newest."""
+    """Return the colour at `share` between the oldest version (0) and the newest (1)."""
     place = min(max(share, 0.0), 1.0) * (len(_RAMP) - 1)
     low = min(int(place), len(_RAMP) - 2)
     mixed = (a + (b - a) * (place - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True))
@@ -63,7 +63,7 @@ def ramp(share: float) -> str:
 
 
 def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) -> NDArray[np.float64]:
-    """[count] slots at work on average in each of so many equal parts of a stretch of time."""
+    """[count] mean number of busy slots in each of `count` equal intervals."""
     edges = np.linspace(begin_s, end_s, count + 1)
     ends = np.array([(s.begin_s, s.end_s) for s in spans if s.name == "generate"], float).reshape(-1, 2)
     ends = np.clip(ends, begin_s, end_s)
@@ -73,7 +73,7 @@ def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) 
     if not len(moments):
         return np.zeros(count)
     level = np.cumsum(change)
-    # slot seconds up to each moment, a line between them
+    # cumulative slot-seconds at each moment; linear in between, so interpolation at the edges is exact
     seconds = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(moments))))
     means: NDArray[np.float64] = np.diff(np.interp(edges, moments, seconds)) / max(1e-12, (end_s - begin_s) / count)
     return means
@@ -98,7 +98,7 @@ def _occupancy_note(window: Window) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> list[tuple[str, int]]:
-    """(worker, its slots that were ever used)."""
+    """(worker, number of its slots up to the highest used one)."""
     highest: dict[str, int] = {}
     for span in spans:
         if span.name == "generate":
@@ -111,7 +111,7 @@ class _Drawing:
     window: Window
     parts: list[str] = field(default_factory=list)
     y: float = 0.0
-    """Where the next row begins."""
+    """Top of the next row."""
 
     def svg(self) -> str:
         """Return it whole."""
@@ -138,7 +138,7 @@ class _Drawing:
         return f"{head}{''.join(self.parts)}</svg>"
 
     def x(self, at_s: float) -> float:
-        """Where a moment is, within the frame."""
+        """Horizontal position of a moment, clipped to the frame."""
         share = (at_s - self.window.begin_s) / max(1e-9, self.window.end_s - self.window.begin_s)
         return LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0)
 
@@ -161,7 +161,7 @@ class _Drawing:
             entry(ramp(0.5), "lost", 0.35)
         if any(s.facts.get("ended") == "abort" for s in shown):
             self._rect(place + 4, self.y - 9, 1.6, 10, _ink("--ink,#1b1f24"))
-            self._text(place + 11, self.y, "put down")
+            self._text(place + 11, self.y, "aborted")
             place += 74
         place += 16
         done = {s.name for s in shown}
@@ -179,7 +179,7 @@ class _Drawing:
     def _worker(
         self, worker: str, lanes: Sequence[int], spans: Sequence[Span], height: float, versions: tuple[int, int]
     ) -> None:
-        """One worker's slots, and above them the versions on their way to it."""
+        """Draw the slots of one worker, and above them its weight transfers and other activities beside the slots."""
         self.y += 4
         aside = [s for s in spans if s.lane == ASIDE and s.name in COLOURS]
         total = height * len(lanes)
@@ -213,7 +213,7 @@ class _Drawing:
         self.y += total
 
     def _busy(self, shown: Sequence[Span], slots: int) -> None:
-        """How many slots are at work."""
+        """Draw the number of busy slots over time."""
         height, count = 56.0, 600
         self.y += 12
         if not slots:
@@ -232,7 +232,7 @@ class _Drawing:
         self.y += height
 
     def _steps(self, top: float) -> None:
-        """Where steps begin to train, and where their versions are out."""
+        """Draw lines at the start of training and at the publication of each step."""
         ink = _ink("--ink-2,#57606a")
         labelled = -1e9
         for step in self.window.steps:
@@ -281,7 +281,7 @@ def _colour(version: int, low: int, high: int) -> str:
 
 
 def _versions(span: Span) -> list[tuple[int, float]]:
-    """(version, share of the tokens) of a lease, the oldest first."""
+    """(version, share of the tokens) of a lease, oldest version first."""
     if span.name != "generate":
         return []
     several = span.facts.get("versions")
@@ -291,7 +291,7 @@ def _versions(span: Span) -> list[tuple[int, float]]:
 
 
 def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
-    """(version, beginning, end): a lease's time shared by its versions as its tokens are."""
+    """(version, begin_s, end_s) of a lease, whose time is divided among its versions in proportion to their tokens."""
     at_s = span.begin_s
     for version, share in _versions(span):
         end_s = at_s + share * (span.end_s - span.begin_s)
@@ -300,7 +300,7 @@ def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
 
 
 def _chosen_rows(spans: Sequence[Span]) -> list[tuple[str, list[int]]]:
-    """(worker, slots) to be drawn: all of them, or an even choice where there are more than can be told apart."""
+    """(worker, slots) to draw: all, or an evenly spaced choice if there are too many to distinguish."""
     lanes = _lanes(spans)
     if len(lanes) > MAX_WORKERS:
         lanes = [lanes[round(i * (len(lanes) - 1) / (MAX_WORKERS - 1))] for i in range(MAX_WORKERS)]

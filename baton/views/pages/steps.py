@@ -1,4 +1,4 @@
-"""The train steps within a trace, and which of them to look at."""
+"""The train steps of a trace, and the time windows to draw."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from baton.records.trace import ASIDE, Span
 from baton.records.trace.spans import stretches
 
 WHOLE = 5
-"""A trace of at most so many steps is shown whole …"""
+"""A trace of at most this many steps is shown whole."""
 FEW = 3
-"""… and of a longer one so many at a time."""
+"""Steps per window of a longer trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +20,28 @@ class TracedStep:
 
     number: int
     begin_s: float
-    """When its batch was first waited for; where nobody says so, when the step before it ended."""
+    """Start of the wait for its batch; without a recorded wait, the end of the previous step."""
     train_s: float
     end_s: float
-    """When its version was published."""
+    """End of the publication of its version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a trace to be looked at."""
+    """A time window of a trace."""
 
     title: str
     spans: Sequence[Span]
-    """Of the whole stretch that it is of."""
+    """All spans of the uninterrupted part that contains the window."""
     steps: Sequence[TracedStep]
     begin_s: float
     end_s: float
     zero_s: float
-    """From when on time is counted: when the stretch begins."""
+    """Start of that part: zero of the time axis."""
 
 
 def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
-    """Return the train steps of one stretch, in order."""
+    """Return the train steps of one uninterrupted part of a trace, in order."""
     stages = sorted(
         (s for s in spans if s.actor == "trainer" and s.name in ("wait_for_batch", "train", "publish")),
         key=lambda s: s.begin_s,
@@ -63,9 +63,9 @@ def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
 
 
 def choose_windows(spans: Sequence[Span]) -> list[Window]:
-    """Return the whole where it has few steps; else the first steps, the slowest with its neighbours, and the last.
+    """Return one window for a short trace; else the first steps, the slowest with its neighbours, and the last steps.
 
-    A window never reaches over a gap, such as the time between a kill and the resume.
+    A window never spans a gap, such as the time between a kill and the resume.
     """
     parts = [(part, steps_of(part)) for part in stretches(spans)]
     parts = [(part, steps) for part, steps in parts if steps]
@@ -74,7 +74,7 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
         if not whole:
             return []
         begin_s, end_s = min(s.begin_s for s in whole), max(s.end_s for s in whole)
-        return [Window("All of it", whole, (), begin_s, end_s, begin_s)]
+        return [Window("Whole trace", whole, (), begin_s, end_s, begin_s)]
     if len(parts) == 1 and len(parts[0][1]) <= WHOLE:
         part, steps = parts[0]
         return [_window(_numbers("Step", steps), part, steps)]
@@ -91,13 +91,13 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
         windows.append(_window(title, part, around))
     if last:
         part, steps = parts[-1]
-        what = "The last steps:" if last[-1] is steps[-1] else "The last steps in which anything is generated:"
+        what = "The last steps:" if last[-1] is steps[-1] else "The last steps with generation:"
         windows.append(_window(_numbers(what, last), part, last))
     return windows
 
 
 def _with_leases(part: Sequence[Span], steps: Sequence[TracedStep]) -> Sequence[TracedStep]:
-    """Return the steps up to the last in which anything is generated; all of them where that is none."""
+    """Return the steps up to the last one with a lease; all steps if none has a lease."""
     leases = [s for s in part if s.name == "generate"]
     for count in range(len(steps), 0, -1):
         if any(s.begin_s < steps[count - 1].end_s and s.end_s > steps[count - 1].begin_s for s in leases):

@@ -1,1 +1,1 @@
-"""What commands print."""
+"""Terminal output of the commands."""

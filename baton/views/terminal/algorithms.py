@@ -19,19 +19,19 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
         _print_one(console, algorithms[0])
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    for heading in ("algorithm", "idea", "sets, beside the defaults"):
+    for heading in ("algorithm", "idea", "keys that differ from the defaults"):
         table.add_column(heading)
     for each in algorithms:
         values = {**each.sets, **{f"rollout.{key}": value for key, value in each.rollout.items()}}
-        sets = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items()) or "the defaults"
+        sets = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items()) or "none"
         name = Text.assemble((each.name, "bold"), (f"\narXiv {each.paper}", "dim"))
         about = Text.assemble(each.idea, (f"\nupdates per batch: {each.updates}", "dim"))
         table.add_row(name, about, sets)
     console.print(table)
     console.print(
-        'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] may '
-        "be set besides, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, baton keys algorithm. The "
-        "formulas: docs/algorithms.md",
+        'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] can '
+        "be set as well, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, baton keys algorithm. "
+        "Formulas: docs/algorithms.md",
     )
 
 

@@ -1,4 +1,4 @@
-"""`baton bench rollout` for people."""
+"""Print the result of `baton bench rollout`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from baton.profile.bench import CONTROL, BenchResult
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """Print one table and the numbers that it stands on."""
+    """Print a table of the modes, the time of a decode step by its width, and the bound."""
     unit = "step" if result.clock == "steps" else "s"
     title = (
-        f"{result.slots} slots, lengths of mean {result.mean_tokens:g} and at most {result.longest_tokens} tokens, "
+        f"{result.slots} slots, response lengths: mean {result.mean_tokens:g}, maximum {result.longest_tokens} tokens, "
         f"spread {result.between:g} between groups and {result.within:g} within"
     )
     console.print(title)
@@ -39,7 +39,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
         curve = ", ".join(f"{width}: {ms:.2f}" for width, ms in result.step_ms_by_width.items())
         console.print(f"ms of a decode step by its width: {curve}")
     if result.bound_over_sync is not None:
-        console.print(f"the bound, all slots taken all the time: {result.bound_over_sync:.2f} × sync")
+        console.print(f"upper bound, with all slots always busy: {result.bound_over_sync:.2f} × sync")
 
 
 def _ratio(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""A plan for people, on a terminal."""
+"""Print a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.specs.plan import Plan, Replica, Stage
 
 
 def print_plan(console: Console, result: PlanResult) -> None:
-    """Print a plan, what it was compared with, and what led to it."""
+    """Print a plan, its limits and alternatives, and the effect of one more GPU of each type."""
     plan = result.plan
 
     def say(text: str, style: str = "") -> None:
@@ -28,7 +28,7 @@ def print_plan(console: Console, result: PlanResult) -> None:
         _say_choice(console, plan, result.choice)
     if result.replanned is not None:
         _say_replanned(console, result.replanned)
-    shape = ", trainer and engines in turns" if plan.is_colocated else ""
+    shape = ", trainer and engines colocated" if plan.is_colocated else ""
     say(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", "italic")
     console.print(_roles(plan), soft_wrap=True)
     for idle in plan.idle:
@@ -56,14 +56,14 @@ def print_plan(console: Console, result: PlanResult) -> None:
                 say(f"{alternative.name}: {alternative.why_not}")
     for marginal in result.marginals:
         price = money(marginal.price_per_h, plan.currency)
-        say(f"one more {marginal.gpu} ({price} per hour) would bring {marginal.gain:+.2%} throughput")
+        say(f"one more {marginal.gpu} ({price} per hour) would change throughput by {marginal.gain:+.2%}")
 
 
 def _say_choice(console: Console, plan: Plan, choice: RentalChoice) -> None:
     counts = ", ".join(f"{count} {name}" for name, count in choice.inputs.cluster.count().items())
     console.print(
         f"rent {counts} for {money(plan.price_per_h, plan.currency)} per hour "
-        f"({choice.num_choices} choices, {choice.num_planned} of them planned, the others ruled out by their bounds)",
+        f"({choice.num_choices} choices, {choice.num_planned} of them planned, the others excluded by their bounds)",
         style="bold",
         soft_wrap=True,
     )
@@ -121,14 +121,14 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def memory(part: Stage | Replica) -> str:
-    """Memory of a GPU in GB: needed of what may be planned; without numbers where rates were measured."""
+    """Memory per GPU in GB, needed of available; `as measured` if the rates were measured, which includes no memory."""
     if not part.memory_bytes:
         return "as measured"
     return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """GPUs by node, neighbours drawn together: `h800:0-7`."""
+    """GPUs by node, consecutive ones as a range: `h800:0-7`; at most four nodes."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")
@@ -143,7 +143,7 @@ def gpu_names(gpu_ids: Sequence[str]) -> str:
 
 
 def money(value: float, currency: str) -> str:
-    """A price with its unit."""
+    """A price with its currency."""
     if value >= 1000:
         return f"{value:,.0f} {currency}"
     return f"{value:.2f} {currency}" if value >= 1 else f"{value:.3g} {currency}"

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from baton.console import Console
 from baton.records.evaluation import Evaluation, shown_share
 
 LINES = 20
-"""Lines that a warm start prints where the console is no terminal."""
+"""Number of lines that a warm start prints if the console is not a terminal."""
 
 
 class _Progress:
-    """A progress bar over a known number of steps, and lines above it."""
+    """A progress bar over a known number of steps, with lines printed above it."""
 
     def __init__(self, console: Console, num_steps: int, columns: Sequence[ProgressColumn], *, is_live: bool) -> None:
         self._console = console
@@ -46,7 +46,7 @@ class _Progress:
 
 
 class SftProgress(_Progress):
-    """Shows the loss of a warm start: on a terminal in a bar, elsewhere in a few lines."""
+    """Shows the loss of a warm start: in a bar on a terminal, else in a few lines."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
         columns = (
@@ -66,7 +66,7 @@ class SftProgress(_Progress):
 
 
 class TerminalObserver(_Progress):
-    """Prints a line per step; on a terminal, a bar shows the stage in between."""
+    """Prints a line per step; on a terminal, a bar shows the current stage."""
 
     def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
         columns = (

@@ -1,4 +1,4 @@
-"""Summaries for people, on a terminal."""
+"""Print summaries: of a run, an evaluation, a warm start and a dry run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def print_report(console: Console, report: RunReport) -> None:
         console.print(f"warning: {warning}", soft_wrap=True)
     console.print(
         f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
-        f"read what it wrote: baton show {report.directory} --step {report.steps}\n"
+        f"trajectories: baton show {report.directory} --step {report.steps}\n"
         f"checkpoints: {report.directory}/checkpoints",
         soft_wrap=True,
     )
@@ -72,7 +72,7 @@ def _changes_table(report: RunReport) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    """A table for 80 columns: the first column's names wrap before a number is cut."""
+    """A table for 80 columns: names in the first column wrap, numbers are never truncated."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column(first, min_width=12, overflow="fold")
     for heading in others:
@@ -81,7 +81,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
-    """Print evaluations as a table, pass@k in a row of its own; the intervals are of 95 %."""
+    """Print evaluations as a table with 95 % intervals and a separate row for pass@k."""
     table = _table("task", "held-out", "measure", "result", "tokens", "cut")
     for r in results:
         measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
@@ -93,14 +93,14 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
 
 
 def print_warm_start(console: Console, report: WarmStartReport, run: Path) -> None:
-    """Print what a warm start made."""
+    """Print the evaluations of a warm start, and the paths of its model and run."""
     if report.evaluations:
         print_evaluations(console, report.evaluations)
     console.print(f"model: {report.output}\nrun: {run}", soft_wrap=True)
 
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:
-    """Print what a recipe needs in a line each; `keys`: and then all that it resolves to."""
+    """Print the requirements of a recipe; with `keys` also the resolved recipe."""
     ranks = recipe.trainer.ranks
     trainer = "trainer" if ranks == 1 else f"each of the trainer's {ranks} ranks"
     made_for = "" if needs.max_positions is None else f", made for {needs.max_positions:,} positions"
@@ -111,14 +111,14 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
         f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})",
         f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained),"
         f" engine {_size(needs.engine_bytes)} (weights, and KV cache {_size(needs.cache_bytes)}), and activations"
-        f"{'; on one device in turn' if recipe.rollout.is_colocated else ''}{free}",
+        f"{'; alternately on one device' if recipe.rollout.is_colocated else ''}{free}",
         f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)",
         f"support     {'experimental: ' * bool(needs.experimental)}{'; '.join(needs.experimental) or 'tested'}",
         *recipe.algorithm.notes(recipe.rollout.model_dump()),
         f"first prompt ({needs.example_prompt_tokens} tokens): {needs.example_prompt}",
         *([tomli_w.dumps(without_none(recipe.model_dump(mode="json")))] if keys else []),
-        f"the recipe is valid; nothing was started{'' if keys else '; --keys prints all that it resolves to'}",
+        f"the recipe is valid; nothing was started{'' if keys else '; --keys prints the resolved recipe'}",
     ]
     console.print("\n".join(lines), soft_wrap=True)
 

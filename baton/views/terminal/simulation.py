@@ -1,4 +1,4 @@
-"""A simulated run for people, on a terminal."""
+"""Print a simulated run or a parameter sweep."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def print_result(console: Console, result: Result) -> None:
-    """Print one run."""
+    """Print the figures of one simulated run."""
     _say(
         console,
         f"{result.mode}, {result.steps} train steps in {seconds(result.seconds)} of virtual time "
-        f"(figures without the first {result.warm_steps})",
+        f"(figures exclude the first {result.warm_steps})",
         "italic",
     )
     _say(
@@ -50,7 +50,7 @@ def print_result(console: Console, result: Result) -> None:
     tokens = ", ".join(f"{name} {count:,}" for name, count in result.tokens.items() if count)
     _say(console, f"tokens: {tokens}")
     if result.outcomes:
-        _say(console, "what happened: " + ", ".join(f"{name} × {count}" for name, count in result.outcomes.items()))
+        _say(console, "outcomes: " + ", ".join(f"{name} × {count}" for name, count in result.outcomes.items()))
     for note in result.notes:
         _say(console, f"note: {note}", "dim")
 
@@ -67,7 +67,7 @@ def _engines(result: Result) -> Table:
 
 
 def print_sweep(console: Console, swept: ParameterSweep) -> None:
-    """Print a table, and what to take."""
+    """Print a table of the sweep, and the recommended setting."""
     table = Table(box=SIMPLE_HEAD)
     for axis in swept.axes:
         table.add_column(axis.key, justify="right")
@@ -90,7 +90,7 @@ def print_sweep(console: Console, swept: ParameterSweep) -> None:
 def _cells(point: SweepPoint) -> list[str]:
     r = point.result
     if r is None:
-        return ["does not go together", *[""] * 6]
+        return ["invalid combination", *[""] * 6]
     return [
         f"{r.trained_tokens_per_s:,.0f}",
         seconds(r.step_s),

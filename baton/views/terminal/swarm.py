@@ -1,4 +1,4 @@
-"""A hub's status and tokens for people."""
+"""Print the status and the tokens of a hub."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from baton.swarm.hub.status import HubStatus
 
 
 def print_status(console: Console, status: HubStatus, *, url: str) -> None:
-    """Print a hub's status; `url` is how to reach it."""
+    """Print the status of the hub at `url`. Texts from workers are escaped."""
 
     def line(text: str, style: str = "") -> None:
-        console.print(visible(text, keep=""), style=style)  # a line break from outside would begin another line
+        console.print(visible(text, keep=""), style=style)  # a line break in a worker's text must not start a line
 
     version = "none" if status.version is None else str(status.version)
     line(

@@ -9,7 +9,7 @@ from baton.tasks.listing import ListedTask
 
 
 def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
-    """Print one task at length, or many as a table."""
+    """Print one task with its parameters, or several as a table."""
     if len(tasks) == 1:
         task = tasks[0]
         console.print(task.name, style="bold")
@@ -27,4 +27,4 @@ def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
         line.append(" ".join(task.question.split()), style="not bold")
         line.truncate(console.width - 1, overflow="ellipsis")
         console.print(line)
-    console.print("\nbaton tasks NAME shows one at length, with its params")
+    console.print("\nbaton tasks NAME shows one task with its parameters")

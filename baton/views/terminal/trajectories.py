@@ -1,4 +1,4 @@
-"""Reading the trajectories that a run kept. What a model wrote is untrusted: it is shown, never interpreted."""
+"""Read and print the recorded trajectories of a run. Texts of a model are untrusted: they are escaped when shown."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ORDERS = ("best", "worst", "longest")
 
 
 class TextPiece(msgspec.Struct, frozen=True):
-    """Part of a text, either of special tokens or of none."""
+    """Part of a text: only special tokens, or only other tokens."""
 
     text: str
     is_special: bool
 
 
 class ShownTrajectory(msgspec.Struct, frozen=True):
-    """One trajectory as a person reads it."""
+    """One trajectory with decoded texts, its reward and its metadata."""
 
     step: int
     group_id: int
     sample_index: int
     task: str
     prompt: str
-    """The exact text the engine saw, special tokens included."""
+    """Exact input of the engine, with special tokens."""
     response: str
     answer: str | None
     reference: str | None
@@ -44,30 +44,30 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Why there is no judgement, where there is none: it is then neither correct nor wrong."""
+    """Why scoring failed; the trajectory is then neither correct nor wrong. None if it was scored."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]
     """Oldest and newest version among its tokens."""
     mean_logprob: float
-    """Of its tokens, under the policy that sampled them."""
+    """Mean behavior logprob of its tokens, nats."""
 
     @property
     def verdict(self) -> str:
-        """What the task's scorer said, in words."""
+        """`correct`, `wrong`, or `not judged` with the reason."""
         if self.is_correct:
             return "correct"
         return "wrong" if self.failure is None else f"not judged ({self.failure})"
 
     @property
     def versions(self) -> str:
-        """The versions that wrote it, in words."""
+        """The policy versions that sampled it, such as `3` or `3 to 5`."""
         oldest, newest = self.policy_versions
         return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
 
 class ReadableTrajectory(msgspec.Struct, frozen=True):
-    """A trajectory with its texts cut where special tokens begin and end."""
+    """A trajectory whose texts are split into special and other tokens."""
 
     shown: ShownTrajectory
     prompt: tuple[TextPiece, ...]
@@ -85,11 +85,11 @@ def read_trajectories(
     limit: int,
     skipped: bool = False,
 ) -> list[ReadableTrajectory]:
-    """Return trajectories of a step, the last one by default; there may be none that fits `is_correct`.
+    """Return trajectories of a step, by default the last recorded one; the list is empty if none matches `is_correct`.
 
-    skipped: of the batch of the step that `--skip-batch` left out.
+    skipped: read the batch that `--skip-batch` discarded.
 
-    Raises UserError for a step, group or task that is not kept.
+    Raises UserError for a step, group or task that is not recorded.
     """
     run = RunDirectory.open(path)
     steps = run.recorded_steps()
@@ -113,7 +113,7 @@ def read_trajectories(
 def ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories by reward (those without a judgement last) or length; equal ones stay as generated."""
+    """Return trajectories by reward (those without one last) or by length; ties keep the order of generation."""
     match order:
         case "best":
             return sorted(members, key=lambda m: (not m[1].judgement.is_judged, -m[1].judgement.reward))
@@ -155,7 +155,7 @@ def reading(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTraject
 def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory]) -> None:
     """Print trajectories as panels, special tokens dim."""
     if not readings:
-        console.print("no trajectory fits")
+        console.print("no trajectory matches")
     for r in readings:
         t = r.shown
         parts = ", ".join(f"{name} {value:g}" for name, value in t.parts.items()) if len(t.parts) > 1 else ""
