@@ -161,7 +161,7 @@ class _Drawing:
             entry(ramp(0.5), "lost", 0.35)
         if any(s.facts.get("ended") == "abort" for s in shown):
             self._rect(place + 4, self.y - 9, 1.6, 10, _ink("--ink,#1b1f24"))
-            self._text(place + 11, self.y, "aborted")
+            self._text(place + 11, self.y, "put down")
             place += 74
         place += 16
         done = {s.name for s in shown}
