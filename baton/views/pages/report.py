@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from baton.views.pages.slots import Picture
 
 SLOTS_NOTE = (
-    "Each row is a slot. Each bar is a lease: a worker generates a response until it is finished or aborted (put down). "
-    "Dashed lines mark the start of training in a step, solid lines the publication of its version."
+    "Each row is a slot. Each bar is a lease: a worker generates a response until it is finished or aborted (put "
+    "down). Dashed lines mark the start of training in a step, solid lines the publication of its version."
 )
 
 

@@ -91,7 +91,7 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
         windows.append(_window(title, part, around))
     if last:
         part, steps = parts[-1]
-        what = "The last steps:" if last[-1] is steps[-1] else "The last steps with generation:"
+        what = "The last steps:" if last[-1] is steps[-1] else "The last steps in which anything is generated:"
         windows.append(_window(_numbers(what, last), part, last))
     return windows
 
