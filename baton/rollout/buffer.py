@@ -3,9 +3,9 @@
     opened ──▶ unfinished ──complete──▶ waiting ──take──▶ a batch
        └──────── closed (filtered, dropped, lost) ◀── too old, stale = "drop"
 
-The scheduler's rule for opening groups makes stale groups rare and so saves work. `take` guarantees the bound: at the
-trainer's version v only tokens of version v − max_staleness or newer are trained, and `stale` determines what happens
-to groups with older ones.
+The staleness bound: at the trainer's version v only tokens of version v − max_staleness or newer are trained. The
+scheduler's rule for opening groups makes older tokens rare. `take` drops groups that have them if `stale = "drop"`; if
+`stale = "mask"`, `trainer/samples.py` masks them.
 """
 
 from __future__ import annotations

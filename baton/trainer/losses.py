@@ -1,7 +1,8 @@
 """Policy-gradient objectives as pure functions of tensors, built from shared parts: log-ratio, clip, aggregate, masks.
 
-To add an objective, write a function with `Objective`'s signature and list it in `OBJECTIVES`. Rows whose advantages
-are 0 run without gradient, so an objective must be flat in them.
+To add an objective, write a function with `Objective`'s signature, list it in `OBJECTIVES` and add its name to
+`ObjectiveName` in `algorithm.py`. Rows whose advantages are 0 run without gradient, so an objective must be flat in
+them.
 Shapes: B trajectories, K positions of a padded row. Masks are True at tokens that are trained.
 
 Three policies: `behavior` sampled the tokens, `proximal` is the policy at the start of the train step, and the current
