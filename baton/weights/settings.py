@@ -1,4 +1,4 @@
-"""[weights] how policy versions travel from the trainer to the engines."""
+"""The recipe section for publishing policy versions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class WeightsSettings(Settings):
     """[weights] how policy versions are published."""
 
     dtype: PublishDtype = "auto"
-    """Dtype in which weights are published and which every engine loads, in the trainer's process or elsewhere: "auto"
-    is that of the engine, "float32" or "bfloat16". Rounding happens once, before the version gets its digest."""
+    """Dtype of published weights, which every engine loads, also in the trainer's process: "float32", "bfloat16", or
+    "auto" for the engine's dtype. Weights are rounded once, before the digest of the version is computed."""
     keyframe_every: int = Field(default=10, ge=1)
-    """A version in so many can also be had whole, without the one before it; the others as a difference alone."""
+    """Publish every this many versions also whole, as a keyframe; the others only as a delta to the version before."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
-    """Largest chunk, in MiB: what is verified and fetched again as one piece."""
+    """Maximum size of a chunk, MiB. A chunk is verified, and fetched again, as one piece."""
     store: str | None = None
-    """Where chunks and manifests lie: a directory, or a bucket by its URL (fsspec: "s3://…"). One run each; without it
-    the run's own directory."""
+    """Storage of chunks and manifests: a directory, or the URL of a bucket (fsspec: "s3://…"). Each run needs its own;
+    the default is the run's directory."""
     keep: int = Field(default=20, ge=1)
-    """Latest versions that can be had whatever the workers hold; an older one goes once nobody has or wants it."""
+    """Recent versions always retained; an older one is deleted once no worker has it or needs it."""
 
     def published_in(self, engine_dtype: DTypeName) -> DTypeName:
-        """The dtype that versions are published in, for engines of a dtype."""
+        """Return the dtype of published versions for engines of this dtype."""
         return engine_dtype if self.dtype == "auto" else self.dtype
 
     @property
