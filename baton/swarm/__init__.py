@@ -1,1 +1,1 @@
-"""The swarm: inference apart from training, across any network."""
+"""Inference workers that run apart from the trainer and connect over a network."""

@@ -1,4 +1,4 @@
-"""What was asked of the hub and by whom, in a file of JSON lines that nobody can fill the disk with."""
+"""The audit log: requests to the hub and their senders, in a JSON lines file of bounded size."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from baton.swarm.auth import Clock, Denied
 logger = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"[A-Za-z0-9_-]{40,}")
-"""As long as the random part of a token is, and so whatever holds one."""
+"""Matches any text with the random part of a token, which has at least this length."""
 _MAX_FIELD_CHARACTERS = 160
 _WINDOW_S = 60.0
 
 
 class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that was asked for."""
+    """One recorded event."""
 
     at: float
     """Unix seconds, UTC."""
     event: str
-    """Such as `denied`, `joined`, `quarantined`; `suppressed` for lines that were left out."""
+    """For example `denied`, `joined`, `quarantined`; `suppressed` for omitted lines."""
     status: int
-    """HTTP status of the answer; 0 where there was none."""
+    """HTTP status of the response; 0 if there was none."""
     reason: str = ""
     peer: str = ""
-    """Network address that it came from."""
+    """Network address of the sender."""
     route: str = ""
-    """Method and path, without the query."""
+    """Path, without the query."""
     token: str = ""
-    """The token's name, where it is known."""
+    """The token's name, if it is known."""
     count: int = 0
-    """Of a line `suppressed`: how many."""
+    """Number of omitted lines, in a `suppressed` line."""
 
 
 class Audit:
-    """An audit file and the one before it, each of a bounded size. One thread writes it.
+    """An audit file and its predecessor, each of bounded size. Written by one thread.
 
-    Refusals (status ≥ 400) and all else have a budget of lines per minute each, so that a flood of the former does not
-    push the latter out. What is beyond it is counted, and so is what the disk does not take: nothing is raised.
+    Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
+    displace other events. Lines beyond a budget, and lines that cannot be written, are counted; nothing is raised.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Audit:
         self.path, self._max_bytes, self._max_lines, self._clock = path, max_bytes, max_lines_per_minute, clock
         self._window = clock()
         self._written = {True: 0, False: 0}
-        """Lines of this minute, refusals and others."""
+        """Lines of this minute, by whether they are refusals."""
         self.num_suppressed = 0
-        """Lines left out since the last one that said so."""
+        """Lines omitted since the last `suppressed` line."""
 
     def denied(self, denied: Denied, peer: str, route: str) -> None:
         """Record a refusal."""
         self.record("denied", denied.status, denied.reason, peer, route, denied.name)
 
     def record(self, event: str, status: int, reason: str, peer: str, route: str, token: str | None = None) -> None:
-        """Write one line, in the operating system's hands when it returns. Secrets are cut from every field."""
+        """Write one line, without fsync. Secrets are removed from every field."""
         now = self._clock()
         if not 0 <= now - self._window < _WINDOW_S:  # also when the clock was set back
             self._window, self._written = now, {True: 0, False: 0}
@@ -78,7 +78,7 @@ class Audit:
             self.num_suppressed += 1
 
     def close(self) -> None:
-        """Say what was left out."""
+        """Record the number of omitted lines."""
         self._own_up(self._clock())
 
     def _own_up(self, now: float) -> None:
@@ -102,6 +102,6 @@ class Audit:
 
 
 def _without_secrets(text: str) -> str:
-    safe = text.encode("utf-8", "backslashreplace").decode()  # what a socket's bytes were decoded to may be no text
+    safe = text.encode("utf-8", "backslashreplace").decode()  # text decoded from a socket may have lone surrogates
     safe = _SECRET.sub("…", safe)
     return safe if len(safe) <= _MAX_FIELD_CHARACTERS else safe[: _MAX_FIELD_CHARACTERS - 1] + "…"

@@ -1,10 +1,10 @@
-"""Who may speak to the hub: tokens with a role and an end, kept as hashes, checked at every request.
+"""Authentication: tokens with a role and an expiry, stored as hashes, checked at every request.
 
-    baton token create ──▶ token file (hashes) ──read anew when it changed──▶ Authenticator.check ──▶ AccessGrant
+    baton token create ──▶ token file (hashes) ──read again when it changes──▶ Authenticator.check ──▶ AccessGrant
             └─ the token itself, shown once ──▶ worker ──"Authorization: Bearer …"──┘    └─▶ Denied ──▶ Audit
 
-A token holds 32 random bytes: it cannot be guessed, so one fast hash keeps it, and the file gives nobody access who
-reads it. Whoever can write the file can let anybody in. When the file cannot be read, nobody gets in.
+A token has 32 random bytes and cannot be guessed, so a fast hash is enough, and a reader of the file gains no access. A
+process that can write the file can grant access. While the file cannot be read, all requests are refused.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ _MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""So long after its end a token leaves the file; it is refused all the same, as an unknown one."""
+"""An expired token is removed from the file after this time; it is then refused as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
 _UnixTime = Annotated[int, msgspec.Meta(ge=0, lt=253_402_300_800)]
-"""Up to the year 9999, where calendars end."""
+"""Up to the year 9999, the maximum of datetime."""
 _DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _MAX_DURATION_S = 3_650 * 86_400
 
 
 class Role(StrEnum):
-    """What a token is for."""
+    """What a token permits."""
 
     WORKER = "worker"
-    """Takes leases, fetches weights, reports segments."""
+    """Receives leases, fetches weights, reports segments."""
     ADMIN = "admin"
-    """Asks for the state of the swarm and steers it."""
+    """Reads the status of the swarm."""
     RELAY = "relay"
-    """Fetches weights and serves them to others."""
+    """Fetches weights and serves them to workers."""
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file knows of a token."""
+    """A token's entry in the file."""
 
     name: Annotated[str, msgspec.Meta(pattern=rf"\A{_NAME.pattern}\Z")]
     role: Role
@@ -80,10 +80,11 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unix seconds, UTC; from then on it is refused."""
     is_revoked: bool = False
     is_trusted: bool = False
-    """A worker of ours: it may keep KV caches over a new version, and its reports set the tolerances of others."""
+    """For workers of the run's owner: they may keep KV caches across versions, and their reports calibrate
+    tolerances."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
-        """Say whether it opens anything at that time."""
+        """Return its state at a time."""
         if self.is_revoked:
             return "revoked"
         return "expired" if now >= self.expires else "valid"
@@ -118,26 +119,26 @@ class _Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AccessGrant:
-    """Who a request comes from, and what it may."""
+    """The sender of a request, and its permissions."""
 
     name: str
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Of the token: who it is. The name is for people, and another token file may hold the same one."""
+    """Of the token, which identifies the sender. The name is for display: another token file may have the same one."""
     is_own: bool = False
-    """A worker that the run has started itself."""
+    """Whether the run has started the worker itself."""
 
     @property
     def label(self) -> str:
-        """For people."""
+        """For display."""
         return f"{self.name} (own)" if self.is_own else self.name
 
 
 class Denied(BatonError):
-    """A request that must change nothing.
+    """A refused request.
 
-    The reason may be sent back: of tokens it tells only their holders something.
+    The reason may be sent back: it reveals the state of a token only to its holder.
     """
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
@@ -146,7 +147,7 @@ class Denied(BatonError):
 
 
 def parse_duration(text: str) -> int:
-    """Turn "7d", "12h", "30m" or "90s" into seconds."""
+    """Convert "7d", "12h", "30m" or "90s" to seconds. Raises UserError for anything else."""
     match = _DURATION.fullmatch(text)
     seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_DURATION_S:
@@ -155,16 +156,16 @@ def parse_duration(text: str) -> int:
 
 
 def digest_of(token: str) -> str:
-    """Hash a token's text as the file keeps it."""
+    """Return the hash of a token's text, as stored in the file."""
     return blake3(token.encode()).hexdigest()
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file's content in one step, as `files.write_whole` does, with a file that never was another's to read.
+    """Replace a file's content atomically, as `files.write_whole` does, with a file that was never readable by others.
 
-    Raises UserError when it cannot be written.
+    Raises UserError if it cannot be written.
     """
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # replace the target of a symbolic link, not the link
     unfinished: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".unfinished", dir=path.parent)  # mode 0600
@@ -181,9 +182,9 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_token_file(path: Path) -> str:
-    """Read the one token that a worker was given; warn when others may read it too.
+    """Read a worker's token from a file; warn if others may read the file too.
 
-    Raises UserError when the file is missing, empty, too long or holds something else.
+    Raises UserError if the file is missing, empty, too long or contains anything else.
     """
     data, mode = _read_bounded(path, 1_024)
     text = data.decode(errors="replace").strip()
@@ -196,13 +197,13 @@ def read_token_file(path: Path) -> str:
 
 
 class TokenFile:
-    """The tokens of a hub, in a JSON file of its owner's that is whole whenever somebody reads it."""
+    """The tokens of a hub, in a JSON file that is written atomically."""
 
     def __init__(self, path: Path, clock: Clock = time.time) -> None:
         self.path, self._clock = path, clock
 
     def create(self, role: Role, expires_s: int, name: str | None = None, trusted: bool = False) -> str:
-        """Make a token and return its text, which is kept nowhere. Raises UserError for a name that is taken."""
+        """Create a token and return its text, which is stored nowhere. Raises UserError for a name that exists."""
         if trusted and role is not Role.WORKER:
             raise UserError(f"a token of role {role} cannot be trusted to generate: only one of role worker can")
         if name is not None and not _NAME.fullmatch(name):
@@ -225,7 +226,7 @@ class TokenFile:
         return text
 
     def revoke(self, name: str) -> None:
-        """Let a token open nothing any more, for good. Raises UserError for a name that is not there."""
+        """Revoke a token permanently. Raises UserError for an unknown name."""
         with self._locked():
             known = self.tokens()
             if name not in {token.name for token in known}:
@@ -233,7 +234,7 @@ class TokenFile:
             self._write(tuple(msgspec.structs.replace(t, is_revoked=True) if t.name == name else t for t in known))
 
     def tokens(self) -> tuple[Token, ...]:
-        """Read what is known of each, the oldest first. Raises UserError when the file is not one that can be used."""
+        """Return the tokens, the oldest first. Raises UserError if the file is invalid or writable by others."""
         data, mode = _read_bounded(self.path, MAX_FILE_BYTES)
         if mode & 0o022:
             raise UserError(f"others may write {self.path}, and so let anybody in: chmod 600 {self.path}")
@@ -250,7 +251,7 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Change the file alone: of two at once, one would undo the other's revocation."""
+        """Hold a lock during a change of the file: of two concurrent changes, one would undo the other's revocation."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -261,26 +262,27 @@ class TokenFile:
             _wait_for_lock(handle, lock)
             yield
         finally:
-            os.close(handle)  # and the lock with it
+            os.close(handle)  # closing the file releases the lock
 
 
 class Authenticator:
-    """Says who a request comes from. It follows the token file while the hub runs."""
+    """Identifies the sender of a request. Reads the token file again when it changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the file. Raises UserError when it is missing or bad. is_own: see `AccessGrant.is_own`."""
+        """Read the file. Raises UserError if it is missing or invalid. is_own: as in `AccessGrant`."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
-        """What is wrong with the file now; while it is, everybody is refused."""
+        """What is wrong with the file; until it is valid again, every request is refused."""
         self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
 
     def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
-        """Admit the bearer of an `Authorization` header whose role is wanted.
+        """Return the grant of an `Authorization` header whose token has one of the wanted roles.
 
-        Raises Denied with 401 for a header that is missing, malformed or of a token unknown, expired or revoked, and
-        with 403 for another role; nothing else, whatever the header holds.
+        Raises Denied with 401 if the header is missing or malformed or its token is unknown, expired or revoked, and
+        with
+        403 for another role; no other exception, whatever the header contains.
         """
         if header is None:
             raise Denied(401, "no token")
@@ -292,7 +294,7 @@ class Authenticator:
         return self._admit(digest_of(bearer[1]), wanted)
 
     def recheck(self, grant: AccessGrant) -> None:
-        """Check again who is connected for long. Raises Denied once the token is expired, revoked or gone."""
+        """Check the token of a long connection again. Raises Denied if it is expired, revoked or removed."""
         self._admit(grant.digest, {grant.role})
 
     def _admit(self, digest: str, wanted: Collection[Role]) -> AccessGrant:
@@ -300,7 +302,7 @@ class Authenticator:
         if self.fault is not None:
             raise Denied(401, "the hub cannot read its token file")
         found: Token | None = None
-        for token in self._tokens:  # all of them, each in constant time: how long it takes tells nothing
+        for token in self._tokens:  # compare with all tokens, each in constant time, so that the time reveals nothing
             if hmac.compare_digest(token.digest.encode(), digest.encode()):
                 found = token
         if found is None:
@@ -339,7 +341,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Tell one content of a file from the next: a file that replaces another has a place of its own beside it."""
+    """Distinguish contents of a file: a replaced file has another inode."""
     try:
         found = path.stat()
     except OSError:
@@ -348,9 +350,9 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Read a small file and its mode. Raises UserError when it cannot be, is none or is too long."""
+    """Read a small file and its mode. Raises UserError if it is not readable, not a plain file or too long."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO would block
         try:
             mode = os.fstat(handle).st_mode
             if not stat.S_ISREG(mode):

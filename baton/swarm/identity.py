@@ -1,10 +1,10 @@
-"""Which worker is which: the digest of its token, and a key that the hub issues to each worker at its first Hello.
+"""Identifies workers: by the digest of a token, and a key that the hub issues to each worker at its first Hello.
 
-    worker ──Hello(key="")──▶ hub ──Admitted(key)──▶ worker ──Hello(key)──▶ hub     after a cut, or a restart of the hub
+    worker ──Hello(key="")──▶ hub ──Admitted(key)──▶ worker ──Hello(key)──▶ hub     after a reconnection or hub restart
 
-Names of tokens are for people: two token files may hold the same one. A key is a nonce and its keyed hash, so the hub
-keeps no list of keys, and with the same secret a restarted hub knows its workers again. A worker that drops its key is
-a new worker of the same token; how many of these may be put into quarantine is bounded for each token.
+Names of tokens are for display: two token files may have the same one. A key is a nonce and its keyed hash, so the hub
+stores no list of keys, and a restarted hub with the same secret recognises its workers. A worker that discards its key
+is a new worker of the same token; the number of quarantined workers per token is bounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class WorkerKeys:
     """Issues and recognises the keys of one run's workers."""
 
     def __init__(self, secret: bytes) -> None:
-        """secret: the run's own, known to no worker."""
+        """secret: the run's own, unknown to workers."""
         self._secret = blake3(secret, derive_key_context="baton 2026 keys of workers").digest()
 
     def issue(self, token: str) -> str:
@@ -28,7 +28,7 @@ class WorkerKeys:
         return f"{nonce}.{self._hash('key', token, nonce)}"
 
     def worker(self, token: str, key: str) -> str | None:
-        """Return the id of the worker that bears a key, or None where the key was not issued to this token."""
+        """Return the id of the worker with this key, or None if the key was not issued to this token."""
         nonce, _, told = key.partition(".")
         if not hmac.compare_digest(told.encode(), self._hash("key", token, nonce).encode()):
             return None

@@ -1,11 +1,11 @@
-"""The payloads behind the lease table: prompts and tokens of every task, and what each lease has grown.
+"""The payloads of the lease table: prompts and tokens of every task, and the tokens of each lease.
 
-    controller ──want, abort──▶ ┌──────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
+    controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
     worker ──report, refuse───▶ │ LeaseBroker │ ◀─events / commands─▶ LeaseTable
-                                └──────┘
+                                └─────────────┘
 
-No socket, no thread and no callback: each method returns commands, which the hub carries out in order. A report is
-checked before it counts; a message that is late, repeated or out of order changes nothing.
+No socket, no thread and no callback: each method returns commands, which the hub executes in order. A report is checked
+before it is applied; a message that is late, repeated or out of order changes nothing.
 """
 
 from __future__ import annotations
@@ -24,45 +24,42 @@ from baton.swarm.throughput import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked
 
 MAX_REFUSALS = 64
-"""In a row, after which a worker that refuses leases is hung up on."""
+"""A worker that refuses more than this many leases in a row is disconnected."""
 MAX_PROVENANCE = 200_000
-"""Finished trajectories whose authors are remembered."""
+"""Finished trajectories whose authors are kept, the latest first, so that they can be revoked."""
 MAX_REPLACEMENTS = 10_000
-"""Finished trajectories kept until the runner wants them again."""
+"""Finished trajectories kept until the controller requests them again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index) of a trajectory."""
 Span = tuple[int, int, int]
-"""(worker, first token, end) of what one worker wrote of a trajectory."""
+"""(worker, first token, end): tokens of a trajectory that one worker generated."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
 class ReportCheck(Protocol):
-    """Finds what a correct worker does not report: `verification.checks.check_report`, with the run's limits."""
+    """Finds errors that a correct worker does not make: `verification.checks.check_report` with the run's limits."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
-        """Return what is wrong with a report, in a sentence. lease: as granted. grown: what the lease has so far."""
+        """Return what is wrong with a report, in a sentence, or None. lease: as granted. grown: the lease's trajectory
+        before the report."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SendToWorker:
-    """Send a message to a worker."""
-
     worker: int
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
 class SendToController:
-    """Send a message to the controller."""
-
     message: FromPort
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a worker's connection; it may come back as a new worker."""
+    """End a worker's connection; it may join again as a new worker."""
 
     worker: int
     cause: str
@@ -78,12 +75,12 @@ class ReportViolation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTrajectory:
-    """A trajectory is complete. Its end is held back until `LeaseBroker.release` or `LeaseBroker.remake`."""
+    """A trajectory is complete. Its finish is held back until `LeaseBroker.release` or `LeaseBroker.remake`."""
 
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """Who wrote it."""
+    """Which worker generated which tokens."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -92,11 +89,11 @@ BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation |
 @dataclass(slots=True)
 class _Task:
     lease: Lease
-    """As the runner gave it."""
+    """As the controller sent it."""
     trajectory: Trajectory
-    """With what is committed."""
+    """With the committed tokens."""
     spans: list[Span] = field(default_factory=list)
-    """Of what is committed."""
+    """Of the committed tokens."""
     branches: list[int] = field(default_factory=list)
 
 
@@ -105,12 +102,12 @@ class _LeaseProgress:
     worker: int
     task: int
     lease: Lease
-    """As the worker got it."""
+    """As granted to the worker."""
     trajectory: Trajectory
 
 
 class LeaseBroker:
-    """The hub's side of all leases."""
+    """Holds the tokens of all leases and translates between the lease table, workers and the controller."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Callable[[], float]) -> None:
         self.table, self.pace = table, ThroughputTracker()
@@ -119,22 +116,22 @@ class LeaseBroker:
         self._branches: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
-        """The last words on trajectories that are being checked."""
+        """The final reports of trajectories that are being verified."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
-        """(trajectory, worker) that take the place of what the runner has."""
+        """(trajectory, worker) that replace trajectories of the controller."""
         self._refusals: Counter[int] = Counter()
-        """Of leases, by worker, since its last report."""
+        """Leases refused since the worker's last accepted report, by worker."""
         self._busy_since_s = 0.0
-        """Since when somebody has been at work without a break."""
+        """Start of the current period in which at least one lease is held."""
         self.newest_version = -1
-        """Of those that workers may serve."""
+        """The newest version that workers may serve; -1 before the first."""
         self.refused = 0
-        """Messages that were late, repeated, or of somebody else's lease."""
+        """Messages that were late, repeated, or about another worker's lease."""
 
-    # ---- from the runner ---------------------------------------------------------------------------------------------
+    # ---- from the controller -----------------------------------------------------------------------------------------
 
     def want(self, lease: Lease) -> list[BrokerCommand]:
-        """Have a trajectory grown."""
+        """Submit a trajectory to be generated."""
         task = lease.lease_id
         found, worker = self._replacements.pop(key_of(lease), (None, 0))
         if found is not None and _answers(found, lease):
@@ -153,7 +150,7 @@ class LeaseBroker:
         )
 
     def abort(self, task: int) -> list[BrokerCommand]:
-        """Have a trajectory put down; harmless for one that has ended."""
+        """Abort a trajectory; no effect on one that has ended."""
         return self._handle(ev.TaskAborted(self._clock(), task))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
@@ -167,15 +164,15 @@ class LeaseBroker:
         owner: str | None = None,
         name: str = "",
     ) -> list[BrokerCommand]:
-        """A worker is ready. See `WorkerJoined`. name: for people."""
+        """A worker is ready. Arguments as in `WorkerJoined`. name: for display."""
         return self._handle(ev.WorkerJoined(self._clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
-        """Another plan expects something else of a worker."""
+        """A new plan changes the expected speed of a worker."""
         return self._handle(ev.WorkerWeightChanged(self._clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """A worker has given a sign of life. version: the number it serves, None for none of this lineage."""
+        """A worker has sent a message. version: the number it serves; None for none of this lineage."""
         return self._handle(ev.WorkerSeen(self._clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
@@ -184,30 +181,31 @@ class LeaseBroker:
         return self._handle(ev.WorkerLeft(self._clock(), worker, cause))
 
     def num_leases(self, worker: int) -> int:
-        """How many leases a worker holds."""
+        """Number of leases that a worker holds."""
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """After a cut: what a worker holds. What it should hold and does not is leased anew, what it should not is
-        dropped; what is recalled is recalled again."""
+        """Compare a worker's leases after a reconnection with the table. A lease that the worker has lost is granted
+        again, one that is no longer valid is dropped, and one that is recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
         for lease in sorted(known - claimed):
             found += self._handle(ev.LeaseReturned(self._clock(), lease))
         found += [SendToWorker(worker, Dropped(lease)) for lease in sorted(claimed - known)]
-        recalled = filter(self.table.is_recalled, sorted(claimed & known))  # the worker may not have heard of it
+        recalled = filter(self.table.is_recalled, sorted(claimed & known))  # the worker may not have received it
         return [*found, *(SendToWorker(worker, Abort(lease)) for lease in recalled)]
 
     def report(self, worker: int, report: Report) -> list[BrokerCommand]:
-        """A worker has grown a lease."""
+        """A worker has reported tokens of a lease, or its end."""
         number = report.lease_id
         branch = self._branches.get(number)
         if branch is None or branch.worker != worker or not self.table.knows(number):
             self.refused += 1
             return [SendToWorker(worker, Dropped(number))]
         if report.token_offset != branch.trajectory.num_tokens:
-            self.refused += 1  # said twice, or before what lies between: it will be said again
+            # repeated, or ahead of a lost report: the worker sends again from the acknowledged length
+            self.refused += 1
             return [self._acknowledge(worker, number, branch)]
         complaint = self._check(branch.lease, report, grown=branch.trajectory, newest_version=self.newest_version)
         if complaint is not None:
@@ -228,7 +226,7 @@ class LeaseBroker:
         return [*found, self._acknowledge(worker, number, branch)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
-        """A worker does not serve the version that a lease asks for."""
+        """A worker does not serve the version that a lease requires."""
         branch = self._branches.get(retry.lease_id)
         if branch is None or branch.worker != worker or not self.table.knows(retry.lease_id):
             self.refused += 1
@@ -244,11 +242,11 @@ class LeaseBroker:
         ]
 
     def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
-        """Time has passed; the hub itself was late by so much."""
+        """Time has passed. delay_s: delay of the hub's own tick."""
         return self._handle(ev.LeaseTick(self._clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
-        """Have everything made again that these workers wrote in."""
+        """Revoke all trajectories with tokens of these workers, so that they are generated again."""
         found: list[BrokerCommand] = []
         for number, task in list(self._tasks.items()):
             branches = (self._branches[lease].worker for lease in task.branches)
@@ -263,7 +261,7 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Let a trajectory be finished that was held back; nothing for one that was revoked meanwhile."""
+        """Send the held-back finish of a trajectory; nothing for one that was revoked in the meantime."""
         last = self._held.pop(key, None)
         if last is None:
             return []
@@ -271,7 +269,7 @@ class LeaseBroker:
         return [SendToController(last)]
 
     def remake(self, key: Key) -> list[BrokerCommand]:
-        """Have a trajectory made again that was held back."""
+        """Revoke a held-back trajectory, so that it is generated again."""
         if self._held.pop(key, None) is None:
             return []
         self._provenance.pop(key, None)
@@ -345,7 +343,8 @@ class LeaseBroker:
         return VerifyTrajectory(task.lease, grown, tuple(task.spans))
 
     def _replace(self, number: int, branch: _LeaseProgress) -> BrokerCommand:
-        """Take back what the runner has. It wants the trajectory again, and gets it at once: see `want`."""
+        """Revoke the controller's trajectory. The controller requests it again and receives the stored one at once: see
+        `want`."""
         key = key_of(self._tasks[number].lease)
         self._forget(number)
         self._replacements[key] = branch.trajectory, branch.worker
@@ -361,18 +360,19 @@ class LeaseBroker:
         has_ended = not self.table.knows(number)
         return SendToWorker(worker, Ack(number, branch.trajectory.num_tokens, has_ended))
 
-    # ---- what is made twice ------------------------------------------------------------------------------------------
+    # ---- tokens that are generated twice -----------------------------------------------------------------------------
 
     def _agrees(self, branch: _LeaseProgress, start: int) -> bool:
-        """Whether tokens that were known already have been made again as they were."""
+        """Whether a lease has generated the same tokens where its task already has tokens."""
         known = self._tasks[branch.task].trajectory
         end = min(known.num_tokens, branch.trajectory.num_tokens)
         return end <= start or known.token_ids[start:end] == branch.trajectory.token_ids[start:end]
 
     def _contradicted(self, branch: _LeaseProgress) -> list[BrokerCommand]:
-        """Workers of one class made different tokens from the same noise: they are made anew.
+        """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
 
-        Who was wrong is for the checks to find. Other classes, and engines with noise of their own, are not compared.
+        The checks find the worker at fault. Workers of other kinds, and engines with noise of their own, are not
+        compared.
         """
         return self._revoke_task(branch.task, "contradicted")
 
@@ -384,7 +384,7 @@ class LeaseBroker:
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:
-    """Whether a finished trajectory is what a lease asks for, from its prompt on."""
+    """Whether a finished trajectory satisfies a lease that starts at its prompt."""
     is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
     return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 

@@ -1,7 +1,7 @@
-"""What the lease table hears and what it says. Counts and versions, never tokens: those stay with the hub.
+"""Events and commands of the lease table: counts and versions, never tokens, which stay in the lease broker.
 
-A *task* is one trajectory that somebody wants grown; a *lease* is one attempt at it by one worker. `at_s` is the time
-of an event on the clock of whoever drives the table: the live hub's, or a simulator's.
+A *task* is one trajectory to be generated; a *lease* is one worker's attempt at it. `at_s` is the time of an event on
+the clock of the table's driver, which is the live hub or a simulator.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import msgspec
 
 
 class WorkerJoined(msgspec.Struct, frozen=True, tag="WorkerJoined", gc=False):
-    """A worker offers places."""
+    """A worker is ready."""
 
     at_s: float
     worker: int
     slots: int
-    """Trajectories it generates at once."""
+    """Trajectories that it generates at once."""
     weight: float = 1.0
-    """What is expected of one of its slots, against the mean of the others': by a plan, never by the worker itself."""
+    """Expected speed of one of its slots, relative to the mean of all workers; set by a plan, never by the worker."""
     kind: str | None = ""
-    """Workers of one kind make the same tokens from the same noise. None: its engine has noise of its own, and not even
-    the worker itself makes the same tokens twice."""
+    """Workers of one kind generate the same tokens from the same noise. None: the engine has noise of its own, and the
+    same worker generates different tokens each time."""
     owner: str | None = None
-    """Whose workers together earn what they may hold: see `credit.py`. None: the run's own, which may fill their slots
-    at once."""
+    """Workers of one owner share the credit that limits their leases: see `credit.py`. None: the run's own worker,
+    which may fill its slots at once."""
 
 
 class WorkerWeightChanged(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
-    """Another plan expects something else of a worker."""
+    """A new plan changes the expected speed of a worker."""
 
     at_s: float
     worker: int
@@ -37,18 +37,18 @@ class WorkerWeightChanged(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=F
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
-    """A sign of life, with what the worker serves; `LeaseProgressed` is one too."""
+    """A worker has sent a message, with the version that it serves. `LeaseProgressed` implies it."""
 
     at_s: float
     worker: int
     version: int | None
     """The version it serves; None while it has none of this lineage."""
     decoded_tokens: int
-    """Its engine's counter: a worker that is heard of and does not move is wedged."""
+    """Its engine's counter: a worker that sends messages while this does not change is stuck."""
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag="WorkerLeft", gc=False):
-    """A worker is gone, with whatever it had not reported."""
+    """A worker is gone; tokens that it has not reported are lost."""
 
     at_s: float
     worker: int
@@ -56,54 +56,54 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag="WorkerLeft", gc=False):
 
 
 class TaskSubmitted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
-    """A trajectory is to be grown."""
+    """A trajectory is to be generated."""
 
     at_s: float
     task: int
     version: int
     is_exact: bool
     num_tokens: int
-    """What it has already, after its prompt."""
+    """Tokens that it already has, after its prompt."""
     max_tokens: int
-    """What it may have at the end."""
+    """Tokens that it may have at its end, after its prompt."""
 
 
 class TaskAborted(msgspec.Struct, frozen=True, tag="TaskAborted", gc=False):
-    """A trajectory is to be put down."""
+    """A trajectory is to be aborted."""
 
     at_s: float
     task: int
 
 
 class TaskRevoked(msgspec.Struct, frozen=True, tag="TaskRevoked", gc=False):
-    """What a trajectory has so far is not to be trusted: nobody grows it any more, and its owner knows."""
+    """A trajectory's tokens are not trusted: its leases end, and the caller handles the trajectory."""
 
     at_s: float
     task: int
 
 
 class LeaseProgressed(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
-    """Tokens have come in, checked and in order."""
+    """Tokens have arrived, checked and in order."""
 
     at_s: float
     lease: int
     num_tokens: int
     version: int = 0
-    """Of the last of them: whoever goes on must serve at least this one."""
+    """Version of the last of these tokens; a later lease must serve at least this one."""
 
 
 class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
-    """The worker has finished the trajectory; its tokens have been heard of before."""
+    """The worker has finished the trajectory; its tokens came in earlier `LeaseProgressed` events."""
 
     at_s: float
     lease: int
 
 
 class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
-    """The worker has put the trajectory down, or refused it.
+    """The worker has aborted the trajectory, or refused it.
 
-    Who refuses what it should be able to serve is given nothing before it is heard of again: else it would get the same
-    task at once, and hold it for ever.
+    A worker that refuses a lease whose version it should serve is granted nothing before its next message. Otherwise
+    it would get the same task again at once, without end.
     """
 
     at_s: float
@@ -115,7 +115,7 @@ class LeaseTick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
 
     at_s: float
     delay_s: float = 0.0
-    """How late the tick is: what the hub itself was held up by is no fault of the workers."""
+    """Delay of this tick. Delays of the hub itself do not count against the workers."""
 
 
 Event = (
@@ -143,25 +143,25 @@ class GrantLease(msgspec.Struct, frozen=True, tag="Grant", gc=False):
     lease: int
     task: int
     base: int
-    """Tokens that the worker is given; it grows the trajectory from there."""
+    """Tokens after the prompt that the worker starts from."""
 
 
 class RecallLease(msgspec.Struct, frozen=True, tag="Recall", gc=False):
-    """Have a worker put a lease down; it answers with what it has."""
+    """Ask a worker to abort a lease; it reports its last tokens and returns it."""
 
     worker: int
     lease: int
 
 
 class DropLease(msgspec.Struct, frozen=True, tag="Drop", gc=False):
-    """A lease is no longer valid: whatever still comes for it is ignored, and its worker may stop."""
+    """A lease is no longer valid: further reports are ignored, and its worker may stop."""
 
     worker: int
     lease: int
 
 
 class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
-    """Tokens of a lease become the trajectory's, up to a length."""
+    """Append tokens of a lease to the trajectory, up to a length."""
 
     task: int
     lease: int
@@ -169,34 +169,34 @@ class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
 
 
 class FinishTask(msgspec.Struct, frozen=True, tag="Finish", gc=False):
-    """A task is done; all of the lease's tokens are committed."""
+    """A task is finished; all tokens of the lease are committed."""
 
     task: int
     lease: int
 
 
 class ReplaceTokens(msgspec.Struct, frozen=True, tag="Replace", gc=False):
-    """A task is done, by a lease that made other tokens than those that are committed: its tokens take their place."""
+    """A task is finished by a lease whose tokens differ from the committed ones: they replace the committed ones."""
 
     task: int
     lease: int
 
 
 class ReturnTask(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
-    """A task that was aborted is nobody's now."""
+    """An aborted task has no lease any more; the table forgets it."""
 
     task: int
 
 
 class DiscardTokens(msgspec.Struct, frozen=True, tag="Waste", gc=False):
-    """Tokens that were made for nothing."""
+    """Tokens that were generated and are not used."""
 
     cause: str
     num_tokens: int
 
 
 class DisconnectWorker(msgspec.Struct, frozen=True, tag="Expel", gc=False):
-    """A worker is taken for dead: hang up, it may come back."""
+    """A worker is considered dead: end its connection. It may join again."""
 
     worker: int
     cause: str

@@ -1,4 +1,4 @@
-"""What the lease table keeps of each worker, task and lease."""
+"""State of each worker, task and lease in the lease table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.swarm.credit import Credit
 
 Ask = tuple[int, bool]
-"""(version, whether exactly that one is wanted)"""
+"""(version, whether exactly this version is required rather than at least this one)"""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,58 +17,58 @@ class TokenOwner:
     credit: Credit
     workers: set[int] = field(default_factory=set)
     num_held: int = 0
-    """Leases."""
+    """Leases that its workers hold."""
 
     @property
     def has_lease(self) -> bool:
-        """Whether they may hold one more."""
+        """Whether its workers may hold one more lease."""
         return self.num_held < self.credit.num_leases
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker as the lease table sees it."""
+    """One worker in the lease table."""
 
     number: int
     slots: int
     weight: float
-    """What is expected of one of its slots, against the others'."""
+    """Expected speed of one slot, relative to the mean of all workers."""
     heard_s: float
     moved_s: float
     kind: str | None = ""
-    """See `WorkerJoined`."""
+    """As in `WorkerJoined`."""
     version: int | None = None
-    """None while it is given nothing."""
+    """None while it may be granted no lease."""
     decoded_tokens: int = -1
     grown_tokens: float = 0.0
-    """Of late …"""
+    """Recent tokens, with exponential decay."""
     grown_s: float = 0.0
-    """… and the time that its leases took for them, all together."""
+    """Lease-seconds in which these tokens were generated."""
     leases: set[int] = field(default_factory=set)
     credit: Credit | None = None
     """None: it may fill its slots at once."""
     owner: TokenOwner | None = None
     stamp: int = 0
-    """Of its latest note among the places; notes of other stamps are out of date."""
+    """Identifies its current entry in the worker index; entries with another stamp are outdated."""
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of one lease, of late; None before the first were seen."""
+        """Recent tokens per second of one lease; None before the first progress."""
         return self.grown_tokens / self.grown_s if self.grown_s else None
 
     @property
     def pace(self) -> float | None:
-        """Its speed by what was expected of it; None before that was seen."""
+        """Its speed divided by its weight; None before the first progress."""
         return None if self.speed is None else self.speed / self.weight
 
     @property
     def room(self) -> int:
-        """Its slots, as far as it has earned them."""
+        """The number of leases that it may hold at once: its slots, limited by its credit."""
         return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
 
     @property
     def has_slot(self) -> bool:
-        """Whether one of its slots is free."""
+        """Whether it may be granted one more lease."""
         return len(self.leases) < self.room and self.owner_allows
 
     @property
@@ -77,7 +77,7 @@ class Worker:
         return self.owner is None or self.owner.has_lease
 
     def serves(self, version: int, is_exact: bool) -> bool:
-        """Whether it may grow what asks for exactly, or at least, a version."""
+        """Whether its version satisfies an ask."""
         return self.version is not None and (self.version == version if is_exact else self.version >= version)
 
 
@@ -93,14 +93,14 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     stem: str
-    """Leases of one stem make the same tokens."""
+    """Leases with equal stems generate the same tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
-    """Of its last token."""
+    """Version of its last token."""
 
     def forgive(self, delay_s: float, now_s: float) -> None:
-        """Let no time have passed for as long as nobody listened."""
+        """Shift all times by a delay of the hub, which does not count against the lease."""
         self.granted_s = min(now_s, self.granted_s + delay_s)
         self.grew_s = min(now_s, self.grew_s + delay_s)
         if self.recalled_s is not None:
@@ -109,22 +109,23 @@ class TrackedLease:
 
 @dataclass(slots=True, eq=False)
 class TrackedTask:
-    """A trajectory that somebody wants grown."""
+    """A trajectory to be generated."""
 
     number: int
     ask: Ask
     committed: int
     max_tokens: int
     leases: list[TrackedLease] = field(default_factory=list)
-    """That workers hold: none while it waits, two while it is relieved."""
+    """Valid leases: none while it waits, two while it has a backup lease."""
     stem: str | None = None
-    """Of the lease that made what is committed; None while nobody has made any."""
+    """Stem of the lease that generated the committed tokens; None while nothing is committed."""
     rested: list[TrackedLease] = field(default_factory=list)
-    """Put down while another is still out."""
+    """Leases that were returned while another lease of the task is still valid."""
     is_aborting: bool = False
 
     def commit(self, lease: TrackedLease) -> None:
-        """Take over what a lease has. Versions never go back: who goes on must serve at least its last."""
+        """Commit the tokens of a lease. Versions never decrease: a later lease must serve at least the last token's
+        version."""
         self.committed, self.stem = lease.length, lease.stem
         version, is_exact = self.ask
         if not is_exact:
@@ -132,5 +133,5 @@ class TrackedTask:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody holds it."""
+        """Whether it has no lease."""
         return not self.leases

@@ -1,22 +1,21 @@
-"""Which worker grows which trajectory, for how long it is believed, and who takes over. Events in, commands out.
+"""Grants trajectories to workers and decides when a lease ends and which worker continues. Events in, commands out.
 
-No clock, no I/O, no tokens: the live hub and a simulator drive the same object. A task is a trajectory that the
-scheduler wants grown; a lease is one worker's attempt at it:
+No clock, no I/O, no tokens: the live hub and the simulator drive the same object. A task is a trajectory that the
+scheduler wants generated; a lease is one worker's attempt at it:
 
     TaskSubmitted ─▶ waiting ──GrantLease──▶ leased ──LeaseFinished──▶ FinishTask
                         ▲                       │ LeaseProgressed ─▶ CommitTokens
                         └───── lease ends ◀─────┤ worker lost, refused, starved
                                                 └─ TaskAborted ─▶ RecallLease ─▶ LeaseReturned ─▶ ReturnTask
 
-What a lease reported stays the trajectory's when its worker goes: the next lease begins where it ended. With
-`restarts` (mode `sync`) it begins at the prompt, makes the same tokens again (law 5), and only what is beyond the known
-ones is new. A straggler is relieved by a second lease. Without `restarts` both then grow branches of their own from the
-same prefix, nothing is committed until one finishes, and the tokens of the other are wasted.
+Reported tokens remain in the trajectory when the worker leaves: the next lease starts after them. With `restarts` (mode
+`sync`) the next lease starts at the prompt and generates the same tokens again (determinism); only tokens beyond the
+committed ones are new. A straggler gets a backup lease. Without `restarts` the two leases grow different tokens from
+the same prefix, nothing is committed until one finishes, and the tokens of the other are discarded.
 
-With `restarts`, workers of different kinds (`WorkerJoined.kind`) make different tokens from the same noise. What the
-first has committed stays while it is alive or others of its kind go on; a lease of another kind commits nothing before
-it finishes. The first to finish is kept: where that is not of the kind that was committed, it replaces it
-(`ReplaceTokens`).
+With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise. Tokens
+that one kind has committed stay; a lease of another kind commits nothing before it finishes. The first lease to finish
+determines the tokens: if its kind is not the committed one, its tokens replace the committed ones (`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -57,26 +56,26 @@ from baton.swarm.worker_index import WorkerIndex
 
 
 class LeaseTable:
-    """The decisions of a hub about its workers."""
+    """Assigns tasks to workers and ends leases of workers that fail."""
 
     def __init__(self, rules: LeaseRules) -> None:
         self.rules = rules
         self.num_waiting = 0
-        """Tasks that nobody holds."""
+        """Tasks without a lease."""
         self.wasted: Counter[str] = Counter()
-        """Tokens by cause."""
+        """Discarded tokens by cause."""
         self._tasks: dict[int, TrackedTask] = {}
         self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
         self._places = WorkerIndex(rules.prefetch)
         self._waiting: dict[Ask, list[int]] = {}
-        """Heaps of tasks, the oldest first; notes out of date are passed over."""
+        """Heaps of task numbers, the oldest first. Outdated entries stay in a heap and are skipped."""
         self._may_grant = False
-        """Whether something waits, or a place is free, that was not before."""
+        """Whether a task or a slot became available since the last attempt to grant."""
 
     def handle(self, event: Event) -> list[Command]:
-        """Take one event; return what is to be done, in order. Events of leases that have ended are ignored."""
+        """Apply one event and return commands, to be executed in order. Events of ended leases are ignored."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
@@ -109,21 +108,21 @@ class LeaseTable:
 
     @property
     def workers(self) -> dict[int, Worker]:
-        """By number."""
+        """By worker number."""
         return self._places.workers
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that are neither finished nor put down."""
+        """Tasks that are neither finished nor aborted."""
         return len(self._tasks)
 
     def tasks(self) -> Iterable[TrackedTask]:
-        """The tasks that are neither finished nor put down."""
+        """The tasks that are neither finished nor aborted."""
         return self._tasks.values()
 
     @property
     def num_leases(self) -> int:
-        """Leases that workers hold."""
+        """Valid leases."""
         return len(self._leases)
 
     def knows(self, lease: int) -> bool:
@@ -131,19 +130,19 @@ class LeaseTable:
         return lease in self._leases
 
     def is_recalled(self, lease: int) -> bool:
-        """Whether a valid lease is to be put down."""
+        """Whether a valid lease has been recalled."""
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Whether a valid lease must make the tokens again that its task has committed."""
+        """Whether a valid lease must generate the tokens that its task has committed."""
         return self._is_faithful(self._tasks[self._leases[lease].task], self._leases[lease])
 
     def length(self, lease: int) -> int:
-        """Tokens after the prompt that a lease has reported, with those it was given."""
+        """Tokens after the prompt that a lease has reported, including those that it was granted with."""
         return self._leases[lease].length
 
     def leases_of(self, task: int) -> list[int]:
-        """The leases under which a task is being grown."""
+        """The valid leases of a task."""
         return [lease.number for lease in self._tasks[task].leases] if task in self._tasks else []
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -155,7 +154,8 @@ class LeaseTable:
             worker.owner = self._owners.setdefault(event.owner, TokenOwner(Credit(0, event.at_s)))
             worker.owner.credit.resize(self._places.most(event.slots))
             worker.owner.credit.recover(event.at_s)
-            for number in worker.owner.workers:  # there may be room for the others too
+            # the new worker raises the owner's limit, so the owner's other workers may have free slots too
+            for number in worker.owner.workers:
                 self._offer(self.workers[number])
             worker.owner.workers.add(event.worker)
         self._places.add(worker)
@@ -209,7 +209,7 @@ class LeaseTable:
             yield RecallLease(lease.worker, lease.number)
 
     def _revoked(self, event: TaskRevoked) -> Iterator[Command]:
-        """Nothing of it stays; what was committed its owner counts, what was not is wasted."""
+        """The caller counts what was committed; tokens that were not committed are discarded."""
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
@@ -261,16 +261,17 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        if not task.is_aborting and worker.serves(*task.ask):  # it refused: else it would be given the same at once
+        # the worker refused: without this it would be granted the same task at once
+        if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
 
     def _end_lease(self, lease: TrackedLease) -> Iterator[Command]:
-        """A lease is over, and its task is not finished."""
+        """End a lease whose task is not finished."""
         task = self._tasks[lease.task]
         self._forget_lease(lease)
         task.leases.remove(lease)
-        if task.leases and not task.is_aborting:  # it is relieved: the other goes on alone
+        if task.leases and not task.is_aborting:  # the task has a backup lease: it continues alone
             yield from self._overtaken(task, lease, task.committed)
             if self._commits(task, task.leases[0]):
                 yield from self._commit(task, task.leases[0])
@@ -284,7 +285,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _overtake_all(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
-        """Keep the longest of the branches that were put down."""
+        """Commit the longest of the returned leases and discard the others."""
         branches = (*task.rested, lease)
         found = [one for one in branches if self._is_faithful(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -296,16 +297,18 @@ class LeaseTable:
                 yield from self._overtaken(task, other, prefix)
 
     def _overtaken(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
-        """Count what a lease made beyond the prefix that all share; with `restarts`, what one of another kind made."""
+        """Count the tokens of a lease beyond the shared prefix as discarded; with `restarts`, all tokens of a lease of
+        another kind."""
         shared = max(prefix, lease.base) if self._is_faithful(task, lease) else lease.base
         yield from self._waste("overtaken", lease.length - shared)
 
     def _is_faithful(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Whether a lease makes, or begins with, the tokens that are committed."""
+        """Whether the tokens of a lease are, or start with, the committed ones."""
         return not self.rules.restarts or task.stem in (None, lease.stem)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Whether what a lease reports is the trajectory's at once: it is alone, or makes the same tokens as others."""
+        """Whether reported tokens are committed at once: the lease is the only one, or all leases generate the same
+        tokens."""
         if self.rules.restarts:
             return self._is_faithful(task, lease)
         return len(task.leases) + len(task.rested) == 1
@@ -337,7 +340,7 @@ class LeaseTable:
             self._offer(worker)
 
     def _credit(self, worker: Worker, change: Callable[[Credit], None]) -> None:
-        """Change what a worker and its owner may hold, and offer what that makes free."""
+        """Change the number of leases that a worker and its owner may hold, and offer the slots that this frees."""
         owner = worker.owner
         if worker.credit is None or owner is None:
             return
@@ -351,8 +354,9 @@ class LeaseTable:
             self._offer(worker)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """A lease has come to nothing, unless it only waited for a slot of its worker."""
+        """Charge the worker for a lease without result, unless the lease was only queued for a slot of the worker."""
         worker = self.workers[lease.worker]
+        # Workers run leases in the order of their numbers, so a lease beyond the first `slots` never ran.
         if sorted(worker.leases).index(lease.number) < worker.slots:
             self._credit(worker, Credit.lose)
 
@@ -368,7 +372,7 @@ class LeaseTable:
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.number)
 
     def _grant_all(self, at_s: float) -> Iterator[Command]:
-        """Give what waits to whoever has a place and the right version, the oldest first."""
+        """Grant waiting tasks, the oldest first, to workers that have a free slot and the right version."""
         if not self._may_grant:
             return
         self._may_grant = False
@@ -383,7 +387,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, at_s)
 
     def _oldest_waiting(self, nowhere: set[Ask]) -> TrackedTask | None:
-        """Return the oldest task that waits and does not ask for what nobody has room for."""
+        """Return the oldest waiting task whose ask is not in `nowhere`."""
         oldest: TrackedTask | None = None
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
@@ -399,11 +403,12 @@ class LeaseTable:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
         stem = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
-        if self.rules.restarts and task.committed and task.stem is None:  # known before it was wanted: whose is unknown
+        # committed before it was submitted: the kind that generated it is unknown
+        if self.rules.restarts and task.committed and task.stem is None:
             task.stem = "unknown" if worker.kind is None else stem
         lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem, worker.owner)
         if not worker.leases:
-            worker.moved_s = at_s  # it stood still because it had nothing to do
+            worker.moved_s = at_s  # the time without leases does not count as a lack of progress
         self._leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
@@ -444,10 +449,11 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _relieve(self, now_s: float) -> Iterator[Command]:
-        """Give the slowest leases to free workers too, the fastest first, where those may well be through first.
+        """Start backup leases for the slowest leases on free workers, the fastest worker first, where they may finish
+        earlier.
 
-        Nothing that waits could go there. How long a trajectory becomes nobody knows; both are compared by the time
-        for all that it may still get.
+        Called after waiting tasks have been granted, so no waiting task could use these slots. The final length of a
+        trajectory is unknown; both workers are compared by the time for all tokens that it may still get.
         """
         free = self._places.free()
         if not free:
@@ -464,7 +470,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """(seconds that it may still take, task) of the tasks that the fastest worker would relieve."""
+        """(expected remaining seconds, task) of the tasks for which a backup lease on the fastest worker would pay."""
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s

@@ -1,8 +1,8 @@
-"""Where the hub listens and how it is called: nothing secret crosses a network in the clear unless that was asked for.
+"""The hub's listening address and URLs. Without `--insecure`, no secret crosses a network unencrypted.
 
-A token proves who calls, and whoever reads it can call in its stead; a prompt or an adapter may be nobody else's
-business. So beyond this machine (loopback) both sides insist on TLS, and `--insecure` is the way to say otherwise: in
-a network that is private already, or through a tunnel.
+A token authenticates its sender, and a process that reads it can impersonate the sender; prompts and adapters may be
+confidential. Beyond loopback, both sides therefore require TLS. `--insecure` disables this for a network that is
+already private, or for a tunnel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""A name that cannot be an address in disguise: 127.1, 0x7f000001 and 2130706433 all are."""
+"""A host name that cannot be parsed as an address: 127.1, 0x7f000001 and 2130706433 all can."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -28,23 +28,24 @@ _MAX_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where the hub listens, and with which certificate."""
+    """The address at which the hub listens, and its certificate."""
 
     host: str
-    """An address or a name; an IPv6 address without its brackets."""
+    """An address or a name; an IPv6 address without brackets."""
     port: int
-    """0 takes a free one."""
+    """0 selects a free port."""
     certificate: Path | None = None
-    """PEM: the server's certificate, with its chain; also the key where `key` is None."""
+    """PEM: the server's certificate with its chain; includes the key if `key` is None."""
     key: Path | None = None
     is_insecure: bool = False
-    """Whether others may be spoken to without TLS."""
+    """Whether other machines may connect without TLS."""
 
     @classmethod
     def parse(
         cls, text: str, certificate: Path | None = None, key: Path | None = None, is_insecure: bool = False
     ) -> ListenAddress:
-        """Read HOST:PORT. Raises UserError, also for another machine's callers without TLS and `is_insecure`."""
+        """Parse HOST:PORT. Raises UserError, also for an address beyond loopback without TLS and without
+        `is_insecure`."""
         place = _host_and_port(text)
         if place is None:
             raise UserError(
@@ -61,25 +62,26 @@ class ListenAddress:
                 "say --insecure where the network is private"
             )
         listen = cls(host, port, certificate, key, is_insecure)
-        listen.ssl_context()  # a certificate that cannot be used is said at once
+        listen.ssl_context()  # reports an unusable certificate at once
         return listen
 
     @property
     def scheme(self) -> str:
-        """What its URL begins with: https under a certificate."""
+        """Scheme of its URL: https with a certificate."""
         return "http" if self.certificate is None else "https"
 
     def url(self, port: int | None = None) -> str:
-        """Its address for callers; `port` is the one that was taken where 0 was asked for."""
+        """URL for callers; `port` is the actual port if 0 was requested."""
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
-        """Its address for callers on this machine: 0.0.0.0 and :: are addresses to listen at, not to call."""
+        """URL for callers on this machine: 0.0.0.0 and :: can be listened on, not connected to."""
         host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
 
     def join_command(self, port: int) -> str:
-        """What to run to join as a worker; HOST where only the user knows by which name others reach this machine."""
+        """Command with which a worker joins; contains HOST if only the user knows under which name this machine is
+        reachable."""
         if self._is_any:
             return f"baton worker {self.scheme}://HOST:{port} --token-file FILE, where HOST is this machine's address"
         return f"baton worker {self.url(port)} --token-file FILE"
@@ -89,15 +91,17 @@ class ListenAddress:
         return _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the server's certificate in hex, by which its own workers know it; None without TLS."""
+        """Return the SHA-256 of the server's certificate in hex, which the run's own workers verify; None without
+        TLS."""
         if self.certificate is None:
             return None
-        found = _CERTIFICATE.search(self.certificate.read_text())  # the first is the server's, the others its chain
+        found = _CERTIFICATE.search(self.certificate.read_text())  # the first is the server's, the others are its chain
         assert found is not None, "a certificate that was loaded is in the file"
         return sha256(ssl.PEM_cert_to_DER_cert(found[0])).hexdigest()
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Make the server's side of TLS, 1.2 or later; None without a certificate. Raises UserError for bad files."""
+        """Create the server's TLS context, 1.2 or later; None without a certificate. Raises UserError for invalid
+        files."""
         if self.certificate is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -116,7 +120,7 @@ class ListenAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a host is this machine for certain."""
+    """Return whether a host is certainly this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -124,10 +128,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str, is_insecure: bool = False) -> str:
-    """Return the hub's URL as http(s)://HOST:PORT, ready for a path.
+    """Return the hub's URL as http(s)://HOST:PORT, without a trailing slash.
 
-    Raises UserError for anything else, and for http to another machine, which would be told the token in the clear,
-    unless `is_insecure`.
+    Raises UserError for anything else, and without `is_insecure` for http to another machine, which would send the
+    token unencrypted.
     """
     scheme, _, rest = url.partition("://")
     scheme, place = scheme.lower(), _host_and_port(rest.removesuffix("/"))
@@ -144,10 +148,10 @@ def check_url(url: str, is_insecure: bool = False) -> str:
 
 
 def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
-    """Make the caller's side of TLS, 1.2 or later, which checks the hub's certificate and name; None for http.
+    """Create the client's TLS context, 1.2 or later, which verifies the hub's certificate and name; None for http.
 
-    `ca` is a PEM file of the certificates to trust in place of this machine's, such as a self-signed hub's own.
-    Raises UserError when it cannot be used.
+    `ca` is a PEM file of certificates to trust instead of this machine's, for example of a self-signed hub.
+    Raises UserError if it cannot be used.
     """
     if URL(url).scheme != "https":
         if ca is not None:
@@ -164,7 +168,8 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:
-    """Read HOST:PORT; None for anything else. yarl alone also takes user names, paths and addresses in disguise."""
+    """Parse HOST:PORT; None for anything else. yarl alone also accepts user names, paths and short forms of
+    addresses."""
     if not _HOST_AND_PORT.fullmatch(text):
         return None
     try:
@@ -185,5 +190,5 @@ def _is_address(host: str) -> bool:
 
 
 def _base(scheme: str, host: str, port: int) -> str:
-    """A URL that always names its port."""
+    """Return a URL with an explicit port."""
     return f"{scheme}://{URL.build(scheme=scheme, host=host).host_subcomponent}:{port}"

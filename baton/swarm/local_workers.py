@@ -1,6 +1,6 @@
-"""This machine's own workers: `--workers N` starts them, and starts again those that end.
+"""Worker processes of this machine, started by `--workers N` and restarted when they end.
 
-Each is tied to this process by its standard input: when this one is killed, the pipe ends, and so does the worker.
+Each is tied to this process by its standard input: when this process is killed, the pipe closes and the worker ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.errors import EngineFault
 from baton.swarm.listen import ListenAddress
 
 MAX_RESTARTS = 5
-"""In a row, of a worker that ends within `LONG_LIFE_S`."""
+"""Consecutive restarts of a worker that ends within `LONG_LIFE_S`."""
 LONG_LIFE_S = 60.0
 GRACE_S = 5.0
 
@@ -32,7 +32,7 @@ class _Child:
 
 
 class LocalWorkers:
-    """Worker processes of this machine, each with one torch thread and its words in a file."""
+    """Worker processes of this machine, each with one torch thread and a log file."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LocalWorkers:
         say: Callable[[str], None],
         device: str,
     ) -> None:
-        """listen, port: the hub's. directory: receives worker-N.log."""
+        """listen, port: the hub's. directory: for the logs worker-N.log."""
         fingerprint = listen.fingerprint()
         self._command = [
             sys.executable,
@@ -67,11 +67,11 @@ class LocalWorkers:
         self._children = [_Child(self._start_worker(index), time.monotonic()) for index in range(count)]
 
     def pids(self) -> list[int]:
-        """Of the processes that run."""
+        """Process ids of the running workers."""
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
     def check_health(self) -> None:
-        """Start again what has ended. Raises EngineFault naming the log when a worker cannot be kept alive."""
+        """Restart workers that have ended. Raises EngineFault, which names the log, for a worker that keeps ending."""
         now_s = time.monotonic()
         for index, child in enumerate(self._children):
             if child.process.poll() is None:
@@ -89,7 +89,7 @@ class LocalWorkers:
                 child.process, child.since_s, child.restart_s = self._start_worker(index), now_s, None
 
     def close(self) -> None:
-        """End them all. May be called twice."""
+        """End all workers. May be called twice."""
         for child in self._children:
             child.process.terminate()
         deadline_s = time.monotonic() + GRACE_S

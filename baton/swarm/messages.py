@@ -1,19 +1,19 @@
-"""What hub and worker say to each other: msgpack frames over one WebSocket that the worker opens, never pickle.
+"""Messages between hub and worker: msgpack frames over one WebSocket that the worker opens; never pickle.
 
     worker                                   hub
       ── (token in the HTTP header) ──────▶
-      ◀────────────────────────── Welcome      what engine to build, under which run
+      ◀────────────────────────── Welcome      which engine to build, for which run
       ◀───────────────────────────── Want      the version to serve
-      ── Hello ───────────────────────────▶    ready: places, version, leases held from before a cut
-      ◀───────────────────────── Admitted      the key to say Hello with after a cut
+      ── Hello ───────────────────────────▶    ready: slots, version, leases kept across a reconnection
+      ◀───────────────────────── Admitted      the key to present after a reconnection
       ◀──────────────────── Lease · Abort · Dropped
       ── Report · Retry ──────────────────▶
-      ◀─────────────────────────────── Ack      reports up to here need not be said again
+      ◀─────────────────────────────── Ack      reports up to this length need not be sent again
       ── Heartbeat ───────────────────────▶
-      ◀───────────────────────────── HeartbeatAck      there is a hub: a worker that hears nothing for long connects
-      anew ── Leaving · Fault ─────────────────▶
+      ◀────────────────────── HeartbeatAck      the hub is alive; a worker that receives nothing for long reconnects
+      ── Leaving · Fault ─────────────────▶
 
-The lease ids here are the hub's; every one is said once and never used again. Weights and model files go over HTTP.
+Lease ids in these messages are the hub's; each is granted once and never reused. Weights and model files go over HTTP.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 PROTOCOL = 2
-"""Changes when an older worker could misunderstand a newer hub."""
+"""Incremented when an older worker could misunderstand a newer hub."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """A longer frame ends the connection; a report of 100,000 tokens is shorter."""
 SILENT_HEARTBEATS = 12
-"""After so many without a word the other side is not behind its connection any more, though nobody has hung up."""
+"""After this many heartbeat periods without a message, the connection is considered dead even if it is still open."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
@@ -43,52 +43,53 @@ MAX_NAME = 256
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
-    """The first message: what engine to build."""
+    """The first message: which engine to build."""
 
     protocol: int
     run: str
     incarnation: str
-    """Of the hub's process: leases of another one are worth nothing."""
+    """Identifies the hub's process; leases of an earlier process are invalid."""
     model_digest: str
-    """blake3 over the model's files without weights, which are at /model."""
+    """blake3 of the model's files without weights, which /model serves."""
     is_adapter: bool
-    """Whether versions are adapters upon the base model."""
+    """Whether versions are adapters on the base model."""
     base: PolicyVersion | None
-    """Of an adapter: the version of its base model, published like any other."""
+    """For adapters: the version of the base model, published like any other."""
     attention: str
     engine: dict[str, Any]
-    """`EngineSettings`, as plain values."""
+    """`EngineSettings` as plain values."""
     on_new_version: str
-    """`resume`: running trajectories are put down at a new version and prefilled again; `keep`: they go on in flight;
-    `drain`: none run then."""
+    """`resume`: running trajectories are aborted at a new version and prefilled again; `keep`: they continue in flight;
+    `drain`: none run at that time.
+    """
     relay_secret: str
-    """Opens this hub's relays."""
+    """Authenticates workers at the relays of this hub."""
     heartbeat_s: float
     report_every_s: float
 
     def engine_settings(self) -> EngineSettings:
-        """The settings as their owner declares them."""
+        """Return `engine` validated as EngineSettings."""
         return EngineSettings.model_validate(self.engine)
 
 
 class Want(msgspec.Struct, frozen=True, tag="Want"):
-    """The version that workers are to serve as soon as they can."""
+    """The version that workers must serve as soon as they have fetched it."""
 
     version: PolicyVersion
     shared: str = ""
-    """Directory in shared memory where a worker on the hub's machine finds it."""
+    """Directory in shared memory that holds the version for workers on the hub's machine."""
     relays: tuple[str, ...] = ()
-    """URLs of workers that hand on what they have."""
+    """URLs of relays that forward chunks."""
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
-    """A lease is no longer valid, and nothing need be said of it."""
+    """A lease is no longer valid; the worker need not report on it."""
 
     lease_id: int
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """Everything up to this length has arrived; when the lease has ended, all of it."""
+    """All tokens up to this length have arrived; after the end of the lease, all of them."""
 
     lease_id: int
     length: int
@@ -96,26 +97,26 @@ class Ack(msgspec.Struct, frozen=True, tag="Ack"):
 
 
 class RunOver(msgspec.Struct, frozen=True, tag="RunOver"):
-    """The run is complete: there is nothing more to do, now or later."""
+    """The run is complete; the worker may exit."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="Admitted"):
-    """The answer to the first Hello of a worker."""
+    """The reply to the first Hello of a worker."""
 
     key: str
-    """Issued by the hub: after a cut the worker presents it and is the same worker."""
+    """Issued by the hub. A worker that presents it after a reconnection keeps its identity."""
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag="Heard"):
-    """The answer to a Heartbeat."""
+    """The reply to a Heartbeat."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="Rejected"):
-    """The worker is not wanted; the connection ends after this."""
+    """The hub refuses the worker; the connection ends after this message."""
 
     reason: str
     is_final: bool
-    """Whether to try again is useless."""
+    """Whether another attempt cannot succeed."""
 
 
 # ---- from the worker -------------------------------------------------------------------------------------------------
@@ -125,32 +126,32 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """The worker is ready."""
 
     key: str
-    """As in `Admitted`; empty at first."""
+    """As in `Admitted`; empty in the first Hello."""
     worker_class: WorkerClass
-    """What decides how it rounds: logprobs are compared within a class."""
+    """Determines rounding: logprobs are compared within a class."""
     model_digest: str
-    """Of the files that its engine was built from."""
+    """Of the files from which the worker built its engine."""
     slots: int
     serves: PolicyVersion | None
     leases: tuple[int, ...] = ()
-    """Those that it still has from before a cut."""
+    """Leases kept across a reconnection."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
-    """A sign of life, with what the worker is doing."""
+    """A periodic message that shows that the worker is alive, with its state."""
 
     serves: PolicyVersion | None
     stats: EngineStats = EngineStats()
     fetching: int | None = None
-    """Number of the version that is on its way."""
+    """Number of the version being fetched."""
     fetched_bytes: int = 0
-    """Of weights, since it started."""
+    """Bytes of weights fetched since the worker started."""
     fault: str = ""
-    """Why the last attempt to fetch came to nothing."""
+    """Why the last fetch failed; empty if it succeeded."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
-    """The worker goes, on purpose; all it had has been reported."""
+    """The worker disconnects on purpose and has reported all its tokens."""
 
 
 FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver
@@ -162,16 +163,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Malformed(ValueError):
-    """A frame that is no message."""
+    """A frame that does not decode to a valid message."""
 
 
 def encode(message: FromHub | FromWorker) -> bytes:
-    """Return a message as a frame."""
     return _encoder.encode(message)
 
 
 def decode_from_hub(frame: bytes) -> FromHub:
-    """Return the message in a frame. Raises Malformed."""
+    """Decode a frame. Raises Malformed."""
     try:
         return _from_hub.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -179,7 +179,7 @@ def decode_from_hub(frame: bytes) -> FromHub:
 
 
 def decode_from_worker(frame: bytes) -> FromWorker:
-    """Return the message in a frame, its texts within bounds. Raises Malformed."""
+    """Decode a frame and check that its texts and numbers are within bounds. Raises Malformed."""
     try:
         message = _from_worker.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -219,7 +219,7 @@ def _is_plain(text: str) -> bool:
 
 
 def check_protocol(welcome: Welcome) -> None:
-    """Raise UserError where the hub speaks another protocol."""
+    """Raise UserError if the hub uses another protocol version."""
     if welcome.protocol != PROTOCOL:
         raise UserError(
             f"the hub speaks protocol {welcome.protocol} and this worker protocol {PROTOCOL}: install the same Baton"

@@ -1,4 +1,4 @@
-"""Whether workers keep a trainer busy: the provisioning rule of Echo-2 (arXiv 2602.02192), as derived from its text.
+"""Whether workers keep a trainer busy: the provisioning rule of Echo-2 (arXiv 2602.02192), derived from its text.
 
 In the time of κ train steps, κ·R trajectories must be generated and one version must reach the workers:
 
@@ -17,7 +17,7 @@ from baton.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Provisioning:
-    """One look at a run."""
+    """The quantities of the rule at one moment of a run."""
 
     publish_every: int
     """κ: train steps from one published version to the next."""
@@ -28,17 +28,18 @@ class Provisioning:
     trajectories_per_step: int
     """R."""
     trajectories_per_s: float
-    """Σμ: what the workers finish while they are at work."""
+    """Σμ: rate at which the workers finish trajectories while they hold leases."""
 
     @property
     def needed_per_s(self) -> float | None:
-        """Trajectories a second that keep the trainer busy; None where no number of workers can."""
+        """Trajectories per second that keep the trainer busy; None if no number of workers can."""
         window_s = self.publish_every * self.train_s - self.broadcast_s
         return self.publish_every * self.trajectories_per_step / window_s if window_s > 0 else None
 
     @property
     def slack_s(self) -> float | None:
-        """Seconds to spare in each publish period; negative: what the trainer waits. None while nothing is known."""
+        """Spare seconds in each publish period; negative: time for which the trainer waits. None without
+        measurements."""
         if not self.trajectories_per_s:
             return None
         generating_s = self.publish_every * self.trajectories_per_step / self.trajectories_per_s
@@ -46,7 +47,7 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of its time that the trainer waits, by the rule."""
+        """Share of its time for which the trainer waits, by the rule."""
         slack_s = self.slack_s
         if slack_s is None:
             return None
@@ -54,7 +55,7 @@ class Provisioning:
         return waiting_s / max(1e-9, self.publish_every * self.train_s + waiting_s)
 
     def sentence(self) -> str:
-        """For people."""
+        """Describe the result for users."""
         if not self.train_s or not self.trajectories_per_s:
             missing = "train step" if not self.train_s else "trajectory"
             return f"nothing has been measured yet: no {missing} is done, so whether the workers suffice is not known"
@@ -72,7 +73,7 @@ class Provisioning:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """How far the trainer is. Written by the controller's thread, read by the hub's."""
+    """Progress of the trainer. Written by the controller's thread, read by the hub's."""
 
     publish_every: int
     trajectories_per_step: int
@@ -80,17 +81,17 @@ class TrainingProgress:
     train_s: float = 0.0
     """Of the last train step."""
     staleness: dict[str, float] = field(default_factory=dict)
-    """Share of the last batch's tokens, by the number of versions they were old."""
+    """Share of the last batch's tokens, by staleness in versions."""
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
-        """A train step takes a batch."""
+        """Record the batch of a train step."""
         self.step = step
         trajectories = [member.trajectory for group in groups for member in group.members]
         ages = Counter(step - 1 - version for t in trajectories for version in t.policy_versions)
         self.staleness = {str(age): num / max(1, ages.total()) for age, num in sorted(ages.items())}
 
     def provisioning(self, pace: ThroughputTracker) -> Provisioning:
-        """The provisioning rule as of now."""
+        """Return the current quantities of the provisioning rule."""
         return Provisioning(
             self.publish_every, self.train_s, pace.broadcast_s, self.trajectories_per_step, pace.per_s()
         )

@@ -1,8 +1,8 @@
-"""Publishes versions in the background, announces them to the workers, and removes those that nobody needs any more.
+"""Publishes versions in the background, announces them to the workers, and removes versions that are not needed.
 
 controller's thread           publisher's thread                 hub's thread
   publish ───────────────────▶ chunks, manifest ──── call ──────▶ announce
-                               collect ◀───────────────────────── versions that workers hold or may want
+                              collect ◀───────────────────────── versions that workers serve or may request
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from baton.weights.store import Store
 
 @dataclass(frozen=True, slots=True)
 class VersionRetention:
-    """Which versions stay."""
+    """Which versions are retained."""
 
     fetchable: int
-    """The latest so many may be fetched, and scored by."""
+    """Number of latest versions that can be fetched."""
     stored: int
-    """The latest so many stay in the store whatever the workers hold."""
+    """Number of latest versions that stay in the store in any case."""
     pinned: tuple[PolicyVersion, ...] = ()
-    """These stay whatever happens: the base model of adapters."""
+    """Versions that are never removed: the base model of adapters."""
 
 
 class Publication:
@@ -49,11 +49,11 @@ class Publication:
         """The last publication."""
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Publish in the background; a worker is told of the version when it is whole."""
+        """Publish in the background; the version is announced to workers when it is complete."""
         self._futures.append(self._executor.submit(self._publish, tensors, version, time.monotonic()))
 
     def check(self) -> None:
-        """Raise what has failed in the background."""
+        """Raise the error of a background task, if any."""
         while self._futures and self._futures[0].done():
             self._futures.popleft().result()
 
@@ -72,7 +72,7 @@ class Publication:
         self._hub.announce(Want(version, shared=self._shared))
 
     def _let_go(self) -> None:
-        """In the hub's thread: let go of versions that nobody has or wants any more."""
+        """In the hub's thread: remove versions that are neither retained nor served by a worker."""
         hub, retention = self._hub, self._retention
         kept = [hub.versions[number] for number in sorted(hub.versions)[-retention.fetchable :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]

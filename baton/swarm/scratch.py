@@ -1,4 +1,4 @@
-"""Directories of one process of a run: gone with it, or removed by the next one where it was killed."""
+"""Temporary directories of one process of a run: removed at its end, or by the next process if it was killed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from baton.files import write_whole
 
 
 class Scratch:
-    """Makes directories and notes them in a file before anything is in them: a kill leaves no weights in memory."""
+    """Creates directories and records them in a file, so that weights in shared memory are removed even after a
+    kill."""
 
     def __init__(self, notes: Path) -> None:
-        """notes: one path a line; what an earlier process of the run has left there is removed now."""
+        """notes: one path per line; directories that an earlier process of the run has left are removed now."""
         self._notes = notes
         self._directories: list[Path] = []
         if notes.exists():
@@ -22,14 +23,14 @@ class Scratch:
                     shutil.rmtree(line, ignore_errors=True)
 
     def directory(self, where: Path | None = None) -> Path:
-        """Make one, in the system's place for temporary ones by default."""
+        """Create a directory, by default in the system's directory for temporary files."""
         made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
         self._directories.append(made)
         write_whole(self._notes, "".join(f"{path}\n" for path in self._directories).encode())
         return made
 
     def close(self) -> None:
-        """Remove them all. May be called twice."""
+        """Remove all directories. May be called twice."""
         for path in self._directories:
             shutil.rmtree(path, ignore_errors=True)
         self._notes.unlink(missing_ok=True)

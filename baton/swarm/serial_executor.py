@@ -1,8 +1,8 @@
-"""Work that is done in the background, one thing after the other, by a thread that ends when there is nothing to do.
+"""Runs functions in the background, one after the other, in a thread that ends when there is nothing to do.
 
-It has to end: a thread that has computed with torch keeps OpenMP's helper threads for as long as it lives, and where
-there are more of those than cores, OpenMP lets waiting threads sleep instead of spin. A train step of a small model
-then takes twice as long.
+The thread must end: a thread that has computed with torch keeps OpenMP's helper threads as long as it lives. If there
+are more of those than cores, OpenMP lets waiting threads sleep instead of spin, and a train step of a small model takes
+twice as long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class SerialExecutor:
-    """A queue of things to do. Thread-safe."""
+    """A queue of functions to run. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,7 +25,7 @@ class SerialExecutor:
         self._is_closed = False
 
     def submit(self, action: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Have something done after all that was asked for before; after `close` it is cancelled at once."""
+        """Run a function after all that were submitted before; after `close` its future is cancelled at once."""
         future: Future[None] = Future()
         with self._lock:
             if self._is_closed:
@@ -38,7 +38,7 @@ class SerialExecutor:
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Leave undone what has not begun, and wait for what has. May be called twice."""
+        """Cancel functions that have not started, and wait for the running one. May be called twice."""
         with self._lock:
             self._is_closed = True
             for _, _, future in self._waiting:
@@ -57,7 +57,7 @@ class SerialExecutor:
                 action, arguments, future = self._waiting.popleft()
             try:
                 action(*arguments)
-            except BaseException as error:  # noqa: BLE001  # it is whoever looks at the future who deals with it
+            except BaseException as error:  # noqa: BLE001  # the reader of the future handles it
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -1,4 +1,4 @@
-"""[swarm]: workers apart from the trainer."""
+"""[swarm]: workers that run apart from the trainer."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from baton.swarm.lease_rules import LeaseRules
 
 
 class SwarmSettings(Settings):
-    """[swarm] inference apart from training: a hub hands out leases and weights, workers come and go."""
+    """[swarm] inference apart from training: a hub grants leases and serves weights; workers join and leave at any
+    time."""
 
     workers: int = Field(default=0, ge=0)
     """Worker processes started on this machine, with one torch thread each (`--workers`)."""
     serve: str | None = None
-    """HOST:PORT where workers from elsewhere join (`--serve`); without it only this machine's own can."""
+    """HOST:PORT at which workers on other machines join (`--serve`); without it only workers of this machine can join.
+    """
     token_file: str = "baton-tokens.json"
-    """Where the tokens are kept that `baton token create` makes."""
+    """File with the tokens that `baton token create` makes."""
     certificate: str | None = None
     """PEM file with the hub's certificate chain, for TLS."""
     key: str | None = None
-    """PEM file with its private key."""
+    """PEM file with the certificate's private key."""
     insecure: bool = False
-    """Serve beyond this machine without TLS (`--insecure`): tokens, prompts and weights can then be read on the way."""
+    """Serve other machines without TLS (`--insecure`): tokens, prompts and weights are readable on the network."""
     publish_every: int = Field(default=1, ge=1)
     """Publish period: versions of which one is published; at most max_staleness. Above 1 only in `async`."""
     max_lag: int | None = Field(default=None, ge=0)
-    """`async`: versions that a worker may be behind the latest published one and still be given leases. The default is
-    one publish period where max_staleness leaves room for it, else 0."""
+    """`async`: number of versions that a worker may be behind the latest published one and still be granted leases. The
+    default is one publish period if max_staleness allows it, else 0."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds without a sign of life after which a worker is taken for dead, and others go on with its leases."""
+    """Seconds without a message after which a worker is considered dead; its leases are granted to other workers."""
     progress_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a token after which a worker that holds leases is taken for wedged."""
+    """Seconds without a new token after which a worker that holds leases is considered stuck and disconnected."""
     no_worker_timeout_s: float = Field(default=3600.0, ge=0)
-    """Seconds that a run waits while no worker is there at all, saying so, before it ends; at least
-    rollout.stall_timeout_s."""
+    """Seconds for which a run waits while no worker is connected, with messages on the terminal, before it ends; at
+    least rollout.stall_timeout_s."""
     backup_lease_factor: float = Field(default=2.0, ge=0)
-    """A straggler is given to a second worker when it may take so many times as long as there; 0 is never."""
+    """Start a backup lease when the expected remaining time exceeds this multiple of an idle worker's; 0 disables."""
     report_every_s: float = Field(default=2.0, gt=0)
-    """Seconds after which a worker reports what its trajectories have grown by, beside engine.report_every_tokens."""
+    """Seconds after which a worker reports new tokens, in addition to engine.report_every_tokens."""
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a hub at all."""
+        """Whether the run starts a hub."""
         return bool(self.workers) or self.serve is not None
 
     def lease_rules(self, *, restarts: bool) -> LeaseRules:
-        """The rules of the lease table. restarts: see `LeaseRules`."""
+        """Return the rules of the lease table. restarts: as in `LeaseRules`."""
         return LeaseRules(
             restarts=restarts,
             heartbeat_timeout_s=self.heartbeat_timeout_s,

@@ -1,4 +1,4 @@
-"""Workers that somebody else looks after, on machines of a cluster: what the hub's side and they need of each other."""
+"""Workers that a run starts: the interfaces between the hub and the supervisors of these workers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from baton.swarm.local_workers import LocalWorkers
 
 
 class HubAccess(Protocol):
-    """What a crew may ask of its hub, from any thread."""
+    """The hub's interface for a supervisor; may be used from any thread."""
 
     @property
     def url(self) -> str:
-        """Of the hub."""
+        """URL of the hub."""
         ...
 
     @property
@@ -22,54 +22,54 @@ class HubAccess(Protocol):
         ...
 
     def token(self, name: str) -> str:
-        """Make the token of a name, for a worker of ours."""
+        """Make a token with this name for one of the run's own workers."""
         ...
 
     def gone(self, name: str, cause: str) -> None:
-        """Whoever bears the token of a name has ended; its leases need not wait for it."""
+        """Report that the workers of a token have ended, so that their leases end at once."""
         ...
 
     def weigh(self, name: str, weight: float) -> None:
-        """The workers of a token are expected to do another share."""
+        """Change the weight of the workers of a token."""
         ...
 
 
 class WorkerSupervisor(Protocol):
-    """Workers of one run."""
+    """Starts and supervises a run's workers on the machines of a cluster."""
 
     def begin(self, hub: HubAccess) -> None:
-        """Start them; returns at once."""
+        """Start the workers; returns at once."""
         ...
 
     def weight(self, name: str) -> float:
-        """Return what is expected of one slot of the workers of a token: see `WorkerJoined`."""
+        """Return the expected speed of one slot of the workers of a token, as in `WorkerJoined`."""
         ...
 
     def check_health(self) -> None:
-        """Raise what has gone wrong for good, if anything has. Called often; returns at once."""
+        """Raise an error that no restart can fix, if there is one. Called often; returns at once."""
         ...
 
     def close(self) -> None:
-        """End them all. May be called twice."""
+        """End all workers. May be called twice."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWorkerSupervisor:
-    """All workers that a run has started itself: this machine's, and those of a crew where there is one."""
+    """All workers that a run has started: local processes, and those of a cluster's supervisor if there is one."""
 
     local: LocalWorkers | None = None
     worker_supervisor: WorkerSupervisor | None = None
 
     def check_health(self) -> None:
-        """Start again what has ended. Raises what has gone wrong for good."""
+        """Restart workers that have ended. Raises errors that no restart can fix."""
         if self.local is not None:
             self.local.check_health()
         if self.worker_supervisor is not None:
             self.worker_supervisor.check_health()
 
     def close(self) -> None:
-        """End them all. May be called twice."""
+        """End all workers. May be called twice."""
         if self.local is not None:
             self.local.close()
         if self.worker_supervisor is not None:

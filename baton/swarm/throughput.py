@@ -1,4 +1,4 @@
-"""How fast trajectories are finished, and how long versions take to reach the workers."""
+"""Measures how fast trajectories finish, and how long versions take to reach the workers."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MEMORY = 2048
-"""Finished trajectories that the pace is taken over."""
+"""Number of last finished trajectories over which the rate is computed."""
 
 
 @dataclass(slots=True)
 class ThroughputTracker:
-    """Written by the hub's thread, read by the runner's."""
+    """Written by the hub's thread, read by the controller's."""
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    """From one finish to the next, while something was to be done."""
+    """Seconds from one finish to the next, without the time in which no lease was held."""
     last_s: float = 0.0
     announced: dict[int, float] = field(default_factory=dict)
-    """Version → when the trainer handed it over, until all workers serve it."""
+    """Version → time at which the trainer passed it on, until all workers serve it."""
     broadcast_s: float = 0.0
-    """Of the last version that all workers came to serve."""
+    """Of the last version that all workers serve or have served."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
-        """A trajectory is finished; there has been something to do since a moment."""
+        """Record a finished trajectory. busy_since_s: start of the current period in which leases are held."""
         self.gaps_s.append(max(0.0, now_s - max(self.last_s, busy_since_s)))
         self.last_s = now_s
 
     def per_s(self) -> float:
-        """Trajectories a second, over the last ones; 0 while too few are known."""
+        """Trajectories per second over the last ones; 0 for fewer than two."""
         gaps = list(self.gaps_s)
         return len(gaps) / max(1e-6, sum(gaps)) if len(gaps) > 1 else 0.0
 
     def serve(self, now_s: float, served: Iterable[int | None]) -> None:
-        """The connected workers serve these versions now, None being none."""
+        """Update from the versions that the connected workers serve; None for no version."""
         slowest = min((-1 if number is None else number for number in served), default=-1)
         for number in [n for n in self.announced if n <= slowest]:
             self.broadcast_s = now_s - self.announced.pop(number)

@@ -19,22 +19,23 @@ from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_MANIFEST_BYTES
 
 MAX_MODEL_BYTES = 256 * 1024 * 1024
-"""Of a model's files without weights: a tokenizer may have tens of megabytes."""
+"""For a model's files without weights; a tokenizer may have tens of megabytes."""
 MAX_MODEL_FILES = 64
 MANIFEST_ROUTE = "/weights/manifest/{lineage:[A-Za-z0-9_-]{1,64}}/{number:[0-9]{1,15}}"
 CHUNK_ROUTE = "/weights/chunk/{digest:[0-9a-f]{64}}"
-"""What a hub and a relay answer; anything else in these places is not found."""
+"""Routes of a hub and a relay; parameters that do not match get HTTP 404."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
-"""A server that sends nothing for so long has failed."""
+"""A server that sends nothing for this time has failed."""
 _SLOWEST_BYTES_PER_S = 10_000.0
-"""A transfer has failed that is slower than this on the whole."""
+"""A transfer with a lower average rate has failed."""
 
 T = TypeVar("T")
 
 
 class HttpSource:
-    """The hub, or a relay, as a source of weights. Blocks: called from a fetcher's thread, served by the event loop."""
+    """The hub, or a relay, as a source of weights. Blocks: called from a fetch thread; requests run in the event
+    loop."""
 
     def __init__(
         self,
@@ -73,17 +74,17 @@ class HttpSource:
 
 
 def manifest_url(base: str, version: PolicyVersion) -> URL:
-    """Return where a hub or a relay has a version's manifest."""
+    """URL of a version's manifest at a hub or a relay."""
     return URL(base).joinpath("weights", "manifest", quote(version.lineage, safe=""), str(version.number), encoded=True)
 
 
 def chunk_url(base: str, digest: str) -> URL:
-    """Return where a hub or a relay has a chunk."""
+    """URL of a chunk at a hub or a relay."""
     return URL(base).joinpath("weights", "chunk", quote(digest, safe=""), encoded=True)
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Return a body of at most `limit` bytes. Raises WeightsFault for a longer one and for a refusal."""
+    """Return a body of at most `limit` bytes. Raises WeightsFault for a longer one and for any status but 200."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
@@ -98,7 +99,7 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
-    """Return the model's files of a hub, packed. Raises WeightsFault unless they have the digest that it announced."""
+    """Return a hub's model files, packed. Raises WeightsFault unless they have the announced digest."""
     packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
         raise WeightsFault(f"the model's files at {url} are not those that it announced")
@@ -106,7 +107,7 @@ async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, dige
 
 
 def pack_model(directory: Path) -> bytes:
-    """Return a directory's files (configuration, tokenizer) as one message. Raises UserError for more than is sent."""
+    """Return a directory's files (configuration, tokenizer) as one message. Raises UserError if they exceed a limit."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
     if len(files) > MAX_MODEL_FILES or sum(map(len, files.values())) > MAX_MODEL_BYTES:
         raise UserError(f"{directory}: configuration and tokenizer are more than {MAX_MODEL_BYTES} bytes")
@@ -114,12 +115,13 @@ def pack_model(directory: Path) -> bytes:
 
 
 def model_digest(packed: bytes) -> str:
-    """Return the digest of `pack_model`'s message."""
+    """Return the blake3 digest of the message of `pack_model`."""
     return blake3(packed).hexdigest()
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write what `pack_model` read. Raises WeightsFault for anything but plain files, and OSError."""
+    """Write the files of a `pack_model` message. Raises WeightsFault for an invalid message or file name, and
+    OSError."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

@@ -1,12 +1,12 @@
-"""The swarm as a `WorkerTransport`: to the controller it is one worker whose slots come and go.
+"""The swarm as a `WorkerTransport`: one worker to the controller, with a varying number of slots.
 
     controller's thread                   hub's thread                  publisher's thread
       send ────────── call ──────────────▶ broker ─▶ workers
       receive ◀────── queue ◀───────────── broker
       load_weights ─────────────────────────────────────────────────────▶ publication.py
 
-`load_weights` returns at once: leases of a version wait until a worker serves it. What fails in another thread is
-raised by the next `receive`.
+`load_weights` returns at once: leases of a version wait until a worker serves it. Errors of other threads are raised by
+the next `receive` or `load_weights`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from baton.swarm.supervisor import LocalWorkerSupervisor
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 _NAMED = 6
-"""Workers that a message names."""
+"""Maximum number of workers that a message names."""
 FIRST_WORD_S = 30.0
-"""Without a worker after which people are told."""
+"""Time without a worker before the first message to the user."""
 
 
 class SwarmTransport:
@@ -44,7 +44,7 @@ class SwarmTransport:
         scratch: Scratch,
         no_worker_timeout_s: float = 0.0,
     ) -> None:
-        """scratch: what is only for this process. no_worker_timeout_s: seconds that there may be no worker at all."""
+        """scratch: files of this process only. no_worker_timeout_s: seconds for which a run may have no worker."""
         self.hub, self.no_worker_timeout_s = hub, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch
@@ -53,7 +53,7 @@ class SwarmTransport:
 
     @property
     def name(self) -> str:
-        """Who is connected, and what each is doing."""
+        """Describes the connected workers and what each does, for error messages."""
         hub = self.hub
         peers = list(hub.peers.values())
         if not peers:
@@ -64,7 +64,7 @@ class SwarmTransport:
 
     @property
     def slots(self) -> int:
-        """Of the workers that are connected."""
+        """Of the connected workers."""
         return self.hub.slots
 
     def send(self, message: FromHub) -> None:
@@ -90,7 +90,7 @@ class SwarmTransport:
         self._publication.publish(tensors, version)
 
     def stats(self) -> EngineStats:
-        """Sums over all workers, as of their last heartbeats."""
+        """Sums over all workers, from their last heartbeats."""
         total: Counter[str] = Counter()
         for peer in list(self.hub.peers.values()):
             for name in EngineStats.__struct_fields__:
@@ -121,7 +121,7 @@ class SwarmTransport:
         return {name: value for name, value in found.items() if value is not None}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Hangs up on everybody; this machine's own workers end."""
+        """Disconnect all workers and end this run's own."""
         self._publication.close()
         self.hub.verifier.close()
         self._workers.close()
@@ -130,14 +130,14 @@ class SwarmTransport:
         self._scratch.close()
 
     def _look_after(self) -> None:
-        """Raise what has failed elsewhere, and start again this machine's workers that have ended."""
+        """Raise errors of other threads, and restart local workers that have ended."""
         self.hub.check()
         self._publication.check()
         self._workers.check_health()
         self._say_whether_empty()
 
     def _say_whether_empty(self) -> None:
-        """Let people know of a run that waits for workers: after half a minute, then each time after twice as long."""
+        """Tell the user that the run waits for workers: after half a minute, then at doubling intervals."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_word_s > FIRST_WORD_S:

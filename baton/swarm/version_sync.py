@@ -1,11 +1,12 @@
-"""Which version a worker has, which it wants, and what it does about the difference. Events in, commands out.
+"""Which version a worker has, which it should have, and how it gets there. Events in, commands out.
 
     VersionWanted ─▶ Fetch ──Fetched (verified)──▶ Activate ──Activated──▶ served
                 ▲            │
-                └─ Retry ◀── FetchFailed: wait, longer each time, and try again as long as it is wanted
+                └─ Retry ◀── FetchFailed: wait, longer each time, and retry as long as the version is wanted
 
-Desired state, not orders: a version that is announced twice, late, out of order or while another is on its way changes
-nothing that it should not, and no failure is for ever. The old version serves until the new one is whole and verified.
+The wanted version is a state, not a sequence of commands: an announcement that is repeated, late, out of order or
+received during a fetch has no wrong effect, and no failure is permanent. The old version serves until the new one is
+complete and verified.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from baton.types import PolicyVersion
 
 
 class VersionWanted(msgspec.Struct, frozen=True, tag="Wanted", gc=False):
-    """The hub wants this version served."""
+    """The hub announces the version to serve."""
 
     at_s: float
     version: PolicyVersion
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="Fetched", gc=False):
-    """All bytes are here, and every tensor is what its digest says."""
+    """All bytes have arrived, and every tensor matches its digest."""
 
     at_s: float
     version: PolicyVersion
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="FetchFailed", gc=False):
-    """A version could not be had, or was not what its digest says."""
+    """A version was not available, or did not match its digest."""
 
     at_s: float
     version: PolicyVersion
@@ -51,7 +52,7 @@ class Activated(msgspec.Struct, frozen=True, tag="Activated", gc=False):
 
 
 class TimerFired(msgspec.Struct, frozen=True, tag="Woken", gc=False):
-    """Time has passed."""
+    """The time of a `SetTimer` has come."""
 
     at_s: float
 
@@ -62,19 +63,19 @@ Event = VersionWanted | Fetched | FetchFailed | Activated | TimerFired
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="Fetch", gc=False):
-    """Get a version, whole and verified, while the old one serves."""
+    """Fetch a version and verify it, while the old one serves."""
 
     version: PolicyVersion
 
 
 class Activate(msgspec.Struct, frozen=True, tag="Activate", gc=False):
-    """Switch the engine to what was fetched."""
+    """Switch the engine to the fetched version."""
 
     version: PolicyVersion
 
 
 class SetTimer(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
-    """Say `TimerFired` at this time."""
+    """Send `TimerFired` at this time."""
 
     at_s: float
 
@@ -84,7 +85,7 @@ Command = Fetch | Activate | SetTimer
 
 @dataclass(frozen=True, slots=True)
 class VersionSyncRules:
-    """Times in seconds."""
+    """Waits between retries, in seconds."""
 
     first_wait_s: float = 0.5
     """After the first failure."""
@@ -92,27 +93,27 @@ class VersionSyncRules:
 
 
 class VersionSync:
-    """The decisions of a worker about its weights."""
+    """Decides which version a worker fetches and activates."""
 
     def __init__(self, rules: VersionSyncRules | None = None) -> None:
         self.rules = rules or VersionSyncRules()
         self.have: PolicyVersion | None = None
-        """What the engine serves."""
+        """The version that the engine serves."""
         self.want: PolicyVersion | None = None
         self.fetching: PolicyVersion | None = None
         self.activating: PolicyVersion | None = None
         self.failures = 0
-        """In a row."""
+        """Consecutive failures."""
         self.last_cause = ""
         self._retry_s: float | None = None
 
     def handle(self, event: Event) -> list[Command]:
-        """Take one event; return what is to be done, in order."""
+        """Apply one event; return commands in the order of execution."""
         match event:
             case VersionWanted(version=version):
                 self._wanted(version)
             case Fetched(version=version):
-                if version == self.fetching:  # else of an attempt that was given up
+                if version == self.fetching:  # otherwise it belongs to an attempt that was abandoned
                     self.fetching, self.failures, self.last_cause = None, 0, ""
                     if self._is_of_use(version):
                         self.activating = version
@@ -120,7 +121,7 @@ class VersionSync:
             case FetchFailed(at_s=at_s, version=version, cause=cause):
                 if version == self.fetching:
                     self.fetching, self.last_cause = None, cause
-                    if version == self.want:  # else a newer one is fetched at once
+                    if version == self.want:  # otherwise the newer one is fetched at once
                         self.failures += 1
                         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
                         wait_s = retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
@@ -137,21 +138,24 @@ class VersionSync:
         return self._go_on()
 
     def _wanted(self, version: PolicyVersion) -> None:
-        """Later numbers replace earlier ones of their lineage; another lineage replaces whatever there is."""
+        """A later number replaces an earlier one of its lineage; a version of another lineage always replaces the
+        wanted one."""
         known = self.want
         if known is not None and known.lineage == version.lineage and version.number <= known.number:
             return
         self.want, self.failures, self._retry_s = version, 0, None
 
     def _is_of_use(self, version: PolicyVersion) -> bool:
-        """Whether to serve it: it may not be the newest any more, but it is newer than what is served."""
+        """Whether to activate a fetched version: it need not be the newest, but it must be newer than the served
+        one."""
         have, want = self.have, self.want
         assert want is not None, "nothing is fetched that was not wanted"
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
         return version.lineage == want.lineage and is_newer
 
     def _go_on(self) -> list[Command]:
-        """Fetch what is wanted, one at a time; one that is under way is let finish, so that there is progress."""
+        """Fetch the wanted version, one at a time. A running fetch is not cancelled, so that frequent publications
+        cannot prevent progress."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None
         if not idle or self.want is None or self.want == self.have:
             return []

@@ -1,4 +1,4 @@
-"""Who has room for one more lease: workers by the version they serve, the emptiest first."""
+"""Finds workers that may be granted one more lease: by the version they serve, the least loaded first."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import heapq
 from baton.swarm.lease_state import Worker
 
 _SPEED_MEMORY = 0.9
-"""Weight of what was known of a worker's speed before each report."""
+"""Decay of earlier tokens and seconds of a worker at each report."""
 
 _Note = tuple[bool, float, int, Worker]
-"""(no slot is free, load with one lease more, stamp, worker)"""
+"""(no slot is free, load with one more lease, stamp, worker)"""
 
 
 class WorkerIndex:
-    """Where leases may go. Finding and filling a place costs the same for ten workers and for ten thousand."""
+    """Workers by free capacity. The cost of a grant does not grow linearly with the number of workers."""
 
     def __init__(self, prefetch: float) -> None:
         self.workers: dict[int, Worker] = {}
         self._prefetch = prefetch
         self._stamp = 0
         self._num_paces, self._sum_paces = 0, 0.0
-        """Paces of the workers whose speed is known: speed / weight, which are equal where all is as was expected."""
+        """Paces (speed / weight) of the workers whose speed is known; they are equal if all speeds are as expected."""
         self._notes: dict[int, list[_Note]] = {}
-        """Version → heap of notes; those out of date are passed over."""
+        """Version → heap of notes; outdated notes are skipped."""
 
     def add(self, worker: Worker) -> None:
-        """Take in a worker, which serves nothing yet."""
+        """Add a worker, which serves no version yet."""
         assert worker.number not in self.workers, f"worker {worker.number} joined twice"
         assert worker.weight > 0, f"worker {worker.number} has the weight {worker.weight}, which must be above 0"
         self.workers[worker.number] = worker
 
     def remove(self, number: int) -> Worker | None:
-        """Forget a worker."""
+        """Remove a worker."""
         worker = self.workers.pop(number, None)
         if worker is not None:
             worker.stamp = -1
@@ -41,18 +41,18 @@ class WorkerIndex:
         return worker
 
     def weigh(self, worker: Worker, weight: float) -> None:
-        """Expect something else of a worker from now on."""
+        """Change the expected speed of a worker."""
         assert weight > 0, f"worker {worker.number} is given the weight {weight}, which must be above 0"
         known, worker.weight = worker.pace, weight
         self._sum_paces += (worker.pace or 0.0) - (known or 0.0)
         self.offer(worker)
 
     def most(self, slots: int) -> int:
-        """Leases that so many slots may be given."""
+        """Maximum number of leases for this many slots, including prefetched ones."""
         return slots + int(self._prefetch * slots)
 
     def offer(self, worker: Worker) -> None:
-        """Note how full a worker is, after its leases or its version have changed."""
+        """Update a worker's load after its leases, its version or its credit have changed."""
         worker.stamp = self._stamp = self._stamp + 1
         num, room = len(worker.leases), worker.room
         if worker.version is None or num >= self.most(room) or not worker.owner_allows:
@@ -64,12 +64,12 @@ class WorkerIndex:
             notes = self._notes[worker.version] = []
         load = (num + 1) / (room * worker.weight * self._relative_pace(worker))
         heapq.heappush(notes, (num >= room, load, worker.stamp, worker))
-        if len(notes) > 8 * len(self.workers) + 64:  # mostly out of date
+        if len(notes) > 8 * len(self.workers) + 64:  # most entries are outdated
             notes[:] = [note for note in notes if note[3].stamp == note[2]]
             heapq.heapify(notes)
 
     def emptiest(self, version: int, is_exact: bool) -> Worker | None:
-        """Return the least loaded worker that may serve a version; one with a free slot comes first."""
+        """Return the least loaded worker that may serve a version; workers with a free slot come first."""
         if is_exact:
             top = self._top(self._notes.get(version, []))
             return None if top is None else top[3]
@@ -84,11 +84,12 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return what a worker makes of one lease in a second; what it likely makes, when that was not seen yet."""
+        """Return a worker's tokens per second of one lease; before its first progress, an estimate from its weight."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
-        """Learn from a report. Sums, not a mean of rates: late reports come in bursts, with no time between."""
+        """Update a worker's speed from a report. Sums rather than a mean of rates, because late reports arrive in
+        bursts with no time in between."""
         known = worker.pace
         worker.grown_tokens = _SPEED_MEMORY * worker.grown_tokens + num_tokens
         worker.grown_s = _SPEED_MEMORY * worker.grown_s + seconds
@@ -98,14 +99,16 @@ class WorkerIndex:
             self._sum_paces += pace - (known or 0.0)
 
     def _relative_pace(self, worker: Worker) -> float:
-        """Its pace over the mean of all that are known, within reason: below 1 for one slower than was expected."""
+        """Its pace relative to the mean of all known paces, from 0.1 to 10; below 1 for a worker slower than
+        expected."""
         if worker.pace is None:
             return 1.0
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, notes: list[_Note]) -> _Note | None:
         while notes:
-            if notes[0][3].stamp == notes[0][2] and notes[0][3].owner_allows:  # when it does again, it is offered anew
+            # a worker whose owner is at its limit is offered again when the owner is below it
+            if notes[0][3].stamp == notes[0][2] and notes[0][3].owner_allows:
                 return notes[0]
             heapq.heappop(notes)
         return None

@@ -1,6 +1,6 @@
-"""Who may ask a hub for anything: tokens, quarantine, rates, and what a run requires of its workers.
+"""Access to a hub: tokens, quarantine, rate limits, and what a run requires of its workers.
 
-Both the WebSocket of the workers (`hub.py`) and the HTTP routes (`http_routes.py`) ask here. All in the hub's thread.
+Used by the workers' WebSocket (`hub.py`) and by the HTTP routes (`http_routes.py`). Runs in the hub's thread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.verify import Calibration, unseen_draws
 
 REQUESTS_PER_S = 4000.0
-"""Messages and requests of one token that are dealt with; more than that waits."""
+"""Messages and requests per second of one token; further ones are delayed."""
 BURST = 8000.0
 
 
 class Unwanted(Exception):
-    """A worker that may speak here, but is not of use to this run."""
+    """A worker with a valid token that does not meet the run's requirements."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequirements:
-    """What a run requires of a worker beside a token."""
+    """What a run requires of a worker in addition to a token."""
 
     dtype: str
     """Of its engine."""
@@ -42,7 +42,7 @@ class WorkerRequirements:
     calibration: Calibration
 
     def refusal(self, hello: Hello, grant: AccessGrant) -> str | None:
-        """Return why a worker is of no use to the run, or None."""
+        """Return why a worker cannot be used for the run, or None."""
         if self.on_new_version == "keep" and not grant.is_trusted:
             return 'on_new_version = "keep" is for trusted workers: baton token create --role worker --trusted'
         if hello.worker_class.dtype != self.dtype:
@@ -53,7 +53,7 @@ class WorkerRequirements:
 
 
 class AccessControl:
-    """Admits requests and workers, and records whom it refuses."""
+    """Admits requests and workers, and records refusals in the audit log."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class AccessControl:
         self._requirements = requirements
         self._rate = RateLimit(REQUESTS_PER_S, BURST)
         self.denied = 0
-        """Requests that were refused."""
+        """Refused requests."""
 
     def admit(self, request: web.Request, roles: Collection[Role]) -> AccessGrant:
-        """Return who is asking. Raises HTTPUnauthorized or HTTPForbidden, with a line in the audit."""
+        """Return the grant of a request. Raises HTTPUnauthorized or HTTPForbidden, and records the refusal in the audit
+        log."""
         header = request.headers.get("Authorization")
         refusals: list[Denied] = []
         for authenticator in self.authenticators:
@@ -88,7 +89,8 @@ class AccessControl:
                 return grant
             refusals.append(Denied(403, banned, grant.label))
             break
-        denied = max(refusals, key=lambda one: (one.status, one.name is not None))  # who knows the token knows why
+        # the authenticator that knows the token gives the most specific reason
+        denied = max(refusals, key=lambda one: (one.status, one.name is not None))
         self.denied += 1
         route = request.match_info.route.resource
         self.audit.denied(denied, request.remote or "", route.canonical if route else "")
@@ -96,7 +98,7 @@ class AccessControl:
         raise kind(text=denied.reason)
 
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
-        """Return why a connected worker may stay no longer: its token may have expired, or be in quarantine now."""
+        """Return why a connected worker must be disconnected, or None: its token may have expired or be quarantined."""
         reason = self.quarantine.reason(grant, worker)
         denied = Denied(401, "the token is no longer valid", grant.label)
         if reason is not None:
@@ -110,7 +112,7 @@ class AccessControl:
         return denied.reason
 
     def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
-        """Return a worker's id and its key, which is a new one unless it presents one. Raises Unwanted."""
+        """Return a worker's id and its key; a new key unless it presents a known one. Raises Unwanted."""
         refusal = None if self._requirements is None else self._requirements.refusal(hello, grant)
         if refusal is not None:
             raise Unwanted(refusal)
@@ -123,5 +125,5 @@ class AccessControl:
         return worker, key
 
     def delay_s(self, grant: AccessGrant) -> float:
-        """Return how long a message or request of a token has to wait for its turn."""
+        """Return how long a message or request of a token must be delayed."""
         return self._rate.delay_s(grant.digest, time.monotonic())

@@ -1,11 +1,12 @@
-"""Which connections a listening process keeps, and how much one caller may use of it. Pure: no socket, no clock.
+"""Which connections a listening process keeps, and how much one caller may use. No socket, no clock.
 
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
-                  └──▶ evicted: too many strangers, or too late with a token
+                  └──▶ evicted: too many strangers, or no token in time
 
-Strangers have places of their own. When these are full, the oldest stranger of the address that has most gives way:
-whoever opens many connections closes his own, and nobody without a token keeps out a caller with one. A token gets a
-part of the places for tokens, and only the run's owner (admins, trusted workers) gets the last of them.
+Connections without a token ("strangers") have a limit of their own. At the limit, the oldest stranger of the address
+with the most strangers is evicted: a caller that opens many connections loses its own, and callers without a token
+cannot block callers with one. A token may use a share of the connections with a token, and only the run's owner
+(admins, trusted workers) may use the last quarter.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from ipaddress import IPv6Address, ip_address
 
 MAX_CONNECTIONS = 4096
 MAX_RESERVE = 1024
-"""Files kept for the process's own use, at most."""
+"""Upper bound on the file descriptors reserved for the process's own use."""
 AUTHENTICATE_S = 30.0
-"""A connection that has shown no valid token for so long is closed; TLS handshake and headers included."""
+"""A connection without a valid token is closed after this time, which includes the TLS handshake and headers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds on connections."""
+    """Maximum numbers of connections."""
 
     strangers: int
     untrusted: int
@@ -34,7 +35,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Divide what a process may open, RLIMIT_NOFILE, after a reserve for its own files."""
+        """Divide the descriptors that a process may open (RLIMIT_NOFILE), after a reserve for its own files."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)
@@ -42,19 +43,19 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class Admission:
-    """The connections of one process, each by a number of the caller's choice."""
+    """The connections of one process, each identified by a number that the caller chooses."""
 
     places: ConnectionLimits
     _strangers: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Address → connection → since when; the oldest first."""
+    """Address → connection → arrival time; the oldest first."""
     _addresses: dict[int, str] = field(default_factory=dict)
-    """Of strangers."""
+    """Connection → address, for strangers."""
     _known: dict[int, str] = field(default_factory=dict)
-    """Connection → the untrusted token's key; empty for the owner's."""
+    """Connection → key of the untrusted token; empty for the owner's."""
     _per_token: Counter[str] = field(default_factory=Counter)
 
     def arrive(self, connection: int, address: str, now_s: float) -> int | None:
-        """Note a connection, and return the stranger that has to give way to it, if any."""
+        """Add a connection; return the stranger that must be evicted for it, if any."""
         address, evicted = network_of(address), None
         if len(self._addresses) >= self.places.strangers:
             most = max(self._strangers.values(), key=lambda ones: (len(ones), -next(iter(ones.values()))))
@@ -66,7 +67,7 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection to a token; return why it is refused, or None. It stays a stranger when refused."""
+        """Count a connection to a token; return why it is refused, or None. A refused connection stays a stranger."""
         if connection in self._known:
             return None
         if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
@@ -81,11 +82,11 @@ class Admission:
         return None
 
     def is_known(self, connection: int) -> bool:
-        """Whether a connection has shown a valid token."""
+        """Whether a connection has presented a valid token."""
         return connection in self._known
 
     def leave(self, connection: int) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         address, key = self._addresses.pop(connection, None), self._known.pop(connection, None)
         if address is not None:
             del self._strangers[address][connection]
@@ -97,36 +98,36 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Who gives way first when the process has no file left."""
+        """The connection to evict when the process has no file descriptor left."""
         return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
 
     def overdue(self, now_s: float) -> list[int]:
-        """Connections that have shown no valid token in time."""
+        """Connections that have presented no valid token in time."""
         since = ((one, at_s) for ones in self._strangers.values() for one, at_s in ones.items())
         return [one for one, at_s in since if now_s - at_s > AUTHENTICATE_S]
 
 
 @dataclass(slots=True)
 class RateLimit:
-    """A token bucket per key: more than that waits, nothing is refused.
+    """A token bucket per key. Requests beyond the rate are delayed, not refused.
 
-    A caller that is slowed down loses nothing, and what queues up while this process is paused is no offence.
+    No request is lost, and a queue that builds up while this process is paused has no further consequence.
     """
 
     per_s: float
     burst: float
     _full_s: dict[str, float] = field(default_factory=dict)
-    """Key → when its bucket is full again."""
+    """Key → time at which its bucket is full again."""
 
     def delay_s(self, key: str, now_s: float) -> float:
-        """Take one, and return how long to wait before it may be used."""
+        """Take one token; return how long to wait before the request may proceed."""
         full_s = max(self._full_s.get(key, now_s), now_s) + 1 / self.per_s
         self._full_s[key] = full_s
         return max(0.0, full_s - now_s - self.burst / self.per_s)
 
 
 def network_of(address: str) -> str:
-    """Return what one subscriber holds: an IPv4 address, or the /64 of an IPv6 address."""
+    """Return the network of one subscriber: an IPv4 address, or the /64 of an IPv6 address."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:

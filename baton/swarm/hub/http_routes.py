@@ -5,7 +5,7 @@ GET /weights/manifest/LINEAGE/N    a version's manifest; role worker, relay
 GET /weights/chunk/DIGEST          a chunk; role worker, relay
 GET /relay?url=URL                 a relay announces itself; role relay
 GET /status, /metrics              JSON, Prometheus; role admin
-GET /health                        "ok", for anybody
+GET /health                        "ok"; no token needed
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.weights.store import Store
 
 
 class HttpRoutes:
-    """Answers what is asked of a hub over plain HTTP. All in the hub's thread."""
+    """Handles a hub's plain HTTP requests, in the hub's thread."""
 
     def __init__(self, hub: Hub, store: Store, model: bytes, overview: HubOverview) -> None:
         self._hub, self._store, self._model, self._overview = hub, store, model, overview
@@ -40,7 +40,7 @@ class HttpRoutes:
         self._downloads = Downloads()
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return what is answered where."""
+        """Return the routes with their handlers."""
         return (
             web.get("/model", self._send_model),
             web.get(MANIFEST_ROUTE, self._manifest),

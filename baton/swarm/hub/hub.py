@@ -1,16 +1,16 @@
-"""The hub: one port, where workers take leases and weights and hand in what they have grown.
+"""The hub: one port, where workers receive leases and weights and send reports.
 
     GET /worker                        WebSocket (messages.py); role worker
     everything else                    http_routes.py
 
-| task       | consumes          | produces                     | waits for       | unblocked by               |
-|------------|-------------------|------------------------------|-----------------|----------------------------|
-| connection | a worker's frames | calls of the broker, commands | the worker     | a frame, or a command      |
-| sender     | a worker's queue  | frames                       | the socket      | its deadline               |
-| ticker     | the clock         | ticks                        | the next second | the clock                  |
+| task       | consumes          | produces                      | waits for       | unblocked by          |
+|------------|-------------------|-------------------------------|-----------------|-----------------------|
+| connection | a worker's frames | calls of the broker, commands | the worker      | a frame, or a command |
+| sender     | a worker's queue  | frames                        | the socket      | its deadline          |
+| ticker     | the clock         | ticks                         | the next second | the clock             |
 
-All in one event loop in a thread of its own, so that nothing here needs a lock and a long train step starves nobody;
-`call` is how the controller's thread reaches in. What the loop is late by is not held against the workers.
+All tasks run in one event loop in a thread of its own: no locks are needed, and a long train step does not block them.
+The controller's thread uses `call`. Delays of the loop do not count against the workers.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ START_DEADLINE_S = 30.0
 
 @dataclass(slots=True)
 class _Counters:
-    """Of the hub's life."""
+    """Counters since the hub started."""
 
     bytes_out: int = 0
     malformed: int = 0
     loop_delay_s: float = 0.0
-    """The longest so far."""
+    """Maximum so far."""
     by_route: dict[str, int] = field(default_factory=dict)
 
     def sent(self, route: str, num_bytes: int) -> None:
-        """Count what goes out."""
+        """Count bytes sent."""
         self.bytes_out += num_bytes
         self.by_route[route] = self.by_route.get(route, 0) + num_bytes
 
@@ -99,24 +99,24 @@ class Hub:
         say: Callable[[str], None],
         worker_supervisor: WorkerSupervisor | None = None,
     ) -> None:
-        """crew: says what is expected of the workers that it has started."""
+        """worker_supervisor: gives the weights of the workers that it has started."""
         self.access, self.welcome, self.broker, self.verifier = access, welcome, broker, verifier
         self.say, self._worker_supervisor = say, worker_supervisor
         self.listen = access.listener.listen
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
-        """What the controller receives."""
+        """Messages for the controller."""
         self.peers: dict[int, Peer] = {}
         self._authors: dict[int, SegmentAuthor] = {}
-        """By worker number, also of workers that are gone."""
+        """By worker number, also of workers that have left."""
         self._commands: deque[BrokerCommand] = deque()
         self._is_executing = False
         self.counters = _Counters()
         self.want: Want | None = None
         self.relays = RelayList()
         self.versions: dict[int, PolicyVersion] = {}
-        """Published and still of use, by number."""
+        """Versions that were published and that workers may still serve, by number."""
         self.slots = 0
-        """Of all workers that can be spoken to; read by the runner's thread."""
+        """Slots of all connected workers; read by the controller's thread."""
         self._by_worker: dict[str, int] = {}
         """Id of a worker → its number."""
         self._next_worker = 0
@@ -133,7 +133,8 @@ class Hub:
     # ---- from other threads ------------------------------------------------------------------------------------------
 
     def start(self, routes: Iterable[web.RouteDef] = ()) -> int:
-        """Listen, and return the port. routes: of plain HTTP. Raises UserError where the address cannot be had."""
+        """Start to listen and return the port. routes: for plain HTTP. Raises UserError if the address is not
+        available."""
         self._app.add_routes(routes)
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
@@ -145,22 +146,23 @@ class Hub:
 
     @property
     def port(self) -> int | None:
-        """Where it listens."""
+        """The port that it listens on; None before it listens."""
         return self._port
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have something done in the hub's thread, in order. Raises what has ended the hub; what fails ends it."""
+        """Run an action in the hub's thread; actions run in order. Raises the error that ended the hub, if any. An
+        error of the action ends the hub."""
         self.check()
         self._loop.call_soon_threadsafe(self._do, action)
 
     def check(self) -> None:
-        """Raise what has ended the hub, if anything has."""
+        """Raise the error that ended the hub, if any."""
         if self._fault is not None:
             raise self._fault
 
     def stop(self, *, is_over: bool = False) -> None:
-        """Hang up on everybody and end the thread. May be called twice. is_over: see `WorkerTransport.close`."""
-        with suppress(RuntimeError):  # its loop has ended by itself
+        """Disconnect all workers and end the thread. May be called twice. is_over: as in `WorkerTransport.close`."""
+        with suppress(RuntimeError):  # the loop has already ended
             if is_over:
                 self._loop.call_soon_threadsafe(self._do, self._dismiss)
             self._loop.call_soon_threadsafe(self._stopping.set)
@@ -168,7 +170,7 @@ class Hub:
             self._thread.join(START_DEADLINE_S)
 
     def gone(self, name: str, cause: str) -> None:
-        """The run's own workers of a token have ended: their leases need not wait for them. From any thread."""
+        """The run's own workers with a token have ended: end their leases at once. From any thread."""
 
         def action() -> None:
             for worker in self._own_workers(name):
@@ -178,7 +180,7 @@ class Hub:
         self.call(action)
 
     def weigh(self, name: str, weight: float) -> None:
-        """The run's own workers of a token are expected to do another share. From any thread."""
+        """Change the weight of the run's own workers with a token. From any thread."""
 
         def action() -> None:
             for worker in self._own_workers(name):
@@ -189,9 +191,11 @@ class Hub:
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
-        """Carry out the broker's commands, in order.
+        """Execute the broker's commands in order.
 
-        What comes of one, such as a worker whose connection is full, is carried out after those that wait.
+        A command that results from another one, such as a disconnection because a queue is full, is executed after
+        those
+        that already wait.
         """
         self._commands.extend(commands)
         if self._is_executing:
@@ -222,15 +226,15 @@ class Hub:
                 assert_never(command)
 
     def release(self, key: Key) -> None:
-        """A trajectory that was held back may be trained."""
+        """Finish a trajectory that was held back, so that it can be trained on."""
         self.execute(self.broker.release(key))
 
     def remake(self, key: Key) -> None:
-        """A trajectory that was held back is to be generated again."""
+        """Have a trajectory that was held back generated again."""
         self.execute(self.broker.remake(key))
 
     def quarantined(self, quarantine_record: QuarantineRecord) -> None:
-        """Hang up on a worker, or on all of its token's, and have everything made again that is not trained."""
+        """Disconnect a worker, or all workers of its token, and have its untrained trajectories generated again."""
         self.say(f"worker {quarantine_record.shown} is in quarantine: {quarantine_record.verdict.reason}")
         reasons = {n: self.access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -240,14 +244,14 @@ class Hub:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def relay_announced(self, url: str) -> None:
-        """A relay is there; workers are told of a new one at once."""
+        """Add a relay; a new one is announced to the workers at once."""
         if self.relays.announce(url):
             self.say(f"relay {url} joined")
             if self.want is not None:
                 self.announce(self.want)
 
     def announce(self, want: Want) -> None:
-        """A version is published: have every worker want it."""
+        """Send a published version to all workers."""
         self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.versions[want.version.number] = want.version
         self.broker.newest_version = max(self.versions)
@@ -255,14 +259,15 @@ class Hub:
             self.send(peer.number, want)
 
     def send(self, worker: int, message: FromHub) -> None:
-        """Queue a message for a worker; nothing for one that is cut off, and the end for one that reads too slowly."""
+        """Queue a message for a worker. No effect if it is not connected; a worker whose queue is full is
+        disconnected."""
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
             self.disconnect(worker, "takes nothing off its connection")
             self.execute(self.broker.leave(worker, "too slow a connection"))
 
     def disconnect(self, worker: int, cause: str, *, is_final: bool = False) -> None:
-        """End a worker's connection; unless it is final it may come again, as a new worker."""
+        """End a worker's connection. Unless `is_final`, it may join again as a new worker."""
         peer = self.peers.pop(worker, None)
         if peer is None:
             return
@@ -277,7 +282,7 @@ class Hub:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._main())
-        except Exception as error:  # noqa: BLE001  # whatever it is, the runner's thread must hear of it
+        except Exception as error:  # noqa: BLE001  # any error must reach the controller's thread
             self._fault = self._fault or error
         finally:
             self._started.set()
@@ -286,7 +291,7 @@ class Hub:
     def _do(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001  # as above: nobody else would
+        except Exception as error:  # noqa: BLE001  # as above: no other code handles it
             self._fault = self._fault or error
             self._stopping.set()
 
@@ -322,20 +327,20 @@ class Hub:
             self.verifier.tick(delay_s)
 
     def _recheck(self, peer: Peer) -> None:
-        """A token may expire, be revoked or be put into quarantine while its worker is connected."""
+        """Disconnect a worker whose token has expired, was revoked or is quarantined."""
         reason = self.access.recheck(peer.grant, peer.worker, peer.address)
         if reason is not None:
             self.disconnect(peer.number, reason, is_final=True)
             self.execute(self.broker.leave(peer.number, "token"))
 
     def _violated(self, worker: int, sentence: str) -> None:
-        """Called when what a worker said could not come from a correct one."""
+        """Called when a report could not come from a correct worker."""
         if self.verifier.violated(self._authors[worker], sentence, f"a report of worker {worker}") is None:
             self.disconnect(worker, sentence, is_final=True)
             self.execute(self.broker.leave(worker, "in quarantine"))
 
     def _own_workers(self, name: str) -> list[int]:
-        """Of the run's own workers of a token: another's token of this name is none of theirs."""
+        """Numbers of the run's own workers with a token; a foreign token may have the same name."""
         grants = ((peer.number, peer.grant) for peer in self.peers.values())
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
@@ -358,7 +363,7 @@ class Hub:
         return socket
 
     async def _converse(self, line: WorkerConnection, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
-        """Hear a worker out, until it is gone or hung up on."""
+        """Process a worker's messages until it leaves or is disconnected."""
         peer: Peer | None = None
         try:
             hello = await line.read_hello(self.say)
@@ -388,7 +393,7 @@ class Hub:
         except Unwanted as error:
             self._complain("unwanted", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=True))
-        except Exception as error:  # noqa: BLE001  # no worker's words may end the hub; this worker they do
+        except Exception as error:  # noqa: BLE001  # no message may end the hub, only its sender's connection
             cause = f"what it said cannot be dealt with: {type(error).__name__}: {error}"
             self._complain("fault", error, grant, address)
             if peer is not None:
@@ -403,7 +408,7 @@ class Hub:
         self.access.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
 
     def _seat(self, hello: Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
-        """Give a worker its place, or the one it had before a cut."""
+        """Register a worker, or restore its registration after a reconnection."""
         if hello.model_digest != self.welcome.model_digest:
             raise Malformed(f"it was built for another model ({hello.model_digest[:12]})")
         worker, key = self.access.identify(hello, grant)
@@ -415,7 +420,7 @@ class Hub:
         known = self.peers.get(self._by_worker.get(worker, -1))
         if known is not None:
             if known.outgoing is not None:
-                known.outgoing.close()  # nobody has told the hub yet that this connection is dead
+                known.outgoing.close()  # the old connection is dead, but its end has not been detected yet
             known.outgoing, known.hello, known.address = outgoing, hello, address
             peer = known
         else:
@@ -438,10 +443,11 @@ class Hub:
         return peer
 
     def _cut(self, peer: Peer) -> None:
-        """A connection has ended: nothing new for it, and its leases wait for it until it has been silent too long."""
+        """Handle the end of a connection: the worker is granted nothing new; its leases remain until it times out."""
         peer.outgoing = None
         self._count_slots()
-        if self.peers.get(peer.number) is peer and not self._stopping.is_set():  # else its end has been told already
+        # else its end has been reported already
+        if self.peers.get(peer.number) is peer and not self._stopping.is_set():
             count = self.broker.num_leases(peer.number)
             its = f"its {count} leases wait for it to come back, then go to others" if count else "it held no leases"
             self.say(f"worker {peer.name}: connection lost; {its}")
@@ -475,7 +481,7 @@ class Hub:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """The number of a version that was published by this process, digest and all; None for any other."""
+        """Return the number of a version that this process published, if the digest is equal; None for any other."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

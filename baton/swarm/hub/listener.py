@@ -1,12 +1,13 @@
-"""The listening socket of a hub or a relay: every connection is counted from its accept to its close.
+"""The listening socket of a hub or a relay: every connection is counted from accept to close.
 
-| task     | consumes           | produces                  | waits for       | unblocked by              |
-|----------|--------------------|---------------------------|-----------------|---------------------------|
-| acceptor | the backlog        | connections               | a caller        | the network               |
-| greeter  | one new connection | a served one, after TLS   | the handshake   | its deadline, an eviction |
-| sweeper  | the clock          | closed connections        | the next second | the clock                 |
+| task     | consumes           | produces                        | waits for       | unblocked by                |
+|----------|--------------------|---------------------------------|-----------------|-----------------------------|
+| acceptor | the backlog        | connections                     | a caller        | the network                 |
+| greeter  | one new connection | a served connection, after TLS  | the handshake   | its deadline, an eviction   |
+| sweeper  | the clock          | closed connections              | the next second | the clock                   |
 
-Who stays is decided by `admission.py`. Counting in the HTTP server would be too late: it sees a connection after TLS.
+`admission.py` decides which connections are kept. The HTTP server sees a connection only after TLS, so it cannot count
+connections that never finish the handshake.
 """
 
 from __future__ import annotations
@@ -27,37 +28,38 @@ from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimit
 from baton.swarm.listen import ListenAddress
 
 KEEP_ALIVE_S = 30.0
-"""A connection of a known caller is closed when no other request comes for so long; a stranger's after each answer."""
+"""An idle connection of a known caller is closed after this time; a stranger's connection is closed after each
+response."""
 ACCEPTED_AT_ONCE = 4
-"""Connections accepted before those that are there have their turn: few, so that they are through before they have to
-give way to others."""
+"""Connections accepted before other tasks run: few, so that a new connection can authenticate before later ones evict
+it."""
 FAILED_ACCEPT_PAUSE_S = 0.1
 TLS_GOODBYE_S = 2.0
 SWEEP_S = 1.0
 MAX_FILES = 65_536
-"""The limit on open files is raised to this, where the machine lets us."""
+"""The soft limit on open files is raised to this, if the hard limit allows it."""
 _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class HubListener:
-    """One listening address. Lives in the thread of its event loop."""
+    """One listening address. Runs in the thread of its event loop."""
 
     def __init__(self, listen: ListenAddress) -> None:
         self.listen = listen
         self.turned_away = 0
-        """Connections closed because they were too many or showed no valid token in time."""
+        """Connections closed because there were too many or because they presented no valid token in time."""
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
-        """By file descriptor, as everywhere here."""
+        """By file descriptor, as all connections in this module."""
         self._transports: dict[int, asyncio.Transport] = {}
-        """Of those that are through with TLS."""
+        """Transports of connections that have finished TLS."""
         self._controller: web.AppRunner | None = None
         self._listening: list[socket.socket] = []
         self._acceptors: list[asyncio.Task[None]] = []
         self._greeters: set[asyncio.Task[None]] = set()
 
     async def open(self, app: web.Application) -> int:
-        """Listen, and return the port. Raises OSError where the address cannot be had."""
+        """Start to listen and return the port. Raises OSError if the address is not available."""
         app.middlewares.append(self._close_strangers)
         self._controller = web.AppRunner(
             app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=1.0
@@ -76,7 +78,7 @@ class HubListener:
         return port
 
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         for task in self._acceptors:
             task.cancel()
         await asyncio.gather(*self._acceptors, return_exceptions=True)
@@ -90,7 +92,7 @@ class HubListener:
             await asyncio.wait(self._greeters, timeout=1.0)
 
     def identify(self, request: web.Request, key: str, *, is_owner: bool = False) -> None:
-        """Count a request's connection to a token. Raises HTTPServiceUnavailable where that has its share already."""
+        """Count a request's connection to a token. Raises HTTPServiceUnavailable if the token has reached its limit."""
         fd = _fd_of(request)
         refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
         if refusal is not None:
@@ -103,7 +105,8 @@ class HubListener:
             for _ in range(ACCEPTED_AT_ONCE):
                 try:
                     accepted, address = await loop.sock_accept(listening)
-                except OSError as error:  # the caller is gone, or no file is left: others have taken the reserve
+                # the caller is gone, or no file descriptor is left although some were reserved
+                except OSError as error:
                     if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
                         self._turn_away(oldest)
                     await asyncio.sleep(FAILED_ACCEPT_PAUSE_S)
@@ -141,7 +144,7 @@ class HubListener:
         if fd in self._transports:
             reset(self._transports[fd])
         elif fd in self._connections:
-            with suppress(OSError):  # the peer has hung up
+            with suppress(OSError):  # the peer has disconnected
                 self._connections[fd].shutdown(socket.SHUT_RDWR)  # its handshake fails, which closes it
 
     def _closed(self, fd: int) -> None:
@@ -159,7 +162,7 @@ class HubListener:
     async def _close_strangers(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Keep no connection alive without a valid token."""
+        """Close connections without a valid token after each response."""
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -176,7 +179,7 @@ class HubListener:
 
 
 class _Connection(socket.socket):
-    """An accepted socket that says when its file descriptor is about to be free."""
+    """An accepted socket that calls `on_close` before its file descriptor becomes free."""
 
     def __init__(self, accepted: socket.socket, on_close: Callable[[int], None]) -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
@@ -190,7 +193,7 @@ class _Connection(socket.socket):
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """Close a connection at once, with all that the kernel still keeps for a peer that may never read it."""
+    """Close a connection at once and discard what the kernel still buffers for a peer that may never read it."""
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -198,7 +201,7 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise the number of files that this process may open as far as the machine allows, and return it."""
+    """Raise the number of files that this process may open as far as the hard limit allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -209,6 +212,6 @@ def raised_file_limit() -> int:
 
 
 def _fd_of(request: web.Request) -> int | None:
-    """Of a request's connection; None where it is gone."""
+    """File descriptor of a request's connection; None if it is closed."""
     found = None if request.transport is None else request.transport.get_extra_info("socket")
     return None if found is None or found.fileno() < 0 else int(found.fileno())

@@ -1,4 +1,4 @@
-"""Gathers what a hub shows of itself."""
+"""Collects the status of a hub."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.swarm.verification.policy import QuarantineRecord
 
 
 class HubOverview:
-    """What `baton status` shows of a run. All in the hub's thread."""
+    """The source of `baton status`. Runs in the hub's thread."""
 
     def __init__(self, hub: Hub, publication: Publication, progress: TrainingProgress, lineage: str) -> None:
         self._hub, self._publication, self._progress, self._lineage = hub, publication, progress, lineage
 
     def status(self) -> HubStatus:
-        """Return it as of now."""
+        """Return the current status."""
         hub, progress, last = self._hub, self._progress, self._publication.last
         table, counters, rule = hub.broker.table, hub.counters, progress.provisioning(hub.broker.pace)
         published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}

@@ -1,4 +1,4 @@
-"""What the hub knows of each worker beside its leases: who it is, how it is reached, what it last said."""
+"""What the hub knows of each worker besides its leases: identity, connection, last heartbeat."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
 from baton.swarm.verification.verify import WorkerClass
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""A worker that takes nothing off its connection until so much has piled up is hung up on."""
+"""A worker is disconnected when this many bytes wait to be sent to it."""
 FRAME_OVERHEAD = 128
-"""Bytes of memory that a queued frame takes beside its own."""
+"""Memory that a queued frame takes in addition to its own bytes."""
 RATE_WINDOW_S = 30.0
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """Frames on their way to one worker, bounded."""
+    """Bounded queue of frames for one worker."""
 
     frames: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     num_bytes: int = 0
-    """In memory."""
+    """Memory of the queued frames, including `FRAME_OVERHEAD`."""
 
     def put(self, message: FromHub) -> bool:
-        """Queue a message; False where too much waits already."""
+        """Queue a message; False if the queue is full."""
         frame = encode(message)
         if self.num_bytes + len(frame) + FRAME_OVERHEAD > MAX_UNSENT_BYTES:
             return False
@@ -36,7 +36,7 @@ class Outgoing:
         return True
 
     def close(self) -> None:
-        """The connection ends when what is queued has been sent."""
+        """End the connection after the queued frames are sent."""
         self.frames.put_nowait(None)
 
     async def take(self) -> bytes | None:
@@ -49,7 +49,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Peer:
-    """One worker, also through a cut of its connection."""
+    """One worker; kept across reconnections."""
 
     number: int
     grant: AccessGrant
@@ -57,31 +57,31 @@ class Peer:
     address: str
     since_s: float
     outgoing: Outgoing | None
-    """None while it is cut off."""
+    """None while it is not connected."""
     worker: str = ""
-    """Its id: see `identity.WorkerKeys`."""
+    """Its id, from `identity.WorkerKeys`."""
     key: str = ""
-    """What it presents after a cut."""
+    """What it presents after a reconnection."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     heard_s: float = 0.0
     served: int | None = None
-    """Number of the version it serves, where it is one of this lineage."""
+    """Number of the version it serves; None unless this run has published it."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, decoded tokens) of its last heartbeats."""
 
     @property
     def name(self) -> str:
-        """For people: that of its token, and its number."""
+        """For display: the name of its token, and its number."""
         return f"{self.grant.name}#{self.number}"
 
     @property
     def worker_class(self) -> WorkerClass:
-        """What decides its numerics."""
+        """Determines its numerics."""
         return self.hello.worker_class
 
     @property
     def is_connected(self) -> bool:
-        """Whether it can be spoken to."""
+        """Whether messages can be sent to it."""
         return self.outgoing is not None
 
     @property
@@ -90,14 +90,14 @@ class Peer:
         return self.heartbeat.stats
 
     def beat(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Take a sign of life."""
+        """Store a heartbeat."""
         self.heartbeat, self.heard_s = heartbeat, now_s
         self.rates.append((now_s, heartbeat.stats.decoded_tokens))
         while len(self.rates) > 2 and now_s - self.rates[0][0] > RATE_WINDOW_S:
             self.rates.popleft()
 
     def tokens_per_s(self) -> float:
-        """Over the last heartbeats."""
+        """Decoded tokens per second over the last heartbeats."""
         if len(self.rates) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self.rates[0], self.rates[-1]

@@ -1,10 +1,11 @@
-"""A relay: hands on weights that it has from the hub, so that the trainer's uplink carries each version once per site.
+"""A relay: serves weights that it has fetched from the hub, so that the hub sends each version once per site.
 
     hub ──chunk, once──▶ relay ──chunk──▶ worker, worker, worker …
 
-It mirrors nothing in advance: what a worker asks for is fetched from the hub, verified, kept up to a bound, and given
-on. A worker verifies every chunk against its digest whoever it came from, so a relay can withhold but not forge. It is
-told where relays are by the hub, with a secret that opens them: a relay never sees a worker's token.
+Nothing is mirrored in advance: a chunk that a worker requests is fetched from the hub, verified, cached up to a bound,
+and sent. A worker verifies every chunk against its digest whatever the source, so a relay can withhold weights but not
+forge them. The hub sends workers the URLs of relays and a secret that they present there: a relay never sees a worker's
+token.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ from baton.weights.storage import ByteReader
 ANNOUNCE_EVERY_S = 20.0
 RETRY_S = 2.0
 FORGET_AFTER_S = 90.0
-"""A relay that has not announced itself for so long is no longer named to workers."""
+"""A relay that has not announced itself for this time is no longer sent to workers."""
 MAX_RELAYS = 256
 MAX_URL = 256
 MAX_MANIFESTS = 64
 MAX_FETCHES = 16
-"""Chunks in memory at once, each whole until it is verified."""
+"""Chunks fetched at once; each is in memory until it is verified."""
 T = TypeVar("T")
 
 
 class RelayTicket(msgspec.Struct, frozen=True):
-    """What the hub answers a relay that announces itself."""
+    """The hub's reply to a relay that announces itself."""
 
     secret: str
-    """What workers show to a relay; another with each start of the hub."""
+    """What workers present to a relay; it changes with each start of the hub."""
 
 
 class RelayList:
-    """The hub's memory of relays."""
+    """The relays that the hub knows."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, float] = {}
 
     def announce(self, url: str) -> bool:
-        """Note that a relay is there; say whether it is new."""
+        """Add a relay or renew it; return whether it is new."""
         is_new = url not in self.urls()
         if is_new and len(self._seen) >= MAX_RELAYS:
             return False
@@ -72,7 +73,7 @@ class RelayList:
         return is_new
 
     def urls(self) -> tuple[str, ...]:
-        """Those that are there."""
+        """URLs of the relays that have announced themselves recently."""
         now_s = self._clock()
         self._seen = {url: at_s for url, at_s in self._seen.items() if now_s - at_s <= FORGET_AFTER_S}
         return tuple(self._seen)
@@ -80,13 +81,13 @@ class RelayList:
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How a relay reaches its hub, and workers reach it."""
+    """How a relay reaches its hub, and how workers reach the relay."""
 
     hub: str
     headers: dict[str, str]
     listen: ListenAddress
     public_url: str | None
-    """Where workers find it; None is the address that it listens at."""
+    """The URL that workers use; None uses the listening address."""
     cache: Path
     cache_bytes: int
     ssl: Any = None
@@ -101,9 +102,9 @@ class Relay:
         self._cache = ChunkCache(options.cache, options.cache_bytes)
         self._manifests: dict[PolicyVersion, bytes] = {}
         self._verified: set[str] = set()
-        """Digests of chunks that were right when they were put on the disk; workers compare them again."""
+        """Digests of chunks that were correct when they were written to disk; workers compare them again."""
         self._flights: dict[str, asyncio.Task[Any]] = {}
-        """Fetches under way: whoever else wants the same waits for them."""
+        """Running fetches: further requests for the same object wait for them."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._door, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -111,7 +112,8 @@ class Relay:
         self.url = ""
 
     async def run(self, until: asyncio.Event) -> None:
-        """Serve until an event. Raises UserError for an address that cannot be had, or a token that is refused."""
+        """Serve until an event is set. Raises UserError if the address is not available or the hub refuses the
+        token."""
         app = web.Application()
         app.router.add_get(MANIFEST_ROUTE, self._manifest)
         app.router.add_get(CHUNK_ROUTE, self._chunk)
@@ -130,7 +132,7 @@ class Relay:
                 await self._door.close()
 
     async def _announce_all_along(self, until: asyncio.Event) -> None:
-        is_connected = True  # so that an outage is told once
+        is_connected = True  # so that an outage is logged once
         while not until.is_set():
             wait_s = ANNOUNCE_EVERY_S
             try:
@@ -151,7 +153,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Return whose share of the places a request counts to: all workers show one secret, so it is their address."""
+        """Check a request and return the key that its download counts to: its network, since all workers present one
+        secret."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
@@ -167,7 +170,7 @@ class Relay:
                 body = await self._once(
                     str(version), self._fetch(manifest_url(self._options.hub, version), MAX_MANIFEST_BYTES)
                 )
-                decode_manifest(body)  # what is no manifest is not handed on
+                decode_manifest(body)  # so that only a valid manifest is cached and sent
                 self._manifests[version] = body
                 while len(self._manifests) > MAX_MANIFESTS:
                     del self._manifests[next(iter(self._manifests))]
@@ -179,9 +182,9 @@ class Relay:
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a chunk that was verified, from the disk if it fits there."""
+        """Return a verified chunk, from disk if it fits there."""
         if digest in self._verified:
-            with suppress(OSError):  # it had to make room for others
+            with suppress(OSError):  # it was evicted from the cache
                 return await in_thread(self._cache.body, digest)
         async with self._fetches:
             body = await in_thread(self._cache.get, digest)
@@ -200,7 +203,7 @@ class Relay:
         return await get_bounded(self._http, url, self._options.headers, limit)
 
     async def _once(self, key: str, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a fetch brings; the same one is under way only once."""
+        """Return the result of a fetch; concurrent requests with one key share one fetch."""
         task = self._flights.get(key)
         if task is None:
             task = self._flights[key] = asyncio.create_task(work)

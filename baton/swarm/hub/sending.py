@@ -1,7 +1,7 @@
-"""Weights sent to callers: read and sent piece by piece, as fast as the reader takes them.
+"""Sends weights to callers: reads and sends piece by piece, at the speed of the reader.
 
-Memory is bounded over all downloads, a download without progress is cut, and each token has its share of the places:
-a caller that takes nothing off its connections holds up nobody else.
+Memory is bounded over all downloads, a download without progress is aborted, and each token has a limited share of the
+downloads, so that a slow reader does not block other callers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from baton.weights.storage import ByteReader
 MAX_DOWNLOADS = 256
 MAX_DOWNLOADS_PER_TOKEN = 64
 QUEUE_S = 20.0
-"""A request that waits longer for a place is asked to come again."""
+"""A request that waits longer for a download slot gets HTTP 503."""
 PIECE_BYTES = 2**18
 STALL_S = 30.0
-"""A reader that does not take a piece in this time is cut off."""
+"""A connection whose reader does not accept a piece in this time is reset."""
 
 
 class Downloads:
-    """Those of one process. All in one event loop."""
+    """The downloads of one process, in one event loop."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MAX_DOWNLOADS)
@@ -36,13 +36,15 @@ class Downloads:
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[None]:
-        """Wait for one of a token's places. Raises HTTPServiceUnavailable after `QUEUE_S`."""
+        """Hold a download slot of a token, after waiting for it. Raises HTTPServiceUnavailable after `QUEUE_S`."""
         share = self._shares.setdefault(key, asyncio.Semaphore(MAX_DOWNLOADS_PER_TOKEN))
         taken: list[asyncio.Semaphore] = []
         try:
             try:
                 async with asyncio.timeout(QUEUE_S):
-                    for one in (share, self._places):  # a token's own first: it may fill that while others are served
+                    # the token's share first, so that its waiting requests do not hold slots that other tokens could
+                    # use
+                    for one in (share, self._places):
                         await one.acquire()
                         taken.append(one)
             except TimeoutError as error:
@@ -53,7 +55,7 @@ class Downloads:
                 one.release()
 
     async def send(self, request: web.Request, body: ByteReader) -> tuple[web.StreamResponse, int]:
-        """Send a body, and return how many bytes of it are sent; a connection that has only a part is cut."""
+        """Send a body and return the number of bytes sent; the connection is reset if only a part was sent."""
         response, sent_bytes = web.StreamResponse(), 0
         response.content_type, response.content_length = "application/octet-stream", body.size
         transport = request.transport

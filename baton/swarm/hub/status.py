@@ -1,4 +1,4 @@
-"""What a hub shows of itself: `baton status` and Prometheus."""
+"""The status of a hub, for `baton status` and Prometheus."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from prometheus_client.core import GaugeMetricFamily
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker."""
-
     name: str
     worker_class: str
     address: str
@@ -25,45 +23,45 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     decoded_tokens: int
     fetched_bytes: int
     fault: str
-    """Of its last attempt to fetch."""
+    """Error of its last fetch; empty if it succeeded."""
     is_trusted: bool
     checked: int
     """Trajectories of it that were scored again."""
 
 
 class QuarantineStatus(msgspec.Struct, frozen=True):
-    """One worker that is not believed any more."""
+    """One quarantined worker."""
 
     name: str
     reason: str
     trained_steps: tuple[int, ...]
-    """Train steps whose batches hold trajectories of it."""
+    """Train steps whose batches contain trajectories of it."""
     num_trained: int
-    """Trajectories in them."""
+    """Trajectories of it in these batches."""
     num_revoked: int
-    """Trajectories that are made again."""
+    """Trajectories that are generated again."""
 
 
 class HubStatus(msgspec.Struct, frozen=True):
-    """The whole of it."""
+    """The status of a run and its workers."""
 
     run: str
     lineage: str
     version: int | None
-    """The latest that is published."""
+    """The latest published version."""
     versions: tuple[int, ...]
-    """Those that are kept."""
+    """The retained versions."""
     step: int
-    """Train steps done."""
+    """Completed train steps."""
     workers: tuple[WorkerStatus, ...]
     tasks: int
-    """Trajectories wanted."""
+    """Trajectories to be generated."""
     waiting: int
-    """… that nobody grows."""
+    """Tasks without a lease."""
     wasted_tokens: Mapping[str, int]
     """By cause."""
     staleness: Mapping[str, float]
-    """Share of the last batch's tokens, by the number of versions they were old."""
+    """Share of the last batch's tokens, by staleness in versions."""
     publication: Mapping[str, float]
     """Of the last version: bytes, density, seconds."""
     bytes_out: Mapping[str, int]
@@ -71,21 +69,21 @@ class HubStatus(msgspec.Struct, frozen=True):
     provisioning: str
     """The provisioning rule in a sentence."""
     rule: Mapping[str, float]
-    """… and in numbers."""
+    """The provisioning rule in numbers."""
     quarantine: tuple[QuarantineStatus, ...]
     denied: int
     """Requests without a valid token."""
     malformed: int
-    """Connections ended for what was said on them."""
+    """Connections ended because of an invalid message."""
     loop_delay_s: float
-    """The longest that the hub was late by."""
+    """Maximum delay of the hub's event loop."""
     notes: tuple[str, ...] = ()
     not_inspected: int = 0
-    """Trajectories that were to be scored again, and could not be."""
+    """Trajectories that were selected to be scored again and could not be."""
 
 
 class _StatusCollector:
-    """A status as Prometheus' gauges."""
+    """Exposes a status as Prometheus gauges."""
 
     def __init__(self, status: HubStatus) -> None:
         self._status = status
@@ -124,7 +122,7 @@ def prometheus(status: HubStatus) -> str:
 
 
 def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label: str = "") -> Metric:
-    """samples: one value, or values by what the label says."""
+    """samples: one value, or values by label value."""
     if not isinstance(samples, Mapping):
         return GaugeMetricFamily(f"baton_{name}", meaning, value=samples)
     gauge = GaugeMetricFamily(f"baton_{name}", meaning, labels=[label])

@@ -1,4 +1,4 @@
-"""The hub's side in the trace: leases, versions on their way to workers, checks."""
+"""The hub's events in the trace: leases, transfers of versions to workers, checks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from baton.types import Lease, Report, Retry, Trajectory
 
 
 class TracedLeaseBroker(LeaseBroker):
-    """A `LeaseBroker` that says when workers get leases, what becomes of these, and when a version has reached a
-    worker.
-    """
+    """A `LeaseBroker` that traces when leases begin and end, and when a version reaches a worker."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Callable[[], float], trace: LeaseTrace) -> None:
         def check_and_trace(lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
@@ -31,7 +29,7 @@ class TracedLeaseBroker(LeaseBroker):
         self._trace = trace
         self._names: dict[int, str] = {}
         self._served: dict[int, tuple[int | None, float]] = {}
-        """Worker → (version that it serves, since when)."""
+        """Worker → (version that it serves, time since when)."""
 
     def join(
         self,
@@ -93,7 +91,7 @@ class TracedLeaseBroker(LeaseBroker):
 
 
 class TracedLogprobScorer(LogprobScorer):
-    """A scorer whose time is in the trace."""
+    """A scorer that traces its computation time."""
 
     def __init__(self, scorer: LogprobScorer, tracer: Tracer) -> None:
         self._scorer, self._tracer = scorer, tracer

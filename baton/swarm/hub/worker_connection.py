@@ -1,4 +1,4 @@
-"""The hub's end of one worker's connection: frames in, frames out, and an end that waits for nobody for long."""
+"""The hub's end of one worker's connection: receives and sends frames, and closes within a deadline."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Heartbeat, Hello
 
 SEND_DEADLINE_S = 60.0
 PREPARE_DEADLINE_S = 1800.0
-"""A worker may take so long to fetch a base model and build its engine …"""
+"""Maximum time for a worker to fetch a base model and build its engine."""
 PREPARE_SILENCE_S = 120.0
-"""… but its heart may not stand still for so long."""
+"""Maximum gap between heartbeats while preparing."""
 CLOSE_S = 2.0
-"""What is queued may take so long to go out when the connection ends."""
+"""Maximum time to send the queued frames when the connection ends."""
 
 
 class ReceiveTimeout(Exception):
-    """Nothing arrived for too long. That says nothing about the worker: its network, or its machine, may be down."""
+    """Nothing arrived for too long. This is no evidence of a faulty worker: its network or its machine may be down."""
 
 
 class WorkerConnection:
-    """One WebSocket."""
+    """One WebSocket to a worker."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """on_sent: hears of each frame's bytes. delay_s: how long the frame that has come waits for its turn."""
+        """on_sent: called with the bytes of each frame. delay_s: returns how long to delay the frame just received."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
     async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
-        """Send what is queued until the conversation ends, or the queue; then hang up."""
+        """Send queued frames until the conversation or the queue ends; then close the connection."""
         sender, reader = asyncio.create_task(self._send_all()), asyncio.create_task(conversation)
         try:
             await asyncio.wait({sender, reader}, return_when=asyncio.FIRST_COMPLETED)
@@ -63,13 +63,13 @@ class WorkerConnection:
                     await self._socket.close()
         finally:
             if self._transport is not None and _unsent_bytes(self._transport):
-                self._transport.abort()  # nobody reads at the other end
+                self._transport.abort()  # the peer does not read
 
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
-        """Return the worker's next message, or None when it is gone. Raises Malformed and ReceiveTimeout.
+        """Return the worker's next message, or None when the connection has ended. Raises Malformed and ReceiveTimeout.
 
-        The wait is cut into slices, each of which counts as its own length only. If this process stands still, the
-        pause counts as one slice, and what arrived meanwhile is read in the next.
+        The wait is cut into slices, each of which counts as its own length only. If this process is paused, the pause
+        counts as one slice, and messages that arrived in the meantime are read in the next.
         """
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
@@ -79,15 +79,16 @@ class WorkerConnection:
     async def _read(self, deadline_s: float) -> FromWorker | None:
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
             frame = await self._socket.receive()
-        await asyncio.sleep(self._delay_s())  # meanwhile nothing more is taken off the connection
+        await asyncio.sleep(self._delay_s())  # rate limit: nothing is read from the connection during this time
         if frame.type is WSMsgType.TEXT:
             raise Malformed("a text where a message was expected")
         if frame.type is WSMsgType.ERROR and not isinstance(frame.data, OSError | ClientConnectionError):
-            raise Malformed(f"no message: {frame.data}")  # too long, say
+            raise Malformed(f"no message: {frame.data}")  # for example, too long
         return decode_from_worker(frame.data) if frame.type is WSMsgType.BINARY else None
 
     async def read_hello(self, say: Callable[[str], None]) -> Hello | None:
-        """Wait until the worker is ready; its heart beats meanwhile. None when it is gone, or could not be built.
+        """Wait until the worker is ready; it sends heartbeats in the meantime. None if it disconnects or its engine
+        fails.
 
         Raises Malformed and ReceiveTimeout.
         """
@@ -115,7 +116,8 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """What waits to be sent; a TLS transport that has ended has lost its buffer, and says so by an AttributeError."""
+    """Bytes that wait to be sent; 0 for a TLS transport that has ended, which has no buffer and raises
+    AttributeError."""
     try:
         return transport.get_write_buffer_size()
     except AttributeError:

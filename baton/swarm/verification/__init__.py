@@ -1,1 +1,1 @@
-"""Whether workers' reports are those that the policy and the keyed noise decide: checks, policy, quarantine."""
+"""Checks that workers' reports agree with the policy and the keyed noise: report checks, policy, quarantine."""

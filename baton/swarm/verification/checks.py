@@ -1,8 +1,8 @@
-"""What no honest worker ever reports, seen from the report alone: shapes, ranges, versions, budgets, endings.
+"""Checks of a report alone, without a model: shapes, ranges, versions, budgets, ends.
 
-Pure, and strict: an engine that follows `rollout/engines/slot_table.py` passes whatever happens to it. Repeated and
-late reports are a matter of the network and are sorted out before, by their offset; what comes here is about to be
-appended. The cheapest checks come first, so that an oversized report costs no more than its length.
+Pure, and strict: every engine that follows `rollout/engines/slot_table.py` passes. Repeated and late reports are a
+matter of the network; the lease broker drops them by their offset, and only reports about to be appended come here. The
+cheapest checks come first, so that an oversized report costs no more than the check of its length.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from baton.rollout.engines.slot_table import StopText
 from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory
 
 MAX_LOGPROB = 1e-4
-"""A log-probability may be this far above 0 by rounding."""
+"""A log-probability may exceed 0 by this much because of rounding."""
 MAX_SHOWN = 60
-"""Characters of a worker's value that go into a sentence."""
+"""Maximum characters of a worker's value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLimits:
-    """What a run's engines have in common."""
+    """Limits that all engines of a run share."""
 
     vocabulary: int
-    """Ids run from 0 up to, and without, this."""
+    """Token ids are below this."""
     max_context_tokens: int
     """Prompt plus response."""
     end_ids: tuple[int, ...] = ()
-    """Ids that end a trajectory, beside a lease's own stop_token_ids."""
+    """Ids that end a trajectory, in addition to a lease's own stop_token_ids."""
     routing_bytes: int = 0
-    """Bytes of routing with each token; 0 where engines report none."""
+    """Bytes of routing per token; 0 if the engines report none."""
     max_segments: int = 64
-    """In one report: versions that may have come between two reports of one trajectory."""
+    """Per report: one per version that a worker may serve between two reports of a trajectory."""
 
 
 def check_report(
@@ -47,10 +47,10 @@ def check_report(
     newest_version: int,
     text: Callable[[Sequence[int]], str],
 ) -> str | None:
-    """Return a sentence that names the violation, or None where an honest worker can have sent this.
+    """Return a sentence that names the violation, or None if a correct worker can have sent this report.
 
-    grown: the lease's trajectory with everything appended so far. newest_version: the newest published one.
-    text: ids to text, special tokens kept; asked only where the lease has stop strings.
+    grown: the lease's trajectory before the report. newest_version: the newest published one. text: converts ids to
+    text, with special tokens; called only if the lease has stop strings.
     """
     budget = max_length(lease, limits)
     num_new = sum(len(segment.token_ids) for segment in report.segments)
@@ -65,7 +65,7 @@ def check_report(
 
 
 def max_length(lease: Lease, limits: ReportLimits) -> int:
-    """Tokens after the prompt at which a lease's trajectory is finished by its length."""
+    """Number of tokens after the prompt at which a lease's trajectory ends because of its length."""
     return min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
 
 
@@ -160,7 +160,8 @@ def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, 
 def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Look for the stop strings as an engine does, token by token: the first that completes one is the last."""
+    """Search for stop strings as an engine does, token by token: the first token that completes one must be the
+    last."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

@@ -1,14 +1,15 @@
-"""Which finished trajectories are checked, and what follows from the verdicts. Events in, commands out.
+"""Decides which finished trajectories are checked, and what follows from the results. Events in, commands out.
 
     TrajectoryFinished ─┬─▶ not drawn: nothing
                         └─▶ CheckTrajectory ─▶ held ──TrajectoryJudged──▶ ReleaseTrajectory, QuarantineWorker
                                                 └──CheckFailed, too late──▶ RemakeTrajectory or ReleaseTrajectory
 
-A worker that cheats in the share c of its trajectories stays unseen through n of them with probability (1 − p·c)^n,
-where p is the share that is checked. It cannot know which are: that follows from a secret, the worker and the name.
+A worker that falsifies the share c of its trajectories remains undetected after n of them with probability
+(1 − p·c)^n, where p is the share that is checked. It cannot predict which ones are: the draw depends on a secret.
 
-A held trajectory is not trained before its verdict; so nothing that a check finds is trained. One that cannot be
-checked is generated again, at most `MAX_REMADE` times; then, or if all its authors are trusted, it is released.
+A held trajectory is not used for training before its result, so a trajectory that fails its check is never trained on.
+A trajectory that cannot be checked is generated again, at most `MAX_REMADE` times; after that, or if all its authors
+are trusted, it is released.
 """
 
 from __future__ import annotations
@@ -29,70 +30,71 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""Longest wait for the verdict on a trajectory, and what each of its tokens adds."""
+"""Maximum wait for the result on a trajectory, and the addition per token."""
 MAX_REMADE = 2
-"""Most times that a trajectory that cannot be checked is generated again."""
+"""Maximum number of times that a trajectory that cannot be checked is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Trajectories whose repetitions are counted."""
+"""Trajectories for which these repetitions are counted."""
 REMEMBERED_OPEN = 100_000
-"""Finished trajectories remembered of one worker until they are trained."""
+"""Finished trajectories kept per worker until they are trained on."""
 REMEMBERED_TRAINED = 10_000
-"""Trained trajectories listed of one worker."""
+"""Trained trajectories listed per worker."""
 
 
 class InspectionSettings(Settings):
     """[inspection] how much of the workers' output is scored again."""
 
     share: float = Field(default=0.05, ge=0, le=1)
-    """Of an ordinary worker's finished trajectories."""
+    """Share of an untrusted worker's finished trajectories that is checked."""
     trusted_share: float = Field(default=0.01, ge=0, le=1)
-    """Of a trusted worker's; these calibrate its class."""
+    """Share of a trusted worker's finished trajectories that is checked; these calibrate the tolerances of its
+    class."""
     first: int = Field(default=8, ge=0)
-    """A new worker's first finished trajectories are all checked."""
+    """Number of a new worker's first finished trajectories that are all checked."""
     after_suspect: int = Field(default=16, ge=0)
-    """And so are as many that follow a suspect one."""
+    """Number of trajectories that are all checked after a suspect one."""
     own: bool = False
-    """Check also the workers that the run has started itself: `--workers`, and those of a cluster."""
+    """Also check the workers that the run has started itself: those of `--workers`, and those of a cluster."""
     device: str = "cpu"
-    """Where trajectories are scored again. By default not on the trainer's accelerator."""
+    """Device on which trajectories are scored again. The default keeps the trainer's accelerator free."""
     remembered: int = Field(default=64, ge=1)
-    """Checked trajectories of a worker that are judged together: the newest."""
+    """Number of a worker's newest checked trajectories that are evaluated together."""
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True):
-    """A worker is out. The record is kept as evidence."""
+    """The quarantine of one worker, with the evidence."""
 
     worker: str
-    """Its id: see `identity.WorkerKeys`."""
+    """Its id, from `identity.WorkerKeys`."""
     name: str
-    """The trajectory whose check decided."""
+    """The trajectory whose check was decisive."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """Its finished trajectories that are not trained yet: to be lost and grown again elsewhere."""
+    """Its finished trajectories that were not trained on: they are generated again by other workers."""
     trained: tuple[tuple[str, int], ...]
-    """(trajectory, train step) of those that were; the newest `REMEMBERED_TRAINED`."""
+    """(trajectory, train step) of those that were trained on; the newest `REMEMBERED_TRAINED`."""
     num_trained: int
     num_checked: int
     num_finished: int
     token: str = ""
-    """Digest of its token; empty in files of old, where `worker` is the token's name."""
+    """Digest of its token; empty in old files, where `worker` is the token's name."""
     label: str = ""
-    """For people: what the worker was called."""
+    """Name of the worker for display."""
 
     @property
     def shown(self) -> str:
-        """For people: its label, and the id by which a quarantine is lifted."""
+        """For display: its label, and the id with which a quarantine is lifted."""
         return f"{self.label} ({self.worker})" if self.label else self.worker
 
 
 class SegmentAuthor(msgspec.Struct, frozen=True):
-    """Who wrote a part of a trajectory."""
+    """The worker that generated a part of a trajectory."""
 
     worker: str
-    """Its id: see `identity.WorkerKeys`."""
+    """Its id, from `identity.WorkerKeys`."""
     grant: AccessGrant
     label: str
-    """For people."""
+    """For display."""
     worker_class: WorkerClass
 
 
@@ -107,13 +109,13 @@ class Case:
     key: Key
     claim: Claim
     parts: tuple[Part, ...]
-    """To be judged."""
+    """The parts to check."""
     is_trusted: bool
-    """Whether all its authors are trusted: only then may it set the tolerances by which others are judged."""
+    """Whether all its authors are trusted: only then may it calibrate tolerances."""
 
     @property
     def name(self) -> str:
-        """For people and for the draw."""
+        """For display and for the draw."""
         return name_of(self.key)
 
 
@@ -128,17 +130,17 @@ class TrajectoryFinished(msgspec.Struct, frozen=True):
     claim: Claim
     parts: tuple[Part, ...]
     banned: frozenset[str] = frozenset()
-    """Workers whose token is in quarantine."""
+    """Quarantined workers, and workers whose token is quarantined."""
 
 
 class TrajectoryJudged(msgspec.Struct, frozen=True):
-    """A check has verdicts on the parts of a trajectory."""
+    """A check has results on the parts of a trajectory."""
 
     case: Case
     verdicts: tuple[tuple[SegmentAuthor, VerificationResult, Tolerance], ...]
-    """The tolerance is that of the author's class: the newest verdicts on a worker are judged together as well."""
+    """The tolerance is that of the author's class; the author's newest results are also evaluated together under it."""
     is_whole: bool = True
-    """Whether all versions in it could be scored."""
+    """Whether all its versions could be scored."""
 
 
 class CheckFailed(msgspec.Struct, frozen=True):
@@ -149,7 +151,7 @@ class CheckFailed(msgspec.Struct, frozen=True):
 
 
 class ReportViolated(msgspec.Struct, frozen=True):
-    """A report broke a rule that no correct worker breaks; the trajectory need not be finished."""
+    """A report violates a rule of `checks.py`; the trajectory may be unfinished."""
 
     author: SegmentAuthor
     name: str
@@ -164,7 +166,7 @@ class BatchConsumed(msgspec.Struct, frozen=True):
 
 
 class QuarantineLifted(msgspec.Struct, frozen=True):
-    """A person has ended the quarantine of workers: they count as new."""
+    """A user has ended the quarantine of workers; they are treated as new."""
 
     workers: tuple[str, ...]
 
@@ -174,7 +176,7 @@ class VerificationTick(msgspec.Struct, frozen=True):
 
     at_s: float
     delay_s: float = 0.0
-    """How late the tick is, which counts against no trajectory."""
+    """Delay of this tick, which extends the deadlines of all checks."""
 
 
 VerificationEvent = (
@@ -197,7 +199,7 @@ class CheckTrajectory(msgspec.Struct, frozen=True):
 
 
 class ReleaseTrajectory(msgspec.Struct, frozen=True):
-    """A held trajectory may be trained."""
+    """Make a held trajectory available for training."""
 
     key: Key
 
@@ -209,13 +211,13 @@ class RemakeTrajectory(msgspec.Struct, frozen=True):
 
 
 class QuarantineWorker(msgspec.Struct, frozen=True):
-    """A worker is excluded."""
+    """Exclude a worker."""
 
     quarantine_record: QuarantineRecord
 
 
 class WarnUser(msgspec.Struct, frozen=True):
-    """A line for people."""
+    """Print a line for the user."""
 
     text: str
 
@@ -227,11 +229,11 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 class _CheckedWorker:
     verdicts: deque[VerificationResult]
     checks_owed: int
-    """Next finished trajectories that are checked whatever the draw says."""
+    """Number of its next finished trajectories that are checked whatever the draw."""
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)
-    """Finished and not yet trained or lost."""
+    """Finished, and neither trained on nor discarded."""
     trained: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TRAINED))
     num_trained: int = 0
 
@@ -240,26 +242,26 @@ class VerificationPolicy:
     """The checks of one run."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
-        """secret: the run's own, known to no worker; with the same one a restarted hub decides the same."""
+        """secret: the run's own, unknown to workers; the draws of a restarted hub are the same with the same secret."""
         self.num_unchecked = 0
-        """Trajectories that should have been checked, and were not, or not whole."""
+        """Trajectories that were selected for a check, and were not checked or only in part."""
         self._settings = settings
         self._secret = secret
         self._workers: dict[str, _CheckedWorker] = {}
         self._owner: dict[str, str] = {}
-        """Of each open trajectory."""
+        """Author of each open trajectory."""
         self._quarantined: set[str] = set()
         self._held: dict[Key, tuple[Case, float]] = {}
-        """Trajectory → what is checked of it, until when its verdict is waited for."""
+        """Trajectory → (its check, deadline of the result)."""
         self._remade: OrderedDict[Key, int] = OrderedDict()
         """Trajectory → how many times it was generated again because it could not be checked."""
 
     def restore(self, workers: Iterable[str]) -> None:
-        """Take over the quarantine from before a restart, before the first event."""
+        """Restore the quarantine from before a restart; called before the first event."""
         self._quarantined.update(workers)
 
     def handle(self, event: VerificationEvent) -> list[VerificationCommand]:
-        """Take one event; return what is to be done, in order."""
+        """Apply one event; return commands in the order of execution."""
         return list(self._decide(event))
 
     def _decide(self, event: VerificationEvent) -> Iterator[VerificationCommand]:
@@ -300,7 +302,7 @@ class VerificationPolicy:
     def _finished(self, event: TrajectoryFinished) -> Iterator[VerificationCommand]:
         key, excluded = event.key, self._quarantined | event.banned
         chosen: dict[str, bool] = {}
-        for author, _, _ in event.parts:  # one may have written several parts: it has finished one trajectory
+        for author, _, _ in event.parts:  # an author of several parts has finished one trajectory
             if author.worker not in chosen and author.worker not in excluded and self._concerns(author.grant):
                 chosen[author.worker] = self._is_drawn(author, name_of(key)) or key in self._remade
         wanted = tuple(part for part in event.parts if chosen.get(part[0].worker))
@@ -335,7 +337,7 @@ class VerificationPolicy:
         )
 
     def _is_held(self, case: Case) -> bool:
-        """Whether its verdict decides: what was made again meanwhile waits for a verdict of its own."""
+        """Whether a result of this check decides: a trajectory that was generated again has a new check."""
         held = self._held.get(case.key)
         return held is not None and held[0] is case
 
@@ -347,15 +349,16 @@ class VerificationPolicy:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _concerns(self, grant: AccessGrant) -> bool:
-        """Whether the workers of a token are checked at all: the run's own only where it asks for that."""
+        """Whether the workers of a token are checked; the run's own only if `own` is set."""
         return self._settings.own or not grant.is_own
 
     def _is_drawn(self, author: SegmentAuthor, name: str) -> bool:
-        """Count a finished trajectory, and say whether it is to be checked."""
+        """Count a finished trajectory, and return whether to check it."""
         account = self._of(author.worker)
         self._taken(name)
         self._owner[name] = author.worker
-        while len(account.open) >= REMEMBERED_OPEN:  # of groups that were filtered nobody tells
+        # no event reports trajectories of filtered groups, so the oldest are dropped
+        while len(account.open) >= REMEMBERED_OPEN:
             self._taken(next(iter(account.open)))
         account.open[name] = None
         account.num_finished += 1
@@ -396,7 +399,7 @@ class VerificationPolicy:
         return QuarantineWorker(quarantine_record)
 
     def _taken(self, name: str) -> _CheckedWorker | None:
-        """A finished trajectory is trained, or will never be; return the account of its author."""
+        """Remove a trajectory that was trained on or never will be; return the state of its author."""
         owner = self._owner.pop(name, None)
         account = None if owner is None else self._workers.get(owner)
         if account is not None:
@@ -409,12 +412,12 @@ class VerificationPolicy:
         return self._workers[worker]
 
     def _draw(self, worker: str, name: str) -> float:
-        """Return a number in [0, 1) that nobody without the secret can foretell."""
+        """Return a number in [0, 1) that cannot be predicted without the secret."""
         digest = hashlib.blake2b(f"{worker}\n{name}".encode(), key=self._secret[:64], digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
 def name_of(key: Key) -> str:
-    """Return a trajectory's name, evaluations apart."""
+    """Return a trajectory's name; the noise seed distinguishes evaluations."""
     noise_seed, group_id, sample_index = key
     return f"{group_id}/{sample_index}@{noise_seed}"

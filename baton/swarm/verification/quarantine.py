@@ -1,9 +1,9 @@
-"""Who is in quarantine, in a file of JSON lines in the run's directory: a restart forgets none.
+"""The quarantine: a file of JSON lines in the run's directory, which survives a restart.
 
     hub ──QuarantineRecord──▶ quarantine.jsonl ◀──LiftRecord── baton token unquarantine
           └────────── follow, at every tick ──────┘
 
-The file only grows. A line `LiftRecord` ends the convictions of its workers that stand before it.
+The file is append-only. A line `LiftRecord` ends the preceding records of its workers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from baton.swarm.verification.policy import QuarantineRecord
 logger = logging.getLogger(__name__)
 
 MAX_QUARANTINED = 3
-"""Workers of one token in quarantine, at which the token is: a worker that drops its key comes again as a new one."""
+"""Number of quarantined workers of one token at which the token is quarantined: a worker that discards its key joins
+again as a new one."""
 
 
 class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A person has ended the quarantine of workers."""
+    """A user has ended the quarantine of workers."""
 
     lifted: tuple[str, ...]
-    """As `QuarantineRecord.worker` names them."""
+    """Ids, as in `QuarantineRecord.worker`."""
     at: float
     """Unix seconds, UTC."""
 
 
 class Quarantine:
-    """The convictions that are in force."""
+    """The quarantine records that are in force."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if there is one. Raises UserError where it is damaged."""
+        """Read the file, if it exists. Raises UserError if it is damaged."""
         self._path = path
         self._size = 0
         self.quarantine_records: list[QuarantineRecord] = []
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
-        """Take in what another process has written; return the workers that are in quarantine no more."""
+        """Read the file again if it has changed; return the workers that are no longer quarantined."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size == self._size:
             return ()
@@ -55,16 +56,17 @@ class Quarantine:
         return tuple(sorted(before - {one.worker for one in self.quarantine_records}))
 
     def add(self, quarantine_record: QuarantineRecord) -> None:
-        """Keep one."""
+        """Add a record, and write it to the file."""
         self.quarantine_records.append(quarantine_record)
         self._size += self._append(
             quarantine_record
-        )  # short of the file's where another process wrote: `follow` then reads it
+        )  # if another process also wrote, `_size` is less than the file's and `follow` reads it again
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End the quarantine of a worker, by its id or label, or of all of a token's, by its name; return their ids.
+        """End the quarantine of one worker, given its id or label, or of all workers of a token, given its name; return
+        their ids.
 
-        at: Unix seconds. Raises UserError where nobody of this name is in quarantine.
+        at: Unix seconds. Raises UserError if no quarantined worker has this name.
         """
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.quarantine_records if name in _names(one)))
@@ -76,9 +78,10 @@ class Quarantine:
         return found
 
     def reason(self, grant: AccessGrant, worker: str = "") -> str | None:
-        """Return why a worker, or everybody with its token, is in quarantine; None where that is not so."""
+        """Return why a worker, or its whole token, is quarantined; None if it is not."""
         for one in self.quarantine_records:
-            is_old = not one.token and not grant.is_own  # of a file that named tokens: they were never the run's own
+            # an old file names tokens instead of workers; these never include the run's own
+            is_old = not one.token and not grant.is_own
             if one.worker == worker or (is_old and one.worker == grant.name):
                 return f"in quarantine: {one.verdict.reason}"
         of_token = {one.worker: one for one in self.quarantine_records if one.token and one.token == grant.digest}
@@ -92,7 +95,7 @@ class Quarantine:
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             size = os.fstat(handle).st_size
-            if size and os.pread(handle, 1, size - 1) != b"\n":  # a line that a power cut has torn
+            if size and os.pread(handle, 1, size - 1) != b"\n":  # a power failure has truncated the last line
                 data = b"\n" + data
             os.write(handle, data)
             os.fsync(handle)

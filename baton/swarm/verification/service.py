@@ -1,11 +1,10 @@
-"""Scores again what workers hand in, in a thread of its own, and carries out what `policy.py` decides.
+"""Scores workers' trajectories again in a thread of its own, and executes the decisions of `policy.py`.
 
-    hub's thread: finished ─▶ VerificationPolicy: check it? ─▶ queue ─▶ this thread: score, judge ─▶ hub's thread:
-    VerificationPolicy
+    hub's thread                          this thread          hub's thread
+      finished ─▶ VerificationPolicy ─▶ queue ─▶ score, judge ─▶ VerificationPolicy ─▶ release, remake, quarantine
 
-Each segment is scored under its own version, of which the last ones are kept here. `keep` exchanges weights under
-running trajectories, whose tokens no single version explains: then only trusted workers are admitted, and nothing is
-scored.
+Each segment is scored under its own version; the last versions are kept here. With `keep`, weights change under running
+trajectories, so no single version explains their tokens: only trusted workers are admitted, and nothing is scored.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class LogprobScorer(Protocol):
     """Scores claims under one version at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
-        """Take a version's weights."""
+        """Load a version's weights."""
         ...
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
@@ -64,30 +63,31 @@ class LogprobScorer(Protocol):
 
 
 class VerificationClient(Protocol):
-    """The hub, which acts on verdicts. All but `call` belongs to its thread."""
+    """The interface of the hub for commands of the policy. All methods but `call` must be called in the hub's
+    thread."""
 
     say: Callable[[str], None]
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have something done in the hub's thread."""
+        """Run an action in the hub's thread."""
         ...
 
     def release(self, key: Key) -> None:
-        """A trajectory that was held back may be trained."""
+        """Make a held trajectory available for training."""
         ...
 
     def remake(self, key: Key) -> None:
-        """A trajectory that was held back is to be generated again."""
+        """Have a held trajectory generated again."""
         ...
 
     def quarantined(self, quarantine_record: QuarantineRecord) -> None:
-        """A worker is in quarantine."""
+        """Exclude a worker that was quarantined."""
         ...
 
 
 @dataclass(slots=True)
 class VerificationCounters:
-    """Of the examiner's life."""
+    """Counters since the service started."""
 
     checked: int = 0
     tokens: int = 0
@@ -96,7 +96,7 @@ class VerificationCounters:
 
 
 class VerificationService:
-    """The checks of one hub. All but `published`, `consumed` and `close` is called in the hub's thread."""
+    """The checks of one hub. All methods but `published`, `consumed` and `close` must be called in the hub's thread."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class VerificationService:
         keep_versions: int,
         noise_seed: int,
     ) -> None:
-        """make_scorer: called in the examiner's thread, when there is something to score. noise_seed: of batches.
+        """make_scorer: called in the service's thread before the first check. noise_seed: that of training batches.
 
-        keep_versions: 0 scores nothing.
+        keep_versions: number of versions kept for scoring; 0 scores nothing.
         """
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
@@ -123,13 +123,13 @@ class VerificationService:
         verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
 
     def attach(self, hub: VerificationClient) -> None:
-        """Say who acts on the verdicts; called before anything else."""
+        """Set the hub that executes commands; called before any other method."""
         self._hub = hub
 
-    # ---- from the runner's side --------------------------------------------------------------------------------------
+    # ---- from the controller and the publisher -----------------------------------------------------------------------
 
     def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
-        """Keep a version to score by; the oldest beyond the bound is let go."""
+        """Keep a version for scoring; the oldest beyond the bound is dropped."""
         if not self._keep:
             return
         self._tensors[version.number] = tensors
@@ -137,7 +137,7 @@ class VerificationService:
             self._tensors.popitem(last=False)
 
     def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
-        """(group id, sample index) of the trajectories in a batch."""
+        """Record that a train step has consumed these trajectories, given as (group id, sample index)."""
         if not self._keep:
             return
         names = tuple(name_of((self._noise_seed, *pair)) for pair in trajectories)
@@ -150,7 +150,7 @@ class VerificationService:
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
     def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[Part]) -> bool:
-        """A trajectory is complete; say whether it is held back to be checked."""
+        """Handle a complete trajectory; return whether it is held back for a check."""
         if not self._keep:
             return False
         key = key_of(lease)
@@ -159,12 +159,13 @@ class VerificationService:
         return bool(self._handle_event(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
 
     def violated(self, author: SegmentAuthor, sentence: str, name: str) -> QuarantineRecord | None:
-        """Called when a report could not come from a correct worker; return the record of its quarantine, if new."""
+        """Handle a report that could not come from a correct worker; return the record of the worker's quarantine, if
+        new."""
         found = self._handle_event(ReportViolated(author, name, sentence))
         return next((command.quarantine_record for command in found if isinstance(command, QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Look for checks that take too long and quarantines that were lifted. delay_s: what the hub was late by."""
+        """Apply deadlines of checks and lifted quarantines. delay_s: delay of the hub's tick."""
         if lifted := self.quarantine.follow():
             self._handle_event(QuarantineLifted(lifted))
         self._handle_event(VerificationTick(time.monotonic(), delay_s))
@@ -193,16 +194,16 @@ class VerificationService:
 
         self._hub.call(tell)
 
-    # ---- in the examiner's thread ------------------------------------------------------------------------------------
+    # ---- in the service's thread -------------------------------------------------------------------------------------
 
     def _check_waiting(self) -> None:
-        """Examine what waits, as many together as may be."""
+        """Check all waiting trajectories, up to `MAX_BATCH` at a time."""
         while cases := self._next_cases():
             begin_s = time.monotonic()
             try:
                 self._scorer = self._scorer or self._make_scorer()
                 self._examine(self._scorer, cases)
-            except Exception as error:  # noqa: BLE001  # such as a device without memory: no reason to end the run
+            except Exception as error:  # noqa: BLE001  # for example, a device out of memory: no reason to end the run
                 cause = f"scoring them again failed: {type(error).__name__}: {error}"[:500]
                 self._tell_from_thread(CheckFailed(tuple(cases), cause))
             self.counters.seconds += time.monotonic() - begin_s

@@ -1,14 +1,14 @@
-"""Whether a worker's tokens are those that the policy and the keyed noise decide: from numbers to a verdict.
+"""Decides from rescored tokens whether they agree with the policy and the keyed noise.
 
-    claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ VerificationResult ──▶ inspector.py
+    claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ VerificationResult ──▶ policy.py
 
-The hub gives out prompts and noise, so a reported token can be wrong in two ways: its logprob is not what the weights
-say, or the keyed draw does not select it. Both are differences in nats, and both are as large as rounding makes them
-where the worker is honest. What rounding makes of them depends on the worker's class, and is learned from trusted
-workers. One token by a hair's breadth convicts nobody; one that no rounding explains does.
+The hub assigns prompts and noise, so a reported token can be wrong in two ways: its logprob is not that of the weights,
+or the keyed draw does not select it. Both are measured as differences in nats; for a correct worker both are of the
+size of rounding errors. Their distribution depends on the worker's class and is learned from trusted workers. One token
+slightly beyond a tolerance has no consequence; one that rounding cannot explain leads to quarantine.
 
-All differences are taken at temperature 1 or above: below it, rounding of logits is scaled up by 1 / temperature, and
-so are the tolerances.
+Differences are multiplied by min(1, temperature), because sampling at a lower temperature divides logits, and so their
+rounding errors, by it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from baton.rollout.engine import OWN_NOISE
 from baton.rollout.rescored import Rescored
 
 HEADROOM = 1.5
-"""A calibrated tolerance is this many times what was seen."""
+"""A calibrated tolerance is this multiple of the observed quantile."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""An honest trajectory is called so with at most this probability, by the number of tokens beyond the tolerance."""
+"""Upper bounds on the probability that a correct trajectory is classified so because of its number of tokens beyond a
+tolerance."""
 _MAX_FACTOR = 10.0
-"""Between a calibrated tolerance and the default of its dtype."""
+"""Maximum ratio between a calibrated tolerance and the default of its dtype, in both directions."""
 _FLOAT32_ROUNDING = 1e-6
-"""Nats: below this, logprobs in float32 differ for no reason at all."""
+"""Nats: logprobs in float32 differ by up to this much without cause."""
 _TYPICAL_QUANTILE = 0.8
-"""Honest tokens that are no farther off than `Tolerance.typical`, before its headroom."""
+"""Quantile of honest tokens' differences that gives `Tolerance.typical`, before the headroom."""
 
 
 class WorkerClass(msgspec.Struct, frozen=True):
-    """What decides how a worker rounds."""
+    """The properties of a worker that determine its rounding."""
 
     device: str
-    """The processor's or GPU's own name, not just "cpu": its kernels decide the order of sums."""
+    """The full name of the processor or GPU, not just "cpu": its kernels determine the order of sums."""
     dtype: str
     """Of weights and KV cache."""
     engine: str
-    """The kind: of those in `OWN_NOISE` only logprobs are compared."""
+    """The kind of engine; for those in `OWN_NOISE` only logprobs are compared."""
 
     @property
     def noise(self) -> str | None:
-        """Equal for workers that make the same tokens from the same noise; None for engines with noise of their own."""
+        """Equal for workers that generate the same tokens from the same noise; None for engines with noise of their
+        own."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:
@@ -59,26 +61,26 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an honest worker's tokens may be from their rescoring."""
+    """Allowed differences between a correct worker's tokens and their rescoring."""
 
     logprob: float
     """Nats: |behavior − rescored logprob| of one token, exceeded by the share `beyond` of honest tokens."""
     draw_gap: float
-    """Nats, likewise."""
+    """Nats: distance of one token from what its draw selects, with the same share."""
     typical: float = math.inf
-    """Nats: |behavior − rescored logprob| of one token, exceeded by fewer than the share `often` of honest tokens.
-    Infinite, and so no test, until a class is calibrated: this one depends on the very order of sums."""
+    """Nats: |behavior − rescored logprob| of one token, exceeded by less than the share `often` of honest tokens.
+    Infinite, which disables the test, until a class is calibrated: it depends on the exact order of sums."""
     beyond: float = 0.002
-    """Share of an honest worker's tokens that may lie beyond each."""
+    """Share of a correct worker's tokens that may exceed `logprob`, and that may exceed `draw_gap`."""
     often: float = 0.4
-    """Share that may lie beyond what is typical."""
+    """Share that may exceed `typical`."""
     wild: float = 5.0
-    """Times a token's tolerance: what no rounding explains."""
+    """Multiple of a tolerance beyond which rounding cannot explain a token."""
     judges_draws: bool = True
-    """Whether sampled tokens must be what the keyed noise selects. Greedy ones must be the likeliest in any case."""
+    """Whether the keyed noise must select the sampled tokens. Greedy tokens must be the likeliest in any case."""
     tail: float = 1e-9
-    """A token that the draw does not select exactly, and that with all likelier-by-nothing ones had less than this
-    probability, was not drawn: an honest worker reports one in 1 / tail tokens."""
+    """Minimum tail mass (`Rescored.tail_masses`) of a token that the draw does not exactly select. One of 1 / tail
+    honest tokens is below it."""
 
 
 DEFAULTS = {
@@ -86,47 +88,47 @@ DEFAULTS = {
     "bfloat16": Tolerance(logprob=0.25, draw_gap=0.5),
     "float16": Tolerance(logprob=0.03, draw_gap=0.06),
 }
-"""Before calibration, by dtype; any other is treated as bfloat16."""
+"""Tolerances before calibration, by dtype; any other dtype uses bfloat16's."""
 
 
 class CheckOutcome(StrEnum):
-    """What a check finds."""
+    """The result of a check."""
 
     HONEST = "honest"
     SUSPECT = "suspect"
-    """Unlikely for an honest worker, not impossible: look closer."""
+    """Unlikely for a correct worker, but possible: more of its trajectories are checked."""
     BAD = "bad"
 
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
-"""Which test decided. unlikely: a token that hardly ever comes, and not by its draw. typical: too many tokens that are
-off by more than most of an honest worker's, though none by much: other weights, nearly the same."""
+"""The decisive test. unlikely: a token of very low probability that its draw does not select. typical: too many tokens
+differ by more than most honest tokens, none by much, as under slightly different weights."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
-    """What the check of one trajectory, or of several together, found, with the numbers it rests on."""
+    """The result on one trajectory, or on several together, with the numbers that it is based on."""
 
     outcome: CheckOutcome
     reason: str
-    """A sentence; empty where it is honest."""
+    """A sentence; empty if the result is honest."""
     test: Test | None = None
     num_tokens: int = 0
     beyond_logprob: int = 0
-    """Tokens whose logprob is farther off than the tolerance."""
+    """Tokens whose logprob difference exceeds the tolerance."""
     beyond_draw: int = 0
-    """Tokens whose draw gap is."""
+    """Tokens whose draw gap exceeds the tolerance."""
     beyond_typical: int = 0
-    """Tokens whose logprob is farther off than is typical."""
+    """Tokens whose logprob difference exceeds `Tolerance.typical`."""
     worst_place: int | None = None
-    """Token position after the prompt, where the verdict rests on one token."""
+    """Token position after the prompt, if one token is decisive."""
 
 
 def judge(
     scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None
 ) -> VerificationResult:
-    """Judge one trajectory by its rescored tokens, those of all its versions together.
+    """Check one trajectory by its rescored tokens, those of all its versions together.
 
-    first, end: only the tokens at places first … end − 1, where other workers have grown the rest.
+    first, end: check only the tokens at places first … end − 1, if other workers generated the rest.
     """
     num_tokens = beyond_logprob = beyond_draw = beyond_typical = 0
     for rescored in scores:
@@ -147,7 +149,7 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Judge several trajectories of one worker together: small differences that one alone does not show add up."""
+    """Check several trajectories of one worker together: small differences that are not significant in one add up."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -160,12 +162,12 @@ def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> Veri
 
 
 def violation(sentence: str) -> VerificationResult:
-    """Return the verdict on a report that no honest worker sends, see `checks.py`."""
+    """Return the result on a report that violates a rule of `checks.py`."""
     return VerificationResult(CheckOutcome.BAD, sentence, "report")
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """How far a token is from what had to come: nothing, where nobody but the worker knows the draw."""
+    """Return a token's draw gap; 0 for a sampled token whose noise only the worker knows."""
     return rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
 
 
@@ -176,10 +178,11 @@ def _scale(temperature: float) -> float:
 def _wild_token(
     rescored: Rescored, i: int, difference: float, gap: float, tolerance: Tolerance
 ) -> VerificationResult | None:
-    """Return the verdict on a token that no rounding explains. What is no number is beyond every tolerance."""
+    """Return the result on a token that rounding cannot explain, or None. NaN exceeds every tolerance."""
     where = f"trajectory {rescored.name}: token {rescored.places[i]} (id {rescored.token_ids[i]}) under version "
     where += str(rescored.version)
     test: Test
+    # `not … <=` rather than `>`, so that NaN fails
     if not difference <= tolerance.wild * tolerance.logprob:
         test = "logprob"
         said = (
@@ -203,7 +206,7 @@ def _wild_token(
 def _decided(
     what: str, num_tokens: int, beyond_logprob: int, beyond_draw: int, beyond_typical: int, tolerance: Tolerance
 ) -> VerificationResult:
-    """Decide by the numbers of tokens beyond what rounding does to few of them, and to many."""
+    """Return the result from the numbers of tokens beyond each tolerance."""
     numbers = num_tokens, beyond_logprob, beyond_draw, beyond_typical
     tests: tuple[tuple[Test, int, float, str], ...] = (
         ("logprob", beyond_logprob, tolerance.beyond, "have another logprob than reported"),
@@ -220,9 +223,10 @@ def _decided(
 
 
 def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
-    """Return the probability that at least `beyond` of so many tokens lie beyond a tolerance, each with `share`.
+    """Return the probability that at least `beyond` of `num_tokens` tokens exceed a tolerance, each with probability
+    `share`.
 
-    An upper bound (Chernoff's), and 1 where it is not above the mean: exp(−n · KL(beyond / n ‖ share)).
+    The Chernoff bound exp(−n · KL(beyond / n ‖ share)), an upper bound; 1 if `beyond` does not exceed the mean.
     """
     if not num_tokens or beyond <= share * num_tokens:
         return 1.0
@@ -233,28 +237,28 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """What trusted workers of one class have shown."""
+    """Rescored tokens of trusted workers of one class."""
 
     differences: list[float] = field(default_factory=list)
     """A uniform sample of |behavior − rescored logprob|."""
     gaps: list[float] = field(default_factory=list)
-    """Of the same tokens."""
+    """Draw gaps of the same tokens."""
     num_tokens: int = 0
     sum_mismatch: float = 0.0
     """Σ e^r − 1 − r with r = rescored − behavior logprob: an estimate of KL(behavior ‖ rescored), never negative."""
 
 
 class Calibration:
-    """Tolerances of worker classes, learned from workers that are trusted, under the version they were sampled with."""
+    """Tolerances of worker classes, learned from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: as many are seen before they replace the default. sample: values kept of each class."""
+        """min_tokens: number of tokens of a class before its tolerance is calibrated. sample: values kept per class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
 
     def observe(self, worker_class: WorkerClass, scores: Iterable[Rescored]) -> None:
-        """Take in the tokens of a trusted worker."""
+        """Add the tokens of a trusted worker."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
@@ -266,6 +270,7 @@ class Calibration:
                 self._keep(seen, scale * abs(ratio), scale * _gap(rescored, i, judges_draws=judges_draws))
 
     def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
+        # Reservoir sampling: every token so far is in the sample with the same probability.
         if len(seen.differences) < self._sample:
             seen.differences.append(difference)
             seen.gaps.append(gap)
@@ -273,10 +278,13 @@ class Calibration:
             seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return the class's tolerance: the default of its dtype until enough is known, and within a factor of it.
+        """Return a class's tolerance: the default of its dtype until enough tokens are known, then within a factor of
+        it.
 
-        Above what all but the share `beyond` of the tokens showed there is half as much headroom again. A draw gap
-        is between two bounds that may move against each other, so its tolerance is at least twice the logprob's.
+        The tolerance is `HEADROOM` times the quantile that all but the share `beyond` of the tokens do not exceed. A
+        draw
+        gap lies between two bounds that rounding may move in opposite directions, so its tolerance is at least twice
+        the logprob's.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
@@ -295,16 +303,17 @@ class Calibration:
         )
 
     def num_tokens(self, worker_class: WorkerClass) -> int:
-        """Tokens seen of a class."""
+        """Number of tokens observed for a class."""
         return self._seen[worker_class].num_tokens if worker_class in self._seen else 0
 
     def mismatch_kl(self, worker_class: WorkerClass) -> float | None:
-        """KL(behavior ‖ rescored) in nats a token, at staleness 0; None before anything is known."""
+        """KL(behavior ‖ rescored) in nats per token, at staleness 0; None before the first token."""
         seen = self._seen.get(worker_class)
         return seen.sum_mismatch / seen.num_tokens if seen is not None and seen.num_tokens else None
 
     def refusal(self, worker_class: WorkerClass) -> str | None:
-        """Return why a class is not admitted: even its trusted workers sample from another policy than is trained."""
+        """Return why a class is not admitted, or None: its trusted workers' policy differs too much from the trained
+        one."""
         mismatch = self.mismatch_kl(worker_class)
         if mismatch is None or self.num_tokens(worker_class) < self._min_tokens or mismatch <= self._max_mismatch_kl:
             return None
@@ -315,9 +324,9 @@ class Calibration:
 
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
-    """Return why a class is not for strangers: nobody could draw its tokens again, and the run's own kind can be.
+    """Return why untrusted workers of a class are not admitted, or None: their engine's draws cannot be checked.
 
-    kind: the engine's in the recipe; who names another kind than `embedded` there takes what comes with it.
+    kind: the recipe's engine.kind. A recipe that names such an engine accepts its unchecked draws.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
         return None
@@ -328,5 +337,5 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
 
 
 def _near(value: float, default: float) -> float:
-    """Within a factor of the default: neither luck nor a broken class may make a tolerance useless."""
+    """Limit a value to a factor of the default, so that no outlier or faulty class makes a tolerance useless."""
     return min(max(value, default / _MAX_FACTOR), default * _MAX_FACTOR)

@@ -1,8 +1,8 @@
-"""The engine's side of a worker: leases grow here, and versions are switched between two tokens.
+"""Drives a worker's engine: generates the tokens of its leases and switches versions between two tokens.
 
-Single-threaded, driven by `EngineThread`, so that the network is answered whatever the engine does. What happens to
-running trajectories at a switch is the run's `on_new_version`: with `resume` they are put down, and the new weights
-prefill their ids and go on under the same lease; with `keep` they go on in flight; with `drain` none run.
+`EngineThread` runs the driver in a thread of its own, so that the network loop never waits for the engine. The run's
+`on_new_version` determines what happens to running trajectories at a switch: with `resume` they are aborted, prefilled
+under the new weights and continued under the same lease; with `keep` they continue in flight; with `drain` none run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from baton.types import FromWorker, Lease, PolicyVersion, Report, ends_lease
 
 
 class EngineDriver:
-    """One engine and the leases that it grows."""
+    """One engine and its leases."""
 
     def __init__(self, engine: Engine, on_new_version: str) -> None:
         self._engine, self._resumes = engine, on_new_version == "resume"
         self._leases: dict[int, Lease] = {}
-        """Each with its trajectory as far as it has been reported."""
+        """Each with its trajectory up to the last report."""
         self._aborting: set[int] = set()
-        """Those that the hub wants put down, until they are."""
+        """Leases that the hub has aborted, until the engine has ended them."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to grow."""
+        """Whether it has leases."""
         return bool(self._leases)
 
     @property
@@ -40,45 +40,45 @@ class EngineDriver:
         return self._engine.stats
 
     def lease(self, lease: Lease) -> None:
-        """Begin to grow a trajectory."""
+        """Start a trajectory; no effect if the lease is already known."""
         if lease.lease_id not in self._leases:
             self._leases[lease.lease_id] = lease
             self._engine.submit(lease)
 
     def abort(self, lease_id: int) -> None:
-        """Put a lease down; the next `step` reports what it has."""
+        """Abort a lease; the next `step` reports its last tokens."""
         if lease_id in self._leases:
             self._aborting.add(lease_id)
             self._engine.abort(lease_id)
 
     def drop(self, lease_id: int) -> None:
-        """Forget a lease; nothing more is said of it."""
+        """Discard a lease without a report."""
         if self._leases.pop(lease_id, None) is None:
             return
         self._aborting.discard(lease_id)
         self._engine.abort(lease_id)
         if not self._leases:
-            self._engine.step()  # nobody else would have it let go
+            self._engine.step()  # `EngineThread` does not step an idle driver, so the engine would never free the slot
 
     def drop_all(self) -> None:
-        """Forget every lease."""
+        """Discard every lease."""
         for lease_id in list(self._leases):
             self.drop(lease_id)
 
     def step(self) -> list[FromWorker]:
-        """Decode one token for every running lease; return what is to be reported."""
+        """Decode one token for every running lease; return the reports."""
         return self._taken(self._engine.step())
 
     def flush(self) -> list[FromWorker]:
-        """Report what has been grown so far."""
+        """Return reports of all tokens that have not been reported."""
         return self._taken(self._engine.flush())
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         self._engine.close()
 
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:
-        """Serve another version from the next token on; return what is to be reported of the old one."""
+        """Serve another version from the next token on; return reports of tokens of the old version."""
         carried: list[int] = []
         reports: list[FromWorker] = []
         if self._resumes:
@@ -95,7 +95,7 @@ class EngineDriver:
         return reports
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Have the engine let go of leases that this worker keeps: to the hub they have only grown."""
+        """Abort leases in the engine that this worker resumes; their reports to the hub are not marked as aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:
@@ -106,7 +106,7 @@ class EngineDriver:
         return self._taken(reports)
 
     def _taken(self, messages: list[FromWorker]) -> list[FromWorker]:
-        """Note what was grown, and leave out what nobody wants to hear of any more."""
+        """Add reported tokens to the leases, and leave out messages about discarded leases."""
         found = []
         for message in messages:
             lease = self._leases.get(message.lease_id)
@@ -123,7 +123,7 @@ class EngineDriver:
 
 
 class EngineThread:
-    """Runs a grower in a thread of its own. Everything is asked for by `do`, and done between two tokens."""
+    """Runs a driver in a thread of its own. Actions are submitted with `do` and run between two tokens."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class EngineThread:
         on_fault: Callable[[Exception], None],
         report_every_s: float,
     ) -> None:
-        """The two callbacks are called in the engine's thread."""
+        """Both callbacks run in the engine's thread."""
         self.driver: EngineDriver | None = None
-        """Made by an action, and used by actions only."""
+        """Created and used by actions only."""
         self.report_every_s = report_every_s
         self._on_reports, self._on_fault = on_reports, on_fault
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -141,16 +141,16 @@ class EngineThread:
         self._thread.start()
 
     def do(self, action: Callable[[], None]) -> None:
-        """Have something done in the engine's thread, in order."""
+        """Run an action in the engine's thread; actions run in order."""
         self._actions.put(action)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End after the current token, the engine too. May be called twice."""
+        """End after the current token, and close the engine. May be called twice."""
         self._actions.put(None)
         self._thread.join(timeout_s)
 
     def report(self, reports: list[FromWorker]) -> None:
-        """Hand reports over, from an action."""
+        """Send reports; called by actions."""
         if reports and self.driver is not None:
             self._on_reports(reports, self.driver.stats)
 
@@ -167,14 +167,14 @@ class EngineThread:
                     flushed_s = time.monotonic()
                 if reports:
                     self._on_reports(reports, driver.stats)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the network thread must hear of it
+        except Exception as error:  # noqa: BLE001  # any error must reach the network thread
             self._on_fault(error)
         finally:
             if self.driver is not None:
                 self.driver.close()
 
     def _act(self) -> bool:
-        """Do what is asked for, waiting for it only where nothing grows; False at the end."""
+        """Run the submitted actions, waiting for one only if no lease is running; return False at the end."""
         while True:
             is_idle = self.driver is None or not self.driver.is_busy
             try:

@@ -1,4 +1,4 @@
-"""The worker's end of its connection to the hub: messages in, messages out, and no wait without a deadline."""
+"""The worker's end of its connection to the hub: receives and sends messages; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SEND_DEADLINE_S = 30.0
 
 
 class ConnectionLost(Exception):
-    """The hub is gone for now."""
+    """The connection to the hub has ended; the worker may reconnect."""
 
 
 LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
-"""What another attempt may mend."""
+"""Errors after which the worker reconnects."""
 
 
 class HubConnection:
-    """One connection, while it lasts."""
+    """One WebSocket to the hub."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.is_open = False
-        """Whether Hello has been said: before, reports wait in the outbox."""
+        """Whether Hello has been sent; before that, reports wait in the outbox."""
         self._socket = socket
         self._outgoing: asyncio.Queue[FromWorker] = asyncio.Queue()
 
@@ -38,7 +38,7 @@ class HubConnection:
     async def receive(self, deadline_s: float) -> FromHub:
         """Return the hub's next message. Raises ConnectionLost."""
         message = None
-        # in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one
+        # in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one slice
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
@@ -54,7 +54,8 @@ class HubConnection:
             raise ConnectionLost(f"the hub said what is no message: {error}") from error
 
     async def send_all(self) -> None:
-        """Send what is queued, for ever. Raises ConnectionLost once a Fault is sent: the worker's last words."""
+        """Send queued messages until cancelled. Raises ConnectionLost after a Fault, which is the worker's last
+        message."""
         while True:
             message = await self._outgoing.get()
             async with asyncio.timeout(SEND_DEADLINE_S):
@@ -63,8 +64,9 @@ class HubConnection:
                 raise ConnectionLost(message.text)
 
     async def drain(self) -> None:
-        """Wait until everything is sent, or nobody takes it any more."""
+        """Wait until everything is sent, the connection is closed, or the deadline has passed."""
         begin_s = time.monotonic()
         while not (self._outgoing.empty() or self._socket.closed) and time.monotonic() - begin_s < SEND_DEADLINE_S:
             await asyncio.sleep(0.01)
+        # The queue is empty before the last frame is on the socket.
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What a worker has said and the hub has not confirmed: said again after a cut, in the same words."""
+"""Reports that the hub has not confirmed; they are sent again, unchanged, after a reconnection."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Outbox:
 
     @property
     def leases(self) -> tuple[int, ...]:
-        """Every lease that is being grown, or has ended without the hub's knowledge."""
+        """Every lease that is running, or that has ended without confirmation by the hub."""
         return tuple(self._unconfirmed)
 
     def open(self, lease_id: int) -> None:
-        """A lease has come."""
+        """Add a lease that was granted."""
         self._unconfirmed.setdefault(lease_id, [])
 
     def add(self, report: Report) -> None:
-        """A report is on its way."""
+        """Keep a report until the hub confirms it."""
         if report.lease_id in self._unconfirmed:
             self._unconfirmed[report.lease_id].append(report)
 
     def confirm(self, lease_id: int, length: int, *, has_ended: bool) -> None:
-        """The hub has everything up to a length."""
+        """Drop the reports that the hub has confirmed, up to a length or to the end of the lease."""
         if has_ended:
             self.close(lease_id)
         elif lease_id in self._unconfirmed:
@@ -34,20 +34,21 @@ class Outbox:
             self._unconfirmed[lease_id] = kept
 
     def close(self, lease_id: int) -> None:
-        """Nothing more is to be said of a lease."""
+        """Drop a lease with its reports."""
         self._unconfirmed.pop(lease_id, None)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all leases."""
         self._unconfirmed.clear()
 
     def again(self) -> list[Report]:
-        """What is to be said once more."""
+        """Reports to be sent again."""
         return [report for reports in self._unconfirmed.values() for report in reports]
 
 
 def _is_within(report: Report, length: int) -> bool:
-    """Whether a report says nothing beyond a length; the last of a lease always does."""
+    """Whether all tokens of a report are within a length; False for the last report of a lease, which also has its
+    end."""
     if report.finish_reason is not None or report.is_aborted:
         return False
     return report.token_offset + sum(len(segment.token_ids) for segment in report.segments) <= length

@@ -1,4 +1,5 @@
-"""A worker's versions: what is wanted is fetched and verified while the old one serves, then handed to the engine."""
+"""Updates a worker's weights: fetches and verifies the wanted version while the old one serves, then switches the
+engine."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ FETCH_DEADLINE_S = 3600.0
 
 
 class WeightsUpdater:
-    """Carries out what `VersionSync` decides. All in the event loop; fetches run in a thread."""
+    """Executes the commands of `VersionSync`, in the event loop; fetches run in a thread."""
 
     def __init__(
         self,
@@ -29,9 +30,9 @@ class WeightsUpdater:
         activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
-        """source: of a relay's URL, or the hub; near: asked before these.
+        """source: returns the source for a relay's URL, or for the hub if None. near: sources that are tried first.
 
-        activate: have the engine switch to a version, and call `activated` when it has.
+        activate: has the engine switch to a version, and calls `activated` afterwards.
         """
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
@@ -45,30 +46,30 @@ class WeightsUpdater:
 
     @property
     def have(self) -> PolicyVersion | None:
-        """What the engine serves."""
+        """The version that the engine serves."""
         return self._have_want.have
 
     @property
     def fetching(self) -> int | None:
-        """Number of the version that is on its way."""
+        """Number of the version being fetched."""
         return None if self._have_want.fetching is None else self._have_want.fetching.number
 
     @property
     def fault(self) -> str:
-        """Why the last attempt to fetch came to nothing; empty where it did not."""
+        """Why the last fetch failed; empty if it succeeded."""
         return self._have_want.last_cause
 
     async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
-        """Return the tensors of a model that adapters are published for."""
+        """Return the tensors of the base model of published adapters."""
         return await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
 
     def want(self, want: Want) -> None:
-        """The hub wants a version served."""
+        """Handle a version that the hub announces."""
         self._shared, self._relays = want.shared, want.relays
         self._consider(hw.VersionWanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:
-        """The engine serves a version."""
+        """Handle the end of a switch: the engine serves this version."""
         self._consider(hw.Activated(time.monotonic(), version))
 
     def _consider(self, event: hw.Event) -> None:
@@ -90,7 +91,7 @@ class WeightsUpdater:
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
             tensors = await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
-        except Exception as error:  # noqa: BLE001  # no failure is for ever: whatever it is, it is tried again
+        except Exception as error:  # noqa: BLE001  # no failure is permanent: any error leads to a retry
             self._say(f"version {version.number} could not be fetched: {error}")
             self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
             return

@@ -1,16 +1,16 @@
-"""A worker: one engine, and one connection that it opens itself, from wherever it is.
+"""A worker: one engine, and one connection that the worker opens itself.
 
-| task / thread | consumes             | produces               | waits for            | unblocked by              |
-|---------------|----------------------|------------------------|----------------------|---------------------------|
-| reader        | the WebSocket        | actions for the engine | the hub              | a message, or its silence |
-| sender        | the queue to the hub | frames                 | the socket           | its deadline              |
-| heart         | the clock            | Heartbeat              | the next beat        | the clock                 |
-| fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline              |
-| engine thread | leases, versions     | reports                | an action, when idle | whoever asks              |
+| task / thread | consumes             | produces               | waits for            | unblocked by           |
+|---------------|----------------------|------------------------|----------------------|------------------------|
+| reader        | the WebSocket        | actions for the engine | the hub              | a message, its timeout |
+| sender        | the queue to the hub | frames                 | the socket           | its deadline           |
+| heartbeat     | the clock            | Heartbeat              | the next heartbeat   | the clock              |
+| fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline           |
+| engine thread | leases, versions     | reports                | an action, when idle | any task with an action |
 
-A cut ends the first three; the engine goes on, and what it says is kept until the hub has confirmed it. The worker
-connects again by itself, each time after a longer wait. A hub that has been restarted has another incarnation: what was
-begun for the old one is put down.
+The end of a connection ends the first three; the engine continues, and its reports are kept until the hub confirms
+them. The worker reconnects with increasing delays. A hub that was restarted has another incarnation: leases of the old
+one are discarded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
 """Between two attempts to connect."""
 GOODBYE_S = 10.0
-"""What a worker that leaves has to report what it has made; and then its engine to end."""
+"""Maximum time for a leaving worker to report its tokens, and again for its engine to close."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 """(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
@@ -72,22 +72,22 @@ MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How a worker reaches its hub."""
+    """How a worker reaches its hub, and what it runs."""
 
     url: str
     token: str
     ssl: SSLContext | aiohttp.Fingerprint | None = None
-    """How the hub's certificate is checked: by an authority, or as this one certificate."""
+    """How to verify the hub's certificate: by an authority, or against one fingerprint."""
     slots: int | None = None
-    """In place of the recipe's engine.slots."""
+    """Overrides the recipe's engine.slots."""
     store: str | None = None
-    """The run's weights.store, where this machine can read it by itself: a directory or a bucket."""
+    """The run's weights.store, if this machine can read it directly: a directory or a bucket."""
     device: str = "cpu"
-    """For people, and for the class whose logprobs are compared."""
+    """For display, and part of the class within which logprobs are compared."""
     engine: str | None = None
-    """The kind of engine; None is the recipe's. Part of the class too."""
+    """The kind of engine; None uses the recipe's. Also part of the class."""
     reconnect_timeout_s: float | None = None
-    """Seconds without a hub after which the worker ends with DeadlineExceeded; None is never."""
+    """Seconds without a hub after which the worker ends with DeadlineExceeded; None disables the limit."""
     say: Callable[[str], None] = say
 
 
@@ -97,26 +97,27 @@ class SwarmWorker:
     def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
         self._options, self._make_engine = options, make_engine
         self.key = ""
-        """From the hub, for as long as this process lives."""
+        """Issued by the hub; kept in memory until the process ends."""
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
         self._line: HubConnection | None = None
         self._fault: Exception | None = None
         self._was_served = False
-        """Whether the last connection got as far as Hello."""
+        """Whether the last connection reached Hello."""
         self._is_leaving = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
-        """Serve the hub until `leave`, or until it says that this worker is not wanted (UserError).
+        """Serve the hub until `leave`, or until the hub refuses this worker (UserError).
 
-        Raises EngineFault when the engine cannot go on, and DeadlineExceeded when the hub stays away for too long.
+        Raises EngineFault if the engine has failed, and DeadlineExceeded if no hub is reachable for too long.
         """
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
-        # a connection kept from before a cut may lead nowhere: chunk after chunk over one, and a new one for the next
+        # a connection kept from before an outage may be dead: chunks of one transfer share a connection, later ones do
+        # not
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
         failures, heard_s = 0, self._loop.time()
@@ -159,7 +160,7 @@ class SwarmWorker:
             raise DeadlineExceeded(f"there has been no hub at {self._options.url} for {silent_s:.0f} s: giving up")
 
     def leave(self) -> None:
-        """Put down what runs, report it, and end, whatever is waited for. Called from the event loop."""
+        """Discard what runs, report its tokens, and end within `GOODBYE_S`. Called from the event loop."""
         if self._running is not None and not self._is_leaving.is_set():
             self._loop.call_later(GOODBYE_S if self._line is not None else 0.0, self._running.cancel)
         self._is_leaving.set()
@@ -209,7 +210,7 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """Raise what has ended the engine, if anything has: to connect again would be of no use."""
+        """Raise the error that ended the engine, if any: a new connection could not succeed."""
         if self._fault is not None:
             raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -239,7 +240,7 @@ class SwarmWorker:
         return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
     async def _say_goodbye(self, line: HubConnection) -> None:
-        """What runs is put down, what it has is reported, and everything is sent."""
+        """Report all tokens, discard all leases, and send everything queued."""
         engine = self._engine
         if engine is not None and engine.driver is not None:
             driver = engine.driver
@@ -254,10 +255,10 @@ class SwarmWorker:
         line.send(Leaving())
         await line.drain()
 
-    # ---- what the hub says -------------------------------------------------------------------------------------------
+    # ---- messages from the hub ---------------------------------------------------------------------------------------
 
     def _source(self, relay: str | None) -> HttpSource:
-        """The relay at a URL, or the hub itself."""
+        """The relay at a URL, or the hub if None."""
         if relay is None:
             return HttpSource(self._http, self._loop, self._options.url, self._options.token)
         secret = "" if self._welcome is None else self._welcome.relay_secret
@@ -295,7 +296,8 @@ class SwarmWorker:
         raise ConnectionLost(message.reason)
 
     async def _prepare(self, welcome: Welcome) -> None:
-        """Have the engine that the hub asks for; put down what another incarnation of it wanted."""
+        """Build the engine that the hub describes, if there is none; discard leases of another incarnation of the
+        hub."""
         known, self._welcome = self._welcome, welcome
         if known is not None and known.incarnation != welcome.incarnation:
             await self._forget_all()
@@ -321,14 +323,14 @@ class SwarmWorker:
         self._options.say(f"ready: {welcome.run}")
 
     async def _forget_all(self) -> None:
-        """Put down what is grown. After this nothing more comes of it: another hub's leases may have the same ids."""
+        """Discard all leases. Nothing more may be reported of them: leases of another hub may have the same ids."""
         engine = self._engine
         if engine is not None:
             await self._done_by(engine, lambda: None if engine.driver is None else engine.driver.drop_all())
         self._outbox.clear()
 
     async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
-        """Have something done in the engine's thread, and wait until it is, or the engine has ended."""
+        """Run an action in the engine's thread, and wait until it is done or the engine has failed."""
         done = asyncio.Event()
 
         def act() -> None:
@@ -354,11 +356,11 @@ class SwarmWorker:
             engine.do(act)
 
     def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
-        """In the engine's thread."""
+        """Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._take_reports, reports, stats)
 
     def _on_fault(self, error: Exception) -> None:
-        """In the engine's thread, which ends."""
+        """Called in the engine's thread, which ends."""
         self._loop.call_soon_threadsafe(self._take_fault, error)
 
     def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
