@@ -48,12 +48,16 @@ class ReportCheck(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SendToWorker:
+    """Send a message to a worker."""
+
     worker: int
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
 class SendToController:
+    """Send a message to the controller."""
+
     message: FromPort
 
 

@@ -167,6 +167,7 @@ class Malformed(ValueError):
 
 
 def encode(message: FromHub | FromWorker) -> bytes:
+    """Return a message as a frame."""
     return _encoder.encode(message)
 
 

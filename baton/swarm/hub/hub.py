@@ -378,7 +378,7 @@ class Hub:
                 if message is None:
                     return
                 self._on_message(peer, message)
-        except ReceiveTimeout as error:  # no evidence against anybody: it may come again at once
+        except ReceiveTimeout as error:  # not evidence of a faulty worker: it may join again at once
             self._complain("silent", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=False))
             if peer is not None and peer.outgoing is outgoing:

@@ -11,6 +11,8 @@ from prometheus_client.core import GaugeMetricFamily
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker."""
+
     name: str
     worker_class: str
     address: str
