@@ -114,6 +114,20 @@ def test_a_circle_is_found_and_printed_in_order() -> None:
     assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+def test_a_class_name_exists_once_and_a_private_method_name_in_at_most_three_classes() -> None:
+    classes: dict[str, list[str]] = {}
+    methods: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+                for one in node.body:
+                    if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and is_private(one.name):
+                        methods.setdefault(one.name, set()).add(node.name)
+    assert not {name: files for name, files in classes.items() if len(files) > 1}
+    assert not {name: owners for name, owners in methods.items() if len(owners) > 3}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_torch_is_imported_only_where_tensors_are(path: Path) -> None:
     place = path.relative_to(PACKAGE)

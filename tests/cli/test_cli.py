@@ -333,3 +333,10 @@ def test_a_command_that_only_prints_ends_when_its_output_is_closed() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait(300)) == (b"", 1)
+
+
+def test_an_option_of_an_earlier_version_is_refused_with_its_new_name() -> None:
+    for options in (["--patience", "30m"], ["--patience=30m"]):
+        result = CliRunner().invoke(cli.app, ["worker", "http://localhost:1", "--token-file", "t", *options])
+        assert result.exit_code == 2
+        assert "--patience is now called --reconnect-timeout" in result.output

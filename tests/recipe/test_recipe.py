@@ -126,6 +126,8 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
         ("task.0.wieght=1", "unknown key task.0.wieght; did you mean 'weight'?"),
         ("rollout.batch_group=1", "unknown key rollout.batch_group; did you mean 'batch_groups'?"),
         ("weights.path=chunks", "weights.path was removed: workers always fetch versions as chunks; remove the key"),
+        ("swarm.silence_s=9", "swarm.silence_s is now called swarm.heartbeat_timeout_s"),
+        ("swarm.relief=0", "swarm.relief is now called swarm.backup_lease_factor"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', input should be a valid number"),
         ("trainer.lr=0", "trainer.lr: got 0, input should be greater than 0"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas: got [0.9, 1.0], each must be at least 0 and less than 1"),

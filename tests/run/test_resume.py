@@ -242,6 +242,13 @@ def test_the_resolved_recipe_of_an_earlier_baton_is_read_without_keys_removed_si
     assert with_current_keys({**now, "weights": {"keep": 3, "path": "chunks"}}) == now
 
 
+def test_the_resolved_recipe_of_an_earlier_baton_is_read_under_the_keys_of_today() -> None:
+    before = {"swarm": {"silence_s": 9.0, "workers": 2}, "weights": {"anchor_every": 4}}
+    now = {"swarm": {"heartbeat_timeout_s": 9.0, "workers": 2}, "weights": {"keyframe_every": 4}}
+    assert with_current_keys(before) == now
+    assert compare_for_resume(before, now) == []
+
+
 def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
     before = {"run": {"steps": 9, "threads": 1}, "trainer": {"lr": 1e-3, "decay": "linear"}, "task": [{"weight": 1.0}]}
     same = {**before, "eval": {"every": 3}}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
@@ -164,6 +165,7 @@ def checked(root: Path, sources: dict[Path, str]) -> build.BuildResult:
     options.export_types = options.preserve_asts = options.check_untyped_defs = options.ignore_missing_imports = True
     options.incremental = options.namespace_packages = False
     options.follow_imports = "silent"
+    options.cache_dir = os.devnull
     options.python_version = (3, 11)
     options.per_module_options = {f"{name}.*": {"follow_imports": "skip"} for name in SKIPPED}
     options.build_per_module_cache()
@@ -697,8 +699,7 @@ class File:
                 elif (full := self.facts_of_class(first)) in self.renamer.infos:
                     new = self.renamer.member(self.renamer.infos[full], name)
                 elif name in self.table.members:
-                    kinds = [t for e, t in self.renamer.result.types.items() if False]
-                    new = self.renamer.guess(self.path, node.lineno, name) if not kinds else None
+                    new = self.renamer.guess(self.path, node.lineno, name)
             elif name in self.table.members:
                 new = self.attribute(fake, name)
         elif name.startswith("baton."):
@@ -918,11 +919,10 @@ def check(parent: str, commit: str) -> int:
     """Print how COMMIT differs from PARENT renamed by COMMIT's table; the table and this tool may differ."""
     table = subprocess.run(["git", "show", f"{commit}:{TABLE}"], capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
-        git = ["git", f"--work-tree={folder}", f"--git-dir={Path('.git').resolve()}"]
         archive = subprocess.run(["git", "archive", parent], capture_output=True, check=True).stdout
         subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
-        subprocess.run([sys.executable, Path(__file__).resolve(), "--table", "-"], input=table, cwd=folder, text=True)
-        del git
+        command = [sys.executable, str(Path(__file__).resolve()), "--table", "-"]
+        subprocess.run(command, input=table, cwd=folder, text=True, check=True, stdout=subprocess.DEVNULL)
         wanted = Path(folder, ".wanted")
         wanted.mkdir()
         archive = subprocess.run(["git", "archive", commit], capture_output=True, check=True).stdout
