@@ -166,7 +166,7 @@ class _HeadScores(torch.autograd.Function):
             found.append(score(head.shaped(products), targets_T[piece], wanted))
         # The weight is saved uncast: if it is sharded, FSDP gathers it again for the backward pass.
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, products if len(pieces) == 1 else None)
-        ctx.sleep = head, wanted, dtype
+        ctx.others = head, wanted, dtype
         logprobs = torch.cat([logprobs for logprobs, _ in found])
         entropies = [entropy for _, entropy in found if entropy is not None]
         if not entropies:
@@ -179,7 +179,7 @@ class _HeadScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         hidden_TH, weight_VH, bias_V, targets_T, kept = ctx.saved_tensors
-        head, wanted, dtype = ctx.sleep
+        head, wanted, dtype = ctx.others
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None

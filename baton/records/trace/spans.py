@@ -43,7 +43,7 @@ def stretches(spans: Iterable[Span]) -> list[list[Span]]:
             found.append([])
         else:
             found[-1].append(span)
-    return [flat_buffer for flat_buffer in found if flat_buffer]
+    return [period for period in found if period]
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
