@@ -190,7 +190,7 @@ def test_an_adapter_cannot_come_for_weights_that_were_given_back(parts: Parts) -
 
 
 def test_the_peak_is_the_most_that_both_held_at_one_turn() -> None:
-    """By hand: engine 10; trainer 7 at rest (it has nowhere to go), 12 at work."""
+    """By hand: engine 10; trainer 7 asleep (it has nowhere to go), 12 at work."""
 
     class One:
         def __init__(self, awake: int, resting: int) -> None:
@@ -201,10 +201,10 @@ def test_the_peak_is_the_most_that_both_held_at_one_turn() -> None:
         def held_bytes(self) -> int:
             return self.resting if self.is_resting else self.awake
 
-        def rest(self) -> None:
+        def sleep(self) -> None:
             self.is_resting = True
 
-        def wake(self) -> None:
+        def wake_up(self) -> None:
             self.is_resting = False
 
         def take_peak_bytes(self) -> None:
