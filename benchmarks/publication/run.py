@@ -27,14 +27,14 @@ import torch
 import zstandard
 from safetensors.torch import load_file, save_file
 
-from baton.policy.tensors import weights_digest
+from baton.policy.tensors import as_published, weights_digest
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.assemble import build_loop
 from baton.types import PolicyVersion
 from baton.weights.fetch import Fetcher
-from baton.weights.flat_buffer import as_published, flattened
+from baton.weights.flat_buffer import flattened
 from baton.weights.publish import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
