@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Damaged
 from baton.recipe.recipe import Recipe
 from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
@@ -180,3 +180,20 @@ def test_no_damaged_file_ends_in_a_traceback_or_is_taken_for_a_good_one(
                 if is_read and not any(word in line for line in heard for word in WARNS):
                     wrong.append(f"{command.__name__} {name}: taken for a good one")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_recipe_that_was_cut_at_a_line_is_damaged_or_enough_for_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "async"
+    shutil.copytree(Path(__file__).parent / "golden" / "run" / "runs" / "async", path)
+    run = RunDirectory.open(path)
+    lines = (path / "recipe.toml").read_text().splitlines(keepends=True)
+    for kept in range(len(lines)):
+        (path / "recipe.toml").write_text("".join(lines[:kept]))
+        try:
+            run.recipe()
+        except Damaged:
+            continue
+        break
+    assert 1 < kept < len(lines) - 1
+    summarise(run)
+    write_page(run, path / "report.html")

@@ -45,6 +45,15 @@ from baton.types import Group
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
+_WARM_START_KEYS = ("sft.steps",)
+_TRAINING_KEYS = (
+    "run.steps",
+    "rollout.batch_groups",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "algorithm.name",
+)
+"""Keys that summaries and reports read; a recipe.toml that was cut at a line still parses, without them."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
@@ -156,6 +165,10 @@ class RunDirectory:
             raise Damaged(f"{file} cannot be read: {error}") from error
         if not found:
             raise Damaged(f"{file} is empty")
+        required = _WARM_START_KEYS if "sft" in found else _TRAINING_KEYS
+        missing = [key for key in required if not _has_key(found, key)]
+        if missing:
+            raise Damaged(f"{file} is incomplete: it has no {missing[0]}")
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -240,6 +253,15 @@ class RunDirectory:
 
     def _groups_file(self, step: int) -> Path:
         return self._trajectories / f"step_{step:06d}.jsonl.gz"
+
+
+def _has_key(tree: Any, key: str) -> bool:
+    """Whether nested tables hold the dotted key."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _group(line: bytes) -> Group:

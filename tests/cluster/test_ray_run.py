@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,14 +72,14 @@ class Nodes:
     def machines(self) -> Any:
         """As another driver sees them."""
         code = (
-            "import json, ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(json.dumps(ray.nodes()))"
+            "import json, pathlib, ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); "
+            "pathlib.Path(sys.argv[2]).write_text(json.dumps(ray.nodes()))"
         )
         if ray.is_initialized():
             return machines(ray.nodes())
-        done = subprocess.run(
-            [sys.executable, "-c", code, self.address], capture_output=True, text=True, timeout=60, check=True
-        )
-        return machines(json.loads(done.stdout.splitlines()[-1]))
+        with tempfile.NamedTemporaryFile() as answer:  # Ray prints warnings of its own on stdout
+            subprocess.run([sys.executable, "-c", code, self.address, answer.name], timeout=60, check=True)
+            return machines(json.loads(Path(answer.name).read_text()))
 
     def own_processes(self, title: str) -> list[int]:
         """Of this machine, below this cluster: those whose command line has the title."""
@@ -181,7 +182,12 @@ def assert_nothing_is_left(nodes: Nodes) -> None:
         wait_until(lambda: not held(), "resources to be given back")
     finally:
         ray.shutdown()
-    assert not [path for path in in_memory() - nodes.before if not Path(f"/proc/{path.name.split('-')[-2]}").exists()]
+
+    def of_ended_processes() -> set[Path]:
+        return {path for path in in_memory() - nodes.before if not Path(f"/proc/{path.name.split('-')[-2]}").exists()}
+
+    # A test beside this one kills a process and resumes its run, which removes the directory.
+    wait_until(lambda: not of_ended_processes(), "directories of ended processes to be removed")
 
 
 def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: Nodes, tmp_path: Path) -> None:
