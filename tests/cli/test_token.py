@@ -70,7 +70,7 @@ def test_a_list_tells_of_each_token_and_shows_none() -> None:
     for words in (("anna", "worker", "yes", "valid"), ("boss", "admin", "valid"), ("cache", "relay", "revoked")):
         assert re.search(".*".join(words), table), table
     shown = table + json.dumps(found)
-    assert not any(text.rpartition("_")[2] in shown for text in texts)
+    assert not any(text[-20:] in shown for text in texts)
     assert "digest" not in shown
 
 
