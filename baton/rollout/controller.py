@@ -1,13 +1,13 @@
-"""Executes the scheduler's commands: sends leases, receives reports, and submits finished trajectories for scoring.
+"""Executes the scheduler's commands: sends leases, receives reports, and submits finished trajectories to the scorer.
 
       source ──prompt──▶ ┌────────────┐ ══ lease, abort ══▶ WorkerTransport ══▶ engine
                          │  Rollout-  │ ◀══ reports, retries ═══════════════════════┘
       scorer ◀─finished─ │ Controller │ ──events──▶ RolloutScheduler ──commands──▶ controller
         └────reward────▶ └────────────┘ ──▶ journal
 
-The controller owns the payloads (prompts, ids, logprobs, rewards); the scheduler sees counts and versions only. The
-controller runs in one thread and makes progress only inside its methods: `next_batch` until a batch is complete,
-`run_until` while the trainer steps.
+The controller owns the payloads: prompts, token ids, logprobs and rewards. The scheduler receives only counts and
+versions. The controller has no thread of its own: it makes progress only while the loop calls one of its methods.
+`next_batch` returns when a batch is complete, and `run_until` when the train step has ended.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ from baton.types import (
 )
 
 MAX_REFUSALS = 8
-"""Consecutive refused leases per slot after which the worker is faulty: it was loaded with the version they require."""
+"""Consecutive refused leases per slot after which the controller raises EngineFault. A correct worker serves the
+version that its leases require."""
 SHORT_WAIT_S = 0.02
-"""Longest wait for a message in `run_until`, which must notice soon that the train step has ended."""
+"""Longest wait for a message in `run_until`: afterwards it checks again whether the train step has ended."""
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class _Group:
 
 
 class RolloutController:
-    """Runs the rollouts of training on one `WorkerTransport`. `begin` must be called first."""
+    """The rollouts of training on one `WorkerTransport`. Call `begin` before any other method."""
 
     def __init__(self, parts: RolloutParts, rules: Rules) -> None:
         self._parts, self.rules = parts, rules
@@ -96,8 +97,8 @@ class RolloutController:
         self._batch: list[Group] | None = None
         self._on_judged: Callable[[int], None] = lambda count: None
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
-        """Seconds waited since `take_seconds`. `generate`: for the worker; `judge`: for the scorer; `hidden`: for the
-        worker during a train step."""
+        """Seconds spent waiting since the last call of `take_seconds`: `generate` for the worker between train steps,
+        `hidden` for the worker during a train step, `judge` for the scorer."""
 
     def begin(
         self,
@@ -107,10 +108,10 @@ class RolloutController:
         *,
         num_batches: float = math.inf,
     ) -> None:
-        """Start at a version, which equals the number of batches delivered, with the open groups of an earlier process.
+        """Start at `version`, which equals the number of batches delivered before.
 
-        place: the journal's cursor in the prompt stream. num_batches: of the whole run; nothing is generated beyond
-        them.
+        place: the journal's cursor in the prompt stream. carried: open groups of an earlier process. num_batches:
+        number of batches in the whole run; it limits how many groups are opened.
         """
         self.scheduler = RolloutScheduler(
             self.rules, version=version, next_group_id=place.next_group_id, num_batches=num_batches
@@ -130,13 +131,13 @@ class RolloutController:
 
     @property
     def place(self) -> StreamCursor:
-        """The next group id and the position of the prompt source, for a resume."""
+        """The next group id and the position of the prompt source, from which a resumed run continues."""
         return StreamCursor(self._next_group_id, dict(self._parts.source.position))
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Publish a version and return once the transport has loaded it.
+        """Load a new version into the worker, and return when the transport has loaded it.
 
-        Raises Stopped, and DeadlineExceeded when the worker makes no progress.
+        Raises DeadlineExceeded if the worker makes no progress, and Stopped.
         """
         self._tensors, self._version = tensors, version
         self._dispatch(VersionTrained(self._now_s(), version.number))
@@ -146,16 +147,16 @@ class RolloutController:
     def next_batch(self, on_judged: Callable[[int], None] = lambda count: None) -> list[Group]:
         """Return the groups of the next train step.
 
-        on_judged: receives the number of trajectories of open groups that already have rewards, then each increase.
-        Raises Stopped when the run is to stop (the journal holds all that was generated), and DeadlineExceeded when
-        the worker makes no progress.
+        on_judged: called with the number of trajectories of open groups that already have rewards, then with each
+        increase. Raises DeadlineExceeded if the worker makes no progress, and Stopped; the journal then contains all
+        reported tokens.
         """
         self._on_judged = on_judged
         on_judged(sum(len(group.judged) for group in self._groups.values()))
         self._dispatch(BatchRequested(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
-            if self.rules.mode != "async":  # the worker is idle from here to the next batch
+            if self.rules.mode != "async":  # collect what aborted leases report: the worker is idle during the step
                 self._pump_until(lambda: not self.scheduler.num_leased)
         finally:
             self._on_judged = lambda count: None
@@ -164,10 +165,10 @@ class RolloutController:
         return groups
 
     def run_until(self, is_over: Callable[[float], bool]) -> None:
-        """Process messages until `is_over` returns true, for instance during a train step.
+        """Process messages until `is_over` returns true. Called during a train step.
 
-        is_over: takes the longest time to wait in seconds; returns whether the other work has ended. In `sync` and
-        `partial` the worker is idle, and this only waits.
+        is_over: waits at most the given number of seconds and returns whether the train step has ended. In `sync` and
+        `partial` the worker is idle, so this method only waits.
         """
         while not is_over(0.0):
             if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging or not self._slots):
@@ -177,16 +178,19 @@ class RolloutController:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Free the worker and the scorer, e.g. for an evaluation: abort rollouts now, resume them afterwards."""
+        """Abort all rollouts, yield while worker and scorer are idle, and resume the rollouts afterwards.
+
+        Used while an evaluation needs the worker.
+        """
         self._dispatch(DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
         yield
         self._dispatch(DispatchResumed(self._now_s()))
 
     def put_down(self, longest_s: float) -> None:
-        """Abort all leases before the run ends and record the reported tokens; wait at most `longest_s` for them."""
+        """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
-        if not self._is_loading:  # a stop interrupted load_weights otherwise: the worker cannot take an abort
+        if not self._is_loading:  # if a stop interrupted load_weights, the worker cannot process an abort
             self._dispatch(DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
@@ -199,7 +203,7 @@ class RolloutController:
         return taken
 
     def made(self, version: int) -> None:
-        """Record that the trainer has made a version that is not published."""
+        """Record that the trainer has made a version that will not be published."""
         self._dispatch(VersionTrained(self._now_s(), version, is_published=False))
 
     # ---- the pump ----------------------------------------------------------------------------------------------------
@@ -210,13 +214,14 @@ class RolloutController:
             self._parts.stop.check()
             if not (self.scheduler.num_leased or self._num_judging) and self._slots:
                 raise EngineFault(
-                    f"the rollout side stands still at version {self.scheduler.version} with {self.scheduler.num_open} "
-                    "open groups: nothing runs, nothing is judged, and no batch is complete; this is a fault of Baton"
+                    f"the scheduler is deadlocked at version {self.scheduler.version} with {self.scheduler.num_open} "
+                    "open groups: no trajectory is leased or being scored, and no batch is complete; "
+                    "this is a bug in Baton, please report it with the journal of the run"
                 )
             self._pump(1.0, "generate")
 
     def _pump(self, timeout_s: float, stage: str) -> None:
-        """Wait for the worker, or for the scorer when no lease is out, and process what has arrived."""
+        """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
         begin_s = self._now_s()
         if self.scheduler.num_leased or not self._slots:
             messages = self._parts.port.receive(timeout_s)
@@ -228,7 +233,8 @@ class RolloutController:
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
-        # repeated rewards first: a first one may complete the group, and its delivery must see the new rewards
+        # repeated rewards first: a trajectory's first reward may complete the group, and the delivered group must
+        # contain the newest reward of every member
         for one in sorted(judged, key=self._is_first):
             self._take_judgement(one)
         self.seconds["judge"] += self._now_s() - begin_s
@@ -236,7 +242,7 @@ class RolloutController:
             self._parts.journal.commit()
 
     def _look_at_capacity(self) -> None:
-        """Report a changed number of slots to the scheduler: workers of a swarm join and leave."""
+        """Send the number of slots to the scheduler if it has changed: workers of a swarm join and leave."""
         slots = self._parts.port.slots
         if slots != self._slots:
             self._slots = slots
@@ -252,7 +258,10 @@ class RolloutController:
                 self._hear_of_lease(message)
 
     def _revoke(self, revoked: WorkRevoked) -> None:
-        """Restart a trajectory, unless its group is in a batch already or the message concerns an evaluation."""
+        """Restart a trajectory whose tokens are not trusted.
+
+        Ignore the message if the group is already in a batch, or if the noise seed is that of an evaluation.
+        """
         group = self._groups.get(revoked.group_id)
         if group is None or revoked.noise_seed != self._parts.noise_seed:
             return
@@ -268,7 +277,7 @@ class RolloutController:
     def _hear_of_lease(self, message: FromWorker) -> None:
         key = self._leases.get(message.lease_id)
         if key is None:
-            return  # a late or repeated message of a lease that has ended
+            return  # the lease has ended: the message was repeated or arrived late
         group_id, sample_index = key
         group = self._groups[group_id]
         trajectory = group.members[sample_index]
@@ -276,7 +285,7 @@ class RolloutController:
             self._refused(trajectory, message)
             return
         if message.token_offset != trajectory.num_tokens:
-            return  # a repeated report
+            return  # a repeated report, whose tokens have been appended already
         self._refusals = 0
         grown = trajectory.extended(message.segments, message.finish_reason)
         group.members[sample_index] = grown
@@ -305,8 +314,9 @@ class RolloutController:
         self._refusals += 1
         if self._refusals > MAX_REFUSALS * max(1, self._parts.port.slots):
             raise EngineFault(
-                f"{self._parts.port.name} serves version {retry.has_version} and refuses one trajectory after another "
-                f"(last: {trajectory.name})"
+                f"{self._parts.port.name} has refused {self._refusals} leases in a row, the last one for trajectory "
+                f"{trajectory.name}: it serves version {retry.has_version}, not the requested one; "
+                "look for errors in the log of the engine, then continue with --resume"
             )
         self._end_lease(retry.lease_id)
         self._dispatch(LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
@@ -315,7 +325,7 @@ class RolloutController:
         del self._lease_of[self._leases.pop(lease_id)]
 
     def _ask_judges(self, group: _Group, finished: Sequence[Trajectory]) -> None:
-        """Submit finished trajectories for scoring; where rewards depend on the group, the whole group at its end."""
+        """Submit finished trajectories for scoring, or the whole group if its rewards depend on all members."""
         judges, text = self._parts.judges, self._parts.text
         if judges.sees_groups and finished:
             finished = group.members if all(t.finish_reason is not None for t in group.members) else ()
@@ -329,7 +339,7 @@ class RolloutController:
         trajectory, judgement = judged.trajectory, judged.judgement
         group = self._groups.get(trajectory.group_id)
         if group is None or group.members[trajectory.sample_index] is not trajectory:
-            return  # revoked while it was being scored
+            return  # the trajectory was revoked while it was being scored
         self._on_judged(int(self._is_first(judged)))
         group.judged[trajectory.sample_index] = judged
         if self._parts.journal is not None:
@@ -338,7 +348,10 @@ class RolloutController:
         self._dispatch(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
     def _is_first(self, judged: ScoredTrajectory) -> bool:
-        """Whether it had no reward yet; a group that is scored as a whole is scored again after one was revoked."""
+        """Return whether this is the first reward of its trajectory.
+
+        A group that is scored as a whole is scored again after one of its members was revoked.
+        """
         group = self._groups.get(judged.trajectory.group_id)
         return group is None or judged.trajectory.sample_index not in group.judged
 
@@ -369,7 +382,7 @@ class RolloutController:
             case Deliver(group_ids=group_ids):
                 self._batch = [self._complete(self._groups.pop(group_id)) for group_id in group_ids]
             case Load():
-                assert self._version is not None, "the scheduler wants a version loaded that nobody published"
+                assert self._version is not None, "the scheduler loads a version that was not published"
                 version, self._version = self._version, None
                 self._is_loading = True
                 with self._parts.stop.interrupting():
@@ -403,7 +416,7 @@ class RolloutController:
 
     def _discard(self, group_id: int, cause: str) -> None:
         if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
-            del self._groups[group_id]  # otherwise the group is kept: _open takes its prompt for the next attempt
+            del self._groups[group_id]  # else `_open` needs the group's prompt for the next attempt, and removes it
         if self._parts.journal is not None:
             self._parts.journal.discarded(group_id, cause)
 
@@ -416,7 +429,7 @@ class RolloutController:
 
 
 def _tracked(group: _Group) -> TrackedGroup:
-    """Convert a group of an earlier process to the scheduler's view of it."""
+    """Return the scheduler's view of a restored group."""
     members = []
     for trajectory in group.members:
         judged = group.judged.get(trajectory.sample_index)

@@ -1,7 +1,7 @@
-"""Events that the scheduler receives and commands that it returns. They hold counts and versions, no token ids.
+"""Events that the scheduler receives, and commands that it returns. They contain counts and versions, no token ids.
 
-(group_id, sample_index) identifies a trajectory. `at_s` is the time of an event in seconds, on the monotonic clock of a
-live run or the virtual clock of a simulator.
+(group_id, sample_index) identifies a trajectory. `at_s` is the time of an event in seconds: on the monotonic clock in a
+live run, on the virtual clock in the simulator.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import msgspec
 
 
 class Capacity(msgspec.Struct, frozen=True, tag="Capacity", gc=False):
-    """The capacity of all workers together has changed."""
+    """The total capacity of the workers has changed."""
 
     at_s: float
     slots: int
-    """Trajectories generated concurrently."""
+    """Number of trajectories that the workers generate concurrently."""
     queue: int = 0
-    """Further leases to send ahead, so that a freed slot does not wait for one."""
+    """Number of leases to send in addition, so that a worker has the next lease when a slot becomes free."""
 
 
 class TokensLost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
-    """Tokens were generated but discarded: lost to a backup lease, with a worker, or produced by a quarantined one."""
+    """Generated tokens have been discarded, for example those of the slower of two leases of one trajectory."""
 
     at_s: float
     cause: str
@@ -30,7 +30,7 @@ class TokensLost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
-    """A trajectory that is in no batch is not trusted any more, and must be generated again from its prompt."""
+    """The tokens of a trajectory are not trusted: it must be generated again. Its group is in no batch yet."""
 
     at_s: float
     group_id: int
@@ -39,7 +39,7 @@ class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
 
 
 class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
-    """Tokens of one version have arrived for a leased trajectory."""
+    """A worker has reported tokens of one version for a leased trajectory."""
 
     at_s: float
     group_id: int
@@ -49,7 +49,7 @@ class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
-    """A trajectory is complete. TokensReceived has counted all its tokens before."""
+    """A trajectory is complete. Earlier `TokensReceived` events have counted all its tokens."""
 
     at_s: float
     group_id: int
@@ -57,7 +57,7 @@ class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
-    """A lease has ended before its trajectory finished: it was aborted, or the worker refused it."""
+    """A lease has ended before its trajectory was complete: the lease was aborted, or the worker refused it."""
 
     at_s: float
     group_id: int
@@ -65,7 +65,7 @@ class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
 
 
 class Rewarded(msgspec.Struct, frozen=True, tag="Rewarded", gc=False):
-    """A finished trajectory has been scored; the reward is None where scoring gave none."""
+    """A finished trajectory has been scored. The reward is None if scoring failed."""
 
     at_s: float
     group_id: int
@@ -79,11 +79,11 @@ class VersionTrained(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
     at_s: float
     version: int
     is_published: bool = True
-    """Whether workers will serve it; with a publish period above 1 most versions are not published."""
+    """Whether workers will serve this version. If versions are published every n > 1 steps, most are not published."""
 
 
 class VersionServed(msgspec.Struct, frozen=True, tag="Serving", gc=False):
-    """The workers serve the version of the last Load."""
+    """The workers serve the version of the last `Load`."""
 
     at_s: float
     version: int
@@ -96,7 +96,7 @@ class BatchRequested(msgspec.Struct, frozen=True, tag="BatchWanted", gc=False):
 
 
 class DispatchPaused(msgspec.Struct, frozen=True, tag="Paused", gc=False):
-    """The workers are needed for other work: abort all trajectories and assign none."""
+    """The workers are needed for other work: abort all leases and assign no others."""
 
     at_s: float
 
@@ -130,7 +130,7 @@ class Open(msgspec.Struct, frozen=True, tag="Open", gc=False):
 
     group_id: int
     again: int | None = None
-    """The dropped group whose prompt is tried again."""
+    """Id of the dropped group whose prompt is tried again; None for the next prompt."""
 
 
 class Assign(msgspec.Struct, frozen=True, tag="Assign", gc=False):
@@ -140,29 +140,29 @@ class Assign(msgspec.Struct, frozen=True, tag="Assign", gc=False):
     sample_index: int
     version: int
     is_exact: bool
-    """True: the worker must serve exactly this version; False: this one or a newer one."""
+    """True: the worker must serve exactly `version`. False: the worker may also serve a newer version."""
 
 
 class AbortTrajectory(msgspec.Struct, frozen=True, tag="Abort", gc=False):
-    """Abort a leased trajectory; the worker reports its tokens."""
+    """Abort the lease of a trajectory; the worker reports the remaining tokens."""
 
     group_id: int
     sample_index: int
 
 
 class Restart(msgspec.Struct, frozen=True, tag="Restart", gc=False):
-    """Discard a trajectory's tokens; it is generated again from its prompt."""
+    """Discard the tokens of a trajectory, which is then generated again from its prompt."""
 
     group_id: int
     sample_index: int
 
 
 class Discard(msgspec.Struct, frozen=True, tag="Discard", gc=False):
-    """Discard a group, which will not be trained."""
+    """Discard a group without training on it."""
 
     group_id: int
     cause: str
-    """`filtered` or `dropped`."""
+    """`filtered` (dynamic sampling) or `dropped` (too old)."""
 
 
 class Deliver(msgspec.Struct, frozen=True, tag="Deliver", gc=False):

@@ -1,22 +1,22 @@
-"""Decides which trajectory runs, when it is aborted, and which groups form a batch. Events in, commands out.
+"""The state machine of rollouts: it receives events and returns commands.
 
-The scheduler uses no clock, no I/O, no torch and no token ids, so that the live run and the simulator share it. Every
-trajectory is in exactly one state, and each of its tokens is in exactly one account of the `Ledger`:
+The scheduler decides which trajectory is leased, which lease is aborted, and which groups form a batch. It uses no
+clock, no I/O, no torch and no token ids, so the live run and the simulator share it. Every trajectory is in exactly one
+state, and the `Ledger` counts each of its tokens in exactly one account:
 
     Open ─▶ pending ──Assign──▶ leased ──Finished──▶ scoring ──Rewarded──▶ scored ─▶ (group complete) ─▶ buffer
               ▲  ▲                 │                                           │                          │
               │  └──── LeaseEnded ◀───┘ Abort                              filtered, dropped              Deliver
               └─────── Revoked ◀── any of these
 
-One rule opens groups in all modes. With N the number of groups submitted up to version v, a group may be opened while
+The mode determines when a new group may be opened:
 
-    sync, async   floor((N − 1) / batch_groups) ≤ v + max_staleness        (AReaL, arXiv 2505.24298, equation 3)
-    partial       at most overprovision × batch_groups of them in no batch   (APRIL, arXiv 2509.18521)
+    sync, async   floor((N − 1) / batch_groups) ≤ v + max_staleness               (AReaL, arXiv 2505.24298, equation 3)
+    partial       at most overprovision × batch_groups groups are in no batch     (APRIL, arXiv 2509.18521)
 
-Groups that are filtered or dropped are subtracted from N, and v is the oldest version that a worker may serve. `sync`
-is the first rule with max_staleness 0. `sync` and `partial` generate only while a batch is requested. The scheduler
-does not choose the worker of a trajectory: the worker transport does, by a pool of processes or by the leases of a
-swarm.
+N counts the new group and all groups opened before it, except filtered and dropped groups. v is the oldest version that
+a worker may serve. In `sync`, max_staleness is 0. The modes `sync` and `partial` generate only while a batch is
+requested. The worker transport chooses the worker of each trajectory.
 """
 
 from __future__ import annotations
@@ -59,51 +59,53 @@ from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectorySta
 
 
 class RolloutScheduler:
-    """The state machine of rollouts: `handle` takes an event and returns commands."""
+    """The scheduler of training rollouts. `handle` applies one event and returns the resulting commands."""
 
     def __init__(
         self, rules: Rules, *, version: int = 0, next_group_id: int = 0, num_batches: float = math.inf
     ) -> None:
-        """Start at a version, which equals the number of batches delivered.
+        """Start at `version`, which equals the number of batches delivered before.
 
-        num_batches: of the whole run. No group is opened beyond those that they need.
+        num_batches: number of batches in the whole run; it limits how many groups are opened.
         """
         self._most_groups = num_batches * rules.batch_groups
         self.rules = rules
         self.version = version
-        """The trainer's version. It equals the number of delivered batches, or is one less during a train step."""
+        """Policy version of the trainer: the number of delivered batches, minus one during a train step."""
         self.overprovision = rules.overprovision
         self.ledger = Ledger()
         self.step = StepCounts()
-        """Counts of the batch in progress."""
+        """Counters since the last call of `take_step_counts`."""
         self.next_group_id = next_group_id
-        """Id of the next group to be opened."""
+        """Id that the next opened group gets."""
         self._delivered = version
         self._groups: dict[int, TrackedGroup] = {}
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._places = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of (has no tokens, group id, sample index): aborted trajectories come first, lower group ids first."""
+        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids."""
         self._dropped: deque[tuple[int, int]] = deque()
-        """(group id, number of earlier attempts) of dropped groups whose prompts will be tried again."""
+        """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
         self._leased: dict[tuple[int, int], None] = {}
         self._is_wanted = False
         self._is_paused = False
         self._is_changing = True
-        """Whether a published version is not served yet. Nothing is assigned meanwhile, except in flight (`keep`, or
-        `async` in a swarm)."""
+        """Whether the workers do not serve the latest published version yet. No lease is assigned until they do, unless
+        workers load versions while leases run (`Rules.is_in_flight`)."""
         self._published = version
-        """The latest published version."""
+        """Latest published version."""
         self._served: int | None = None
-        """The version that the workers last reported; None before the first."""
+        """Version of the last `VersionServed` event; None before the first one."""
         self._is_loading = False
         self._last_s = 0.0
 
     def take_up(self, carried: Sequence[TrackedGroup]) -> list[Command]:
-        """Restore the unconsumed groups of an earlier process. Call before the first event."""
+        """Restore groups that an earlier process opened and did not deliver. Call before the first event."""
         commands: list[Command] = []
         for group in carried:
-            assert group.group_id < self.next_group_id, f"group {group.group_id} is to be opened yet"
+            assert group.group_id < self.next_group_id, (
+                f"cannot restore group {group.group_id}: ids from {self.next_group_id} on are not assigned yet"
+            )
             self._groups[group.group_id] = group
             self._buffer.opened(group.group_id)
             self.ledger.generated += group.num_tokens
@@ -115,9 +117,9 @@ class RolloutScheduler:
         return commands
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event and return the resulting commands, in order.
+        """Apply one event and return the resulting commands in the order in which they must be executed.
 
-        An event with an earlier time than the last one counts as simultaneous with it.
+        If the event's time is earlier than that of the previous event, no time has passed between them.
         """
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
@@ -132,20 +134,20 @@ class RolloutScheduler:
 
     @property
     def num_open(self) -> int:
-        """Number of groups that are in no batch yet."""
+        """Number of open groups: opened, and neither delivered nor discarded."""
         return len(self._buffer)
 
     @property
     def num_carried_tokens(self) -> int:
-        """Number of tokens in groups that are in no batch yet."""
+        """Number of tokens in open groups."""
         return sum(t.num_tokens for g in self._groups.values() for t in g.members)
 
     def groups(self) -> Iterable[TrackedGroup]:
-        """The groups that are in no batch yet."""
+        """Return the open groups."""
         return self._groups.values()
 
     def take_step_counts(self) -> StepCounts:
-        """Return the counts since the last call, and reset them."""
+        """Return the counters since the last call, and reset them."""
         taken, self.step = self.step, StepCounts()
         return taken
 
@@ -179,8 +181,8 @@ class RolloutScheduler:
                 self._is_changing = version != self._published
                 yield from self._load_when_free()
             case BatchRequested():
-                assert not self._is_wanted, "a batch is wanted already"
-                assert self._delivered == self.version, "a batch is wanted while the last one is being trained"
+                assert not self._is_wanted, "a batch is requested twice"
+                assert self._delivered == self.version, "a batch is requested before the last batch has been trained"
                 self._is_wanted = True
             case DispatchPaused():
                 self._is_paused = True
@@ -191,7 +193,7 @@ class RolloutScheduler:
                 assert_never(event)
 
     def _revoked(self, event: Revoked) -> Iterator[Command]:
-        """Restart a trajectory in any state. The controller ignores the reward of a scoring that is in progress."""
+        """Restart a trajectory, whatever its state. If it is being scored, the controller ignores that reward."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.JUDGED:
             group = self._groups[event.group_id]
@@ -211,7 +213,7 @@ class RolloutScheduler:
     def _grew(self, event: TokensReceived) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         assert trajectory.state is TrajectoryState.LEASED, (
-            f"trajectory {trajectory.name} grew while {trajectory.state.name}"
+            f"trajectory {trajectory.name} received tokens in state {trajectory.state.name}"
         )
         trajectory.grow(event.version, event.num_tokens)
         self.ledger.generated += event.num_tokens
@@ -219,11 +221,12 @@ class RolloutScheduler:
 
     def _rewarded(self, event: Rewarded) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        if trajectory.state is TrajectoryState.JUDGED:  # the whole group is scored again after a member was revoked
+        # a scorer that compares the members of a group scores all of them again after one was revoked
+        if trajectory.state is TrajectoryState.JUDGED:
             trajectory.reward = event.reward
             return
         assert trajectory.state is TrajectoryState.JUDGING, (
-            f"trajectory {trajectory.name} judged while {trajectory.state.name}"
+            f"trajectory {trajectory.name} received a reward in state {trajectory.state.name}"
         )
         trajectory.state, trajectory.reward = TrajectoryState.JUDGED, event.reward
         group = self._groups[event.group_id]
@@ -232,7 +235,7 @@ class RolloutScheduler:
             yield from self._complete(group)
 
     def _version_made(self, event: VersionTrained) -> Iterator[Command]:
-        assert event.version == self._delivered, f"version {event.version} made of {self._delivered} batches"
+        assert event.version == self._delivered, f"version {event.version} was trained on {self._delivered} batches"
         self.version = event.version
         if not event.is_published:
             return
@@ -256,7 +259,7 @@ class RolloutScheduler:
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
 
     def _oldest_served(self) -> int:
-        """The oldest version that a lease may require now."""
+        """Return the oldest version that a lease may require now."""
         return max(0, (self._served or 0) - self.rules.max_lag)
 
     def _is_generating(self) -> bool:
@@ -265,7 +268,7 @@ class RolloutScheduler:
         return self._is_wanted or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[Command]:
-        """Fill free places: aborted trajectories first, then fresh ones, then those of a new group."""
+        """Assign pending trajectories to free slots and queue places; open a group when none is pending."""
         if not self._is_generating():
             return
         most = min(self._places, self.rules.max_concurrency or math.inf)
@@ -280,6 +283,7 @@ class RolloutScheduler:
             if trajectory.num_tokens:
                 self.step.resumed += 1
                 self.step.reprefilled_tokens += trajectory.num_tokens
+            # versions never decrease along a trajectory, so its next tokens need at least the version of its last one
             least = version if is_exact or not trajectory.versions else max(version, trajectory.versions[-1][0])
             yield Assign(group_id, sample_index, least, is_exact)
 
@@ -294,10 +298,10 @@ class RolloutScheduler:
         yield Open(group_id, again)
 
     def _complete(self, group: TrackedGroup) -> Iterator[Command]:
-        """Put a scored group into the buffer, or filter it.
+        """Mark a scored group as complete, or filter it.
 
-        Dynamic sampling filters groups of equal rewards: their advantages are zero (DAPO, arXiv 2503.14476, section
-        3.2). Raises UserError when one batch needs more than FILTERED_LIMIT × batch_groups filtered groups.
+        Dynamic sampling filters groups whose rewards are all equal, because their advantages are zero (DAPO, arXiv
+        2503.14476, section 3.2). Raises UserError after FILTERED_LIMIT × batch_groups filtered groups for one batch.
         """
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
@@ -306,15 +310,15 @@ class RolloutScheduler:
             limit = FILTERED_LIMIT * self.rules.batch_groups
             if self.step.filtered_groups >= limit:
                 raise UserError(
-                    f"rollout.dynamic_sampling rejected {limit} groups for one batch of {self.rules.batch_groups}: all "
-                    "members had equal rewards; take tasks that are neither too easy nor too hard, a larger "
-                    "group_size, or dynamic_sampling = false"
+                    f"rollout.dynamic_sampling filtered {limit} groups for one batch of {self.rules.batch_groups}, "
+                    "because in each group all rewards were equal; use tasks that are neither too easy nor too hard, a "
+                    "larger rollout.group_size, or rollout.dynamic_sampling = false"
                 )
         else:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))
 
     def _deliver(self) -> Iterator[Command]:
-        """Deliver the requested batch once enough groups are complete."""
+        """Deliver the requested batch if enough groups are complete."""
         if not self._is_wanted or self._buffer.num_complete < self.rules.batch_groups:
             return
         take = self._buffer.take(self.version)
@@ -361,7 +365,7 @@ class RolloutScheduler:
             yield AbortTrajectory(*key)
 
     def _load_when_free(self) -> Iterator[Command]:
-        """Load the published version once no trajectory is leased under the old one."""
+        """Load the published version if no trajectory is leased under the previous one."""
         if self._is_changing and not self._is_loading and not len(self._leased):
             self._is_loading = True
             yield Load(self._published)

@@ -1,7 +1,7 @@
-"""`WorkerTransport`: how the controller sends leases to a worker and receives reports from it.
+"""`WorkerTransport`: the interface through which the controller sends leases to a worker and receives reports.
 
-`LocalTransport` drives an engine in the same process. `processes/pool.py` and `swarm/` implement the protocol for
-engine processes and for workers on other machines; the controller is the same for all.
+`LocalTransport` runs an engine in the same process. `processes/pool.py` implements the interface for engine processes,
+and `swarm/` for workers on other machines.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 
 class WorkerTransport(Protocol):
-    """One worker, as the controller sees it. A pool or a swarm is one worker too."""
+    """One worker. A pool of engine processes or a swarm is also one worker to the controller."""
 
     @property
     def name(self) -> str:
-        """What the controller waits for, for error messages."""
+        """Name of the worker in error messages."""
 
     @property
     def slots(self) -> int:
-        """Trajectories that it generates concurrently."""
+        """Number of trajectories that the worker generates concurrently."""
 
     @property
     def no_worker_timeout_s(self) -> float:
-        """Seconds without any slots (a swarm without workers) before that is a stall."""
+        """Seconds that a swarm may have no worker before the run stops, if longer than `rollout.stall_timeout_s`."""
         return 0.0
 
     def send(self, message: FromHub) -> None:
-        """Send a lease or an abort, without waiting."""
+        """Send a lease or an abort. Does not block."""
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """Return the messages received, waiting at most `timeout_s` for the first; the list may be empty."""
+        """Return the received messages; wait at most `timeout_s` for the first one. The list may be empty."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to a version. Returns once the worker serves it; a swarm, once workers can fetch it."""
+        """Switch to a version. Return when the worker serves it, or, in a swarm, when workers can fetch it."""
 
     def stats(self) -> EngineStats:
-        """The engine's counters."""
+        """Return the engine's counters; for several engines, their sums."""
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
-        """Called after a train step has consumed its batch."""
+        """Record that a train step has consumed these groups."""
         return
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the worker's own metrics of a train step, whose other metrics are `values`."""
+        """Return the transport's metrics of a train step. values: the other metrics of this step."""
         return {}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Stop the worker. May be called twice. is_over: the run is complete, so remote workers need not reconnect."""
+        """Stop the worker. May be called twice. is_over: the run is complete, so remote workers do not reconnect."""
 
 
 class LocalTransport(WorkerTransport):
-    """A worker in this process: `receive` runs one step of the engine."""
+    """A worker in this process. Each call of `receive` runs one step of the engine."""
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
         self.engine = engine
@@ -78,7 +78,7 @@ class LocalTransport(WorkerTransport):
                 self.engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        """Run one decode step; `timeout_s` is ignored, since a step is much shorter."""
+        """Run one decode step. `timeout_s` has no effect: a step is much shorter than any timeout."""
         messages = self.engine.step()
         for message in messages:
             self._trace.on_report(message)
@@ -91,5 +91,5 @@ class LocalTransport(WorkerTransport):
         return self.engine.stats
 
     def close(self, *, is_over: bool = False) -> None:
-        """Close the engine; one with its own processes ends them."""
+        """Close the engine and the processes that it started."""
         self.engine.close()

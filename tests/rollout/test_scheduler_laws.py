@@ -158,5 +158,5 @@ def test_the_gate_admits_what_the_paper_says():
 def test_dynamic_sampling_that_rejects_everything_stops_with_a_sentence():
     world = plain("sync", dynamic_sampling=True)
     world.reward = lambda g, s: 1.0
-    with pytest.raises(UserError, match=r"rollout\.dynamic_sampling rejected 160 groups for one batch of 8"):
+    with pytest.raises(UserError, match=r"rollout\.dynamic_sampling filtered 160 groups for one batch of 8"):
         world.run(1)
