@@ -19,6 +19,7 @@ TEXTS += ("baton/rewards/settings.py", "baton/weights/settings.py")
 COLUMNS = 100
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
 TEXTS += ("baton/specs/*.py", "baton/cost/*.py", "baton/profile/*.py", "baton/planner/[!r]*.py")
+TEXTS += ("baton/swarm/*.py", "baton/swarm/[vw]*/*.py", "baton/swarm/hub/[!s]*.py", "baton/swarm/hub/se*.py")
 
 
 def refused_phrases() -> dict[str, str]:

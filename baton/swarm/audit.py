@@ -15,36 +15,36 @@ from baton.swarm.auth import Clock, Denied
 logger = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"[A-Za-z0-9_-]{40,}")
-"""Matches any text with the random part of a token, which has at least this length."""
+"""Pattern that matches any text with the random part of a token, which has at least 40 characters."""
 _MAX_FIELD_CHARACTERS = 160
 _WINDOW_S = 60.0
 
 
 class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One recorded event."""
+    """An event in the audit log."""
 
     at: float
-    """Unix seconds, UTC."""
+    """Time in Unix seconds, UTC."""
     event: str
-    """For example `denied`, `joined`, `quarantined`; `suppressed` for omitted lines."""
+    """Name of the event, for example `denied`, `joined` or `quarantined`; `suppressed` for a count of omitted lines."""
     status: int
     """HTTP status of the response; 0 if there was none."""
     reason: str = ""
     peer: str = ""
     """Network address of the sender."""
     route: str = ""
-    """Path, without the query."""
+    """Path of the request, without the query."""
     token: str = ""
-    """The token's name, if it is known."""
+    """Name of the token, if known."""
     count: int = 0
     """Number of omitted lines, in a `suppressed` line."""
 
 
 class Audit:
-    """An audit file and its predecessor, each of bounded size. Written by one thread.
+    """Writes an audit file and one older file, each of bounded size. Used by one thread.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
-    displace other events. Lines beyond a budget, and lines that cannot be written, are counted; nothing is raised.
+    displace other events. Lines beyond a budget, and lines that cannot be written, are counted. No error is raised.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Audit:
         self.path, self._max_bytes, self._max_lines, self._clock = path, max_bytes, max_lines_per_minute, clock
         self._window = clock()
         self._written = {True: 0, False: 0}
-        """Lines of this minute, by whether they are refusals."""
+        """Number of lines written in this minute; the key is True for refusals."""
         self.num_suppressed = 0
-        """Lines omitted since the last `suppressed` line."""
+        """Number of lines omitted since the last `suppressed` line."""
 
     def denied(self, denied: Denied, peer: str, route: str) -> None:
         """Record a refusal."""
         self.record("denied", denied.status, denied.reason, peer, route, denied.name)
 
     def record(self, event: str, status: int, reason: str, peer: str, route: str, token: str | None = None) -> None:
-        """Write one line, without fsync. Secrets are removed from every field."""
+        """Write one line without fsync. Secrets are removed from every field."""
         now = self._clock()
         if not 0 <= now - self._window < _WINDOW_S:  # also when the clock was set back
             self._window, self._written = now, {True: 0, False: 0}
@@ -96,7 +96,7 @@ class Audit:
             finally:
                 os.close(handle)
         except OSError as error:
-            logger.error("%s does not take audit lines: %s", self.path, error.strerror)
+            logger.error("cannot write audit lines to %s: %s", self.path, error.strerror)
             return False
         return is_whole
 

@@ -1,9 +1,9 @@
-"""Authentication: tokens with a role and an expiry, stored as hashes, checked at every request.
+"""Authentication: tokens with a role and an expiry time, stored as hashes and checked at every request.
 
     baton token create ──▶ token file (hashes) ──read again when it changes──▶ Authenticator.check ──▶ AccessGrant
             └─ the token itself, shown once ──▶ worker ──"Authorization: Bearer …"──┘    └─▶ Denied ──▶ Audit
 
-A token has 32 random bytes and cannot be guessed, so a fast hash is enough, and a reader of the file gains no access. A
+A token has 32 random bytes and cannot be guessed, so a fast hash is enough. A reader of the file gains no access; a
 process that can write the file can grant access. While the file cannot be read, all requests are refused.
 """
 
@@ -35,36 +35,36 @@ from baton.files import flush_to_disk
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKEN_FILE = Path("baton-tokens.json")
-"""In the working directory: `baton token` writes it, the hub reads it."""
+"""Default token file, in the working directory. `baton token` writes it, and the hub reads it."""
 
 Clock = Callable[[], float]
-"""Unix seconds, UTC."""
+"""Function that returns the time in Unix seconds, UTC."""
 
 MAX_FILE_BYTES = 1 << 20
 _MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""An expired token is removed from the file after this time; it is then refused as unknown."""
+"""Seconds after which an expired token is removed from the file; it is then refused as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
 _UnixTime = Annotated[int, msgspec.Meta(ge=0, lt=253_402_300_800)]
-"""Up to the year 9999, the maximum of datetime."""
+"""Unix seconds up to the year 9999, the maximum of datetime."""
 _DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _MAX_DURATION_S = 3_650 * 86_400
 
 
 class Role(StrEnum):
-    """What a token permits."""
+    """The permissions of a token."""
 
     WORKER = "worker"
-    """Receives leases, fetches weights, reports segments."""
+    """May receive leases, fetch weights and report segments."""
     ADMIN = "admin"
-    """Reads the status of the swarm."""
+    """May read the status of the swarm."""
     RELAY = "relay"
-    """Fetches weights and serves them to workers."""
+    """May fetch weights and serve them to workers."""
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,41 +73,41 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(pattern=rf"\A{_NAME.pattern}\Z")]
     role: Role
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    """blake3 of the token's text, in hex."""
+    """blake3 digest of the token's text, in hex."""
     created: _UnixTime
-    """Unix seconds, UTC."""
+    """Time of creation in Unix seconds, UTC."""
     expires: _UnixTime
-    """Unix seconds, UTC; from then on it is refused."""
+    """Unix seconds, UTC. From this time on, the token is refused."""
     is_revoked: bool = False
     is_trusted: bool = False
-    """For workers of the run's owner: they may keep KV caches across versions, and their reports calibrate
+    """True for workers of the run's owner: they may keep KV caches across versions, and their reports calibrate
     tolerances."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
-        """Return its state at a time."""
+        """Return the token's state at a time in Unix seconds."""
         if self.is_revoked:
             return "revoked"
         return "expired" if now >= self.expires else "valid"
 
 
 class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token as `baton token` prints it."""
+    """A token as printed by `baton token`."""
 
     name: str
     role: Role
     trusted: bool
     created: str
-    """UTC, ISO 8601."""
+    """Time of creation in UTC, ISO 8601."""
     expires: str
     state: str
     """valid, expired or revoked."""
     token: str | None = None
-    """Its text: only when it is made, and not written to a file."""
+    """Text of the token. Present only when the token has just been created and was not written to a file."""
     written_to: str | None = None
 
     @classmethod
     def of(cls, token: Token) -> ShownToken:
-        """Show what the file knows of a token now."""
+        """Return the output form of a token."""
         created, expires = (datetime.fromtimestamp(at, UTC).isoformat() for at in (token.created, token.expires))
         return cls(token.name, token.role, token.is_trusted, created, expires, token.state(time.time()))
 
@@ -119,27 +119,25 @@ class _Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AccessGrant:
-    """The sender of a request, and its permissions."""
+    """The sender of a request and the sender's permissions."""
 
     name: str
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Of the token, which identifies the sender. The name is for display: another token file may have the same one."""
+    """Digest of the token, which identifies the sender. The name is only shown to users, because another token file may
+    contain the same name."""
     is_own: bool = False
-    """Whether the run has started the worker itself."""
+    """True if the run has started the worker itself."""
 
     @property
     def label(self) -> str:
-        """For display."""
+        """Name shown to users."""
         return f"{self.name} (own)" if self.is_own else self.name
 
 
 class Denied(BatonError):
-    """A refused request.
-
-    The reason may be sent back: it reveals the state of a token only to its holder.
-    """
+    """Raised for a refused request. The reason may be sent back: it reveals the state of a token only to its holder."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -151,7 +149,7 @@ def parse_duration(text: str) -> int:
     match = _DURATION.fullmatch(text)
     seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_DURATION_S:
-        raise UserError(f"a duration is {text!r}; allowed: a whole number of s, m, h or d up to 3650d, such as 7d")
+        raise UserError(f"the duration is {text!r}; allowed: a whole number of s, m, h or d up to 3650d, such as 7d")
     return seconds
 
 
@@ -161,9 +159,10 @@ def digest_of(token: str) -> str:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically, as `files.write_whole` does, with a file that was never readable by others.
+    """Replace a file's content atomically, like `files.write_whole`, with a file that was never readable by other
+    users.
 
-    Raises UserError if it cannot be written.
+    Raises UserError if the file cannot be written.
     """
     path = path.resolve()  # replace the target of a symbolic link, not the link
     unfinished: Path | None = None
@@ -178,21 +177,21 @@ def write_private(path: Path, data: bytes) -> None:
     except OSError as error:
         if unfinished is not None:
             unfinished.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}; name a place that can be") from error
+        raise UserError(f"{path} cannot be written: {error.strerror}; choose another path") from error
 
 
 def read_token_file(path: Path) -> str:
-    """Read a worker's token from a file; warn if others may read the file too.
+    """Read a worker's token from a file, and warn if other users may read the file.
 
-    Raises UserError if the file is missing, empty, too long or contains anything else.
+    Raises UserError if the file is missing, too long, or contains anything except one token.
     """
     data, mode = _read_bounded(path, 1_024)
     text = data.decode(errors="replace").strip()
     if not _TOKEN.fullmatch(text):
-        held = "nothing" if not text else "something else"
-        raise UserError(f"{path} should hold one token as baton token create gives it, and holds {held}")
+        held = "nothing" if not text else "other text"
+        raise UserError(f"{path} contains {held}; it must contain one token that baton token create made")
     if mode & 0o077:
-        logger.warning("%s holds a token and others may read it: chmod 600 %s", path, path)
+        logger.warning("%s contains a token and other users may read it: chmod 600 %s", path, path)
     return text
 
 
@@ -203,12 +202,13 @@ class TokenFile:
         self.path, self._clock = path, clock
 
     def create(self, role: Role, expires_s: int, name: str | None = None, trusted: bool = False) -> str:
-        """Create a token and return its text, which is stored nowhere. Raises UserError for a name that exists."""
+        """Create a token and return its text, which is not stored. Raises UserError for a name that exists."""
         if trusted and role is not Role.WORKER:
-            raise UserError(f"a token of role {role} cannot be trusted to generate: only one of role worker can")
+            raise UserError(f"a token of role {role} cannot be --trusted: only tokens of role worker can")
         if name is not None and not _NAME.fullmatch(name):
             raise UserError(
-                f"a token's name is {name!r}; allowed: up to 32 letters, digits, '.', '_', '-', the first no sign"
+                f"the token's name is {name!r}; allowed: up to 32 letters, digits, '.', '_' and '-', starting with a "
+                "letter or a digit"
             )
         text = f"baton_{role}_{secrets.token_urlsafe(32)}"
         with self._locked():
@@ -216,10 +216,10 @@ class TokenFile:
             known = self.tokens() if self.path.exists() else ()
             known = tuple(token for token in known if token.expires + _FORGOTTEN_AFTER_S > now)
             if len(known) >= MAX_TOKENS:
-                raise UserError(f"{self.path} holds {len(known)} tokens, which is all it may: begin another file")
+                raise UserError(f"{self.path} contains {len(known)} tokens, the maximum: use another file")
             taken = {token.name for token in known}
             if name in taken:
-                raise UserError(f"a token is called {name} already in {self.path}: choose another name")
+                raise UserError(f"{self.path} already contains a token named {name}: choose another name")
             name = name or next(free for i in range(1, len(taken) + 2) if (free := f"{role}-{i}") not in taken)
             token = Token(name, role, digest_of(text), now, now + expires_s, is_trusted=trusted)
             self._write((*known, token))
@@ -230,20 +230,25 @@ class TokenFile:
         with self._locked():
             known = self.tokens()
             if name not in {token.name for token in known}:
-                raise UserError(f"no token is called {name!r} in {self.path}: baton token list shows their names")
+                raise UserError(f"{self.path} contains no token named {name!r}: baton token list shows the names")
             self._write(tuple(msgspec.structs.replace(t, is_revoked=True) if t.name == name else t for t in known))
 
     def tokens(self) -> tuple[Token, ...]:
-        """Return the tokens, the oldest first. Raises UserError if the file is invalid or writable by others."""
+        """Return the tokens, the oldest first. Raises UserError if the file is invalid or if other users may write
+        it."""
         data, mode = _read_bounded(self.path, MAX_FILE_BYTES)
         if mode & 0o022:
-            raise UserError(f"others may write {self.path}, and so let anybody in: chmod 600 {self.path}")
+            raise UserError(
+                f"other users may write {self.path} and could grant access to anyone: chmod 600 {self.path}"
+            )
         try:
             found = msgspec.json.decode(data, type=_Tokens).tokens
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path} is not a file of baton token create: {error}") from error
+            raise UserError(f"{self.path} is not a token file of baton token create: {error}") from error
         if len({token.name for token in found}) < len(found):
-            raise UserError(f"{self.path} has two tokens of one name: make it anew with baton token create")
+            raise UserError(
+                f"{self.path} contains two tokens with the same name: create a new file with baton token create"
+            )
         return found
 
     def _write(self, tokens: tuple[Token, ...]) -> None:
@@ -251,13 +256,14 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold a lock during a change of the file: of two concurrent changes, one would undo the other's revocation."""
+        """Hold a lock during a change of the file. Of two concurrent changes without a lock, one could undo the other's
+        revocation."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}; name a place that can be") from error
+            raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another path") from error
         try:
             _wait_for_lock(handle, lock)
             yield
@@ -266,13 +272,13 @@ class TokenFile:
 
 
 class Authenticator:
-    """Identifies the sender of a request. Reads the token file again when it changes."""
+    """Identifies the sender of a request. Reads the token file again when the file changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the file. Raises UserError if it is missing or invalid. is_own: as in `AccessGrant`."""
+        """Read the file. Raises UserError if the file is missing or invalid. is_own: as in `AccessGrant`."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
-        """What is wrong with the file; until it is valid again, every request is refused."""
+        """Error of the file; until the file is valid again, every request is refused."""
         self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
@@ -280,9 +286,8 @@ class Authenticator:
     def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
         """Return the grant of an `Authorization` header whose token has one of the wanted roles.
 
-        Raises Denied with 401 if the header is missing or malformed or its token is unknown, expired or revoked, and
-        with
-        403 for another role; no other exception, whatever the header contains.
+        Raises Denied with 401 if the header is missing or malformed, or if its token is unknown, expired or revoked;
+        with 403 for another role. Raises no other exception, whatever the header contains.
         """
         if header is None:
             raise Denied(401, "no token")
@@ -302,7 +307,7 @@ class Authenticator:
         if self.fault is not None:
             raise Denied(401, "the hub cannot read its token file")
         found: Token | None = None
-        for token in self._tokens:  # compare with all tokens, each in constant time, so that the time reveals nothing
+        for token in self._tokens:  # constant time over all tokens, so that timing reveals nothing
             if hmac.compare_digest(token.digest.encode(), digest.encode()):
                 found = token
         if found is None:
@@ -311,7 +316,7 @@ class Authenticator:
         if state != "valid":
             raise Denied(401, f"{state} token", found.name)
         if found.role not in wanted:
-            raise Denied(403, f"role {found.role} does not open this", found.name)
+            raise Denied(403, f"role {found.role} has no access to this route", found.name)
         return AccessGrant(found.name, found.role, found.is_trusted, found.digest, self._is_own)
 
     def _follow_file(self) -> None:
@@ -323,7 +328,7 @@ class Authenticator:
             self._tokens, self.fault = self._file.tokens(), None
         except UserError as error:
             self._tokens, self.fault = (), str(error)
-            logger.error("everybody is refused until this is mended: %s", error)
+            logger.error("every request is refused until the token file is valid again: %s", error)
 
 
 def _wait_for_lock(handle: int, path: Path) -> None:
@@ -336,12 +341,12 @@ def _wait_for_lock(handle: int, path: Path) -> None:
                 waited = f"another baton token command has held {path} for {LOCK_WAIT_S:g} s"
                 raise DeadlineExceeded(waited) from error
         except OSError as error:
-            raise UserError(f"{path} cannot be locked: {error.strerror}; name a place on another disk") from error
+            raise UserError(f"{path} cannot be locked: {error.strerror}; choose a path on another disk") from error
         time.sleep(0.02)
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Distinguish contents of a file: a replaced file has another inode."""
+    """Return values that differ between contents of a file: a replaced file has another inode."""
     try:
         found = path.stat()
     except OSError:
@@ -350,20 +355,21 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Read a small file and its mode. Raises UserError if it is not readable, not a plain file or too long."""
+    """Return the content and the mode of a small file. Raises UserError if it is unreadable, too long or not a regular
+    file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO would block
         try:
             mode = os.fstat(handle).st_mode
             if not stat.S_ISREG(mode):
-                raise UserError(f"{path} is not a plain file")
+                raise UserError(f"{path} is not a regular file")
             data = os.read(handle, max_bytes + 1)
         finally:
             os.close(handle)
     except FileNotFoundError as error:
-        raise UserError(f"there is no file {path}: baton token create makes one") from error
+        raise UserError(f"the file {path} does not exist: baton token create makes it") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > max_bytes:
-        raise UserError(f"{path} is longer than {max_bytes} bytes: it is not what baton token create wrote")
+        raise UserError(f"{path} is longer than {max_bytes} bytes, so it is not a token file of baton token create")
     return data, mode

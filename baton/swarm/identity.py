@@ -1,10 +1,11 @@
-"""Identifies workers: by the digest of a token, and a key that the hub issues to each worker at its first Hello.
+"""Identifies workers by the digest of a token, and by a key that the hub issues to each worker at its first Hello.
 
     worker ──Hello(key="")──▶ hub ──Admitted(key)──▶ worker ──Hello(key)──▶ hub     after a reconnection or hub restart
 
-Names of tokens are for display: two token files may have the same one. A key is a nonce and its keyed hash, so the hub
-stores no list of keys, and a restarted hub with the same secret recognises its workers. A worker that discards its key
-is a new worker of the same token; the number of quarantined workers per token is bounded.
+Names of tokens are only shown to users, because two token files may contain the same name. A key is a nonce and its
+keyed hash. The hub therefore stores no list of keys, and a restarted hub with the same secret recognises its workers. A
+worker that discards its key counts as a new worker of the same token. The number of quarantined workers of a token is
+bounded.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ class WorkerKeys:
     """Issues and recognises the keys of one run's workers."""
 
     def __init__(self, secret: bytes) -> None:
-        """secret: the run's own, unknown to workers."""
+        """secret: random bytes of the run, unknown to workers."""
         self._secret = blake3(secret, derive_key_context="baton 2026 keys of workers").digest()
 
     def issue(self, token: str) -> str:
-        """Return a new worker's key. token: the digest of its token."""
+        """Return a key for a new worker. token: the digest of the worker's token."""
         nonce = secrets.token_hex(8)
         return f"{nonce}.{self._hash('key', token, nonce)}"
 

@@ -1,11 +1,11 @@
-"""The payloads of the lease table: prompts and tokens of every task, and the tokens of each lease.
+"""Holds the payloads of the lease table: the prompt and tokens of each task, and the tokens of each lease.
 
     controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
     worker ──report, refuse───▶ │ LeaseBroker │ ◀─events / commands─▶ LeaseTable
                                 └─────────────┘
 
-No socket, no thread and no callback: each method returns commands, which the hub executes in order. A report is checked
-before it is applied; a message that is late, repeated or out of order changes nothing.
+The broker uses no socket, no thread and no callback. Each method returns commands, which the hub executes in order. A
+report is checked before it is applied. A message that is late, repeated or out of order changes nothing.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from baton.swarm.throughput import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked
 
 MAX_REFUSALS = 64
-"""A worker that refuses more than this many leases in a row is disconnected."""
+"""Maximum number of leases that a worker may refuse in a row before it is disconnected."""
 MAX_PROVENANCE = 200_000
-"""Finished trajectories whose authors are kept, the latest first, so that they can be revoked."""
+"""Number of the latest finished trajectories whose authors are kept, so that the trajectories can be revoked."""
 MAX_REPLACEMENTS = 10_000
-"""Finished trajectories kept until the controller requests them again."""
+"""Maximum number of replacement trajectories that are kept until the controller requests them again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index) of a trajectory."""
 Span = tuple[int, int, int]
-"""(worker, first token, end): tokens of a trajectory that one worker generated."""
+"""(worker, first token, end): a range of tokens that one worker generated."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
 class ReportCheck(Protocol):
-    """Finds errors that a correct worker does not make: `verification.checks.check_report` with the run's limits."""
+    """Finds errors that a correct worker does not make; implemented by `verification.checks.check_report`."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
-        """Return what is wrong with a report, in a sentence, or None. lease: as granted. grown: the lease's trajectory
-        before the report."""
+        """Return a sentence that names the error of a report, or None.
+
+        lease: as granted. grown: the lease's trajectory before the report.
+        """
         ...
 
 
@@ -63,7 +65,7 @@ class SendToController:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a worker's connection; it may join again as a new worker."""
+    """End a worker's connection. The worker may join again as a new worker."""
 
     worker: int
     cause: str
@@ -71,7 +73,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class ReportViolation:
-    """A report could not come from a correct worker."""
+    """Report that a worker has sent a report that a correct worker cannot send."""
 
     worker: int
     sentence: str
@@ -79,12 +81,13 @@ class ReportViolation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTrajectory:
-    """A trajectory is complete. Its finish is held back until `LeaseBroker.release` or `LeaseBroker.remake`."""
+    """Verify a finished trajectory. The broker holds its last report until `LeaseBroker.release` or
+    `LeaseBroker.remake`."""
 
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """Which worker generated which tokens."""
+    """The ranges of tokens that each worker generated."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -93,11 +96,11 @@ BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation |
 @dataclass(slots=True)
 class _Task:
     lease: Lease
-    """As the controller sent it."""
+    """The lease as the controller sent it."""
     trajectory: Trajectory
-    """With the committed tokens."""
+    """The trajectory with the committed tokens."""
     spans: list[Span] = field(default_factory=list)
-    """Of the committed tokens."""
+    """Authors of the committed tokens."""
     branches: list[int] = field(default_factory=list)
 
 
@@ -106,7 +109,7 @@ class _LeaseProgress:
     worker: int
     task: int
     lease: Lease
-    """As granted to the worker."""
+    """The lease as granted to the worker."""
     trajectory: Trajectory
 
 
@@ -120,17 +123,17 @@ class LeaseBroker:
         self._branches: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
-        """The final reports of trajectories that are being verified."""
+        """Last reports of trajectories that are being verified."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
-        """(trajectory, worker) that replace trajectories of the controller."""
+        """(trajectory, worker) that replaces a trajectory of the controller."""
         self._refusals: Counter[int] = Counter()
-        """Leases refused since the worker's last accepted report, by worker."""
+        """Number of leases refused since the worker's last accepted report, by worker."""
         self._busy_since_s = 0.0
         """Start of the current period in which at least one lease is held."""
         self.newest_version = -1
-        """The newest version that workers may serve; -1 before the first."""
+        """Number of the newest version that workers may serve; -1 before the first version."""
         self.refused = 0
-        """Messages that were late, repeated, or about another worker's lease."""
+        """Number of messages that were late, repeated, or about another worker's lease."""
 
     # ---- from the controller -----------------------------------------------------------------------------------------
 
@@ -154,7 +157,7 @@ class LeaseBroker:
         )
 
     def abort(self, task: int) -> list[BrokerCommand]:
-        """Abort a trajectory; no effect on one that has ended."""
+        """Abort a trajectory. No effect if the trajectory has ended."""
         return self._handle(ev.TaskAborted(self._clock(), task))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
@@ -168,47 +171,53 @@ class LeaseBroker:
         owner: str | None = None,
         name: str = "",
     ) -> list[BrokerCommand]:
-        """A worker is ready. Arguments as in `WorkerJoined`. name: for display."""
+        """Handle a worker that is ready. name: shown to users; the other arguments are those of `WorkerJoined`."""
         return self._handle(ev.WorkerJoined(self._clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
-        """A new plan changes the expected speed of a worker."""
+        """Change the expected speed of a worker after a new plan."""
         return self._handle(ev.WorkerWeightChanged(self._clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """A worker has sent a message. version: the number it serves; None for none of this lineage."""
+        """Handle a message of a worker. version: the number that the worker serves; None if it serves no version of
+        this lineage."""
         return self._handle(ev.WorkerSeen(self._clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
-        """A worker is gone."""
+        """Handle the end of a worker."""
         self._refusals.pop(worker, None)
         return self._handle(ev.WorkerLeft(self._clock(), worker, cause))
 
     def num_leases(self, worker: int) -> int:
-        """Number of leases that a worker holds."""
+        """Return the number of leases that a worker holds."""
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare a worker's leases after a reconnection with the table. A lease that the worker has lost is granted
-        again, one that is no longer valid is dropped, and one that is recalled is recalled again."""
+        """Compare the leases that a worker names after a reconnection with the table.
+
+        A lease that the worker no longer has is granted again. A lease that is no longer valid is dropped. A lease that
+        was recalled is recalled again.
+        """
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
         for lease in sorted(known - claimed):
             found += self._handle(ev.LeaseReturned(self._clock(), lease))
         found += [SendToWorker(worker, Dropped(lease)) for lease in sorted(claimed - known)]
-        recalled = filter(self.table.is_recalled, sorted(claimed & known))  # the worker may not have received it
+        recalled = filter(
+            self.table.is_recalled, sorted(claimed & known)
+        )  # the worker may not have received the first recall
         return [*found, *(SendToWorker(worker, Abort(lease)) for lease in recalled)]
 
     def report(self, worker: int, report: Report) -> list[BrokerCommand]:
-        """A worker has reported tokens of a lease, or its end."""
+        """Handle a report of tokens of a lease, or of its end."""
         number = report.lease_id
         branch = self._branches.get(number)
         if branch is None or branch.worker != worker or not self.table.knows(number):
             self.refused += 1
             return [SendToWorker(worker, Dropped(number))]
         if report.token_offset != branch.trajectory.num_tokens:
-            # repeated, or ahead of a lost report: the worker sends again from the acknowledged length
+            # the report is repeated, or follows a lost report: the worker resends from the acknowledged length
             self.refused += 1
             return [self._acknowledge(worker, number, branch)]
         complaint = self._check(branch.lease, report, grown=branch.trajectory, newest_version=self.newest_version)
@@ -230,7 +239,7 @@ class LeaseBroker:
         return [*found, self._acknowledge(worker, number, branch)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
-        """A worker does not serve the version that a lease requires."""
+        """Handle a refusal: the worker does not serve the version that a lease requires."""
         branch = self._branches.get(retry.lease_id)
         if branch is None or branch.worker != worker or not self.table.knows(retry.lease_id):
             self.refused += 1
@@ -246,11 +255,11 @@ class LeaseBroker:
         ]
 
     def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
-        """Time has passed. delay_s: delay of the hub's own tick."""
+        """Apply time limits. delay_s: delay of the hub's own tick."""
         return self._handle(ev.LeaseTick(self._clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
-        """Revoke all trajectories with tokens of these workers, so that they are generated again."""
+        """Revoke all trajectories that contain tokens of these workers, so that they are generated again."""
         found: list[BrokerCommand] = []
         for number, task in list(self._tasks.items()):
             branches = (self._branches[lease].worker for lease in task.branches)
@@ -265,7 +274,7 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send the held-back finish of a trajectory; nothing for one that was revoked in the meantime."""
+        """Send the held last report of a trajectory. No effect if the trajectory was revoked in the meantime."""
         last = self._held.pop(key, None)
         if last is None:
             return []
@@ -273,7 +282,7 @@ class LeaseBroker:
         return [SendToController(last)]
 
     def remake(self, key: Key) -> list[BrokerCommand]:
-        """Revoke a held-back trajectory, so that it is generated again."""
+        """Revoke a held trajectory, so that it is generated again."""
         if self._held.pop(key, None) is None:
             return []
         self._provenance.pop(key, None)
@@ -318,7 +327,9 @@ class LeaseBroker:
         wanted = task.lease
         known = task.trajectory
         trajectory = known if grant.base else Trajectory(known.group_id, known.sample_index, known.prompt_ids)
-        assert trajectory.num_tokens == grant.base, f"lease {grant.lease} begins at {grant.base}, not where it is"
+        assert trajectory.num_tokens == grant.base, (
+            f"lease {grant.lease} begins at {grant.base}, not at its trajectory's end"
+        )
         newest = trajectory.segments[-1].policy_version if trajectory.segments else wanted.version
         version = wanted.version if wanted.is_exact else max(wanted.version, newest)
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
@@ -347,8 +358,8 @@ class LeaseBroker:
         return VerifyTrajectory(task.lease, grown, tuple(task.spans))
 
     def _replace(self, number: int, branch: _LeaseProgress) -> BrokerCommand:
-        """Revoke the controller's trajectory. The controller requests it again and receives the stored one at once: see
-        `want`."""
+        """Revoke the controller's trajectory and keep its replacement. When the controller requests the trajectory
+        again, `want` sends the replacement at once."""
         key = key_of(self._tasks[number].lease)
         self._forget(number)
         self._replacements[key] = branch.trajectory, branch.worker
@@ -367,7 +378,7 @@ class LeaseBroker:
     # ---- tokens that are generated twice -----------------------------------------------------------------------------
 
     def _agrees(self, branch: _LeaseProgress, start: int) -> bool:
-        """Whether a lease has generated the same tokens where its task already has tokens."""
+        """Return whether the new tokens of a lease equal the committed tokens of its task, as far as both exist."""
         known = self._tasks[branch.task].trajectory
         end = min(known.num_tokens, branch.trajectory.num_tokens)
         return end <= start or known.token_ids[start:end] == branch.trajectory.token_ids[start:end]
@@ -375,7 +386,7 @@ class LeaseBroker:
     def _contradicted(self, branch: _LeaseProgress) -> list[BrokerCommand]:
         """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
 
-        The checks find the worker at fault. Workers of other kinds, and engines with noise of their own, are not
+        Later checks find the worker at fault. Workers of other kinds, and engines with noise of their own, are not
         compared.
         """
         return self._revoke_task(branch.task, "contradicted")
@@ -388,7 +399,7 @@ class LeaseBroker:
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:
-    """Whether a finished trajectory satisfies a lease that starts at its prompt."""
+    """Return whether a finished trajectory satisfies a lease that starts at its prompt."""
     is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
     return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """Time limits are in seconds."""
+    """Options and time limits of the lease table; time limits are in seconds."""
 
     restarts: bool = False
-    """Whether the lease after a lost one starts at the prompt (`sync`) instead of at the last reported token."""
+    """True if the lease after a lost one starts at the prompt (`sync`) instead of after the last reported token."""
     heartbeat_timeout_s: float = 30.0
-    """A worker that sends no message for this time is considered dead."""
+    """Time without a message after which a worker is considered dead."""
     progress_timeout_s: float = 60.0
-    """A worker that holds leases while its engine's token counter does not change for this time is considered stuck."""
+    """Time without a change of the engine's token counter after which a worker that holds leases is considered
+    stuck."""
     starve_s: float = 600.0
-    """A lease that does not grow for this time is granted to another worker, even if its worker is active."""
+    """Time without new tokens after which a lease is granted to another worker, even if its worker is active."""
     backup_lease_factor: float = 2.0
     """Start a backup lease when the expected remaining time exceeds this multiple of a free worker's; 0 disables."""
     backup_lease_after_s: float = 5.0
     """Minimum age of a lease before it can get a backup lease."""
     prefetch: float = 0.25
-    """Leases granted beyond a worker's slots, as a fraction of its slots, when no worker has a free slot. They are
-    queued on the worker."""
+    """Leases that a worker may hold beyond its slots, as a fraction of its slots, if no worker has a free slot. The
+    worker queues these leases."""

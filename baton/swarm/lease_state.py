@@ -1,4 +1,4 @@
-"""State of each worker, task and lease in the lease table."""
+"""The state of each worker, task and lease in the lease table."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from baton.swarm.credit import Credit
 
 Ask = tuple[int, bool]
-"""(version, whether exactly this version is required rather than at least this one)"""
+"""(version, True if exactly this version is required, False if a later version is also accepted)"""
 
 
 @dataclass(slots=True, eq=False)
 class TokenOwner:
-    """The holder of a token, with all workers that use it."""
+    """The holder of a token, and all workers that use the token."""
 
     credit: Credit
     workers: set[int] = field(default_factory=set)
     num_held: int = 0
-    """Leases that its workers hold."""
+    """Number of leases that the owner's workers hold."""
 
     @property
     def has_lease(self) -> bool:
-        """Whether its workers may hold one more lease."""
+        """True if the owner's workers may hold one more lease."""
         return self.num_held < self.credit.num_leases
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker in the lease table."""
+    """A worker in the lease table."""
 
     number: int
     slots: int
@@ -36,54 +36,54 @@ class Worker:
     heard_s: float
     moved_s: float
     kind: str | None = ""
-    """As in `WorkerJoined`."""
+    """Kind of the worker, as in `WorkerJoined`."""
     version: int | None = None
-    """None while it may be granted no lease."""
+    """Number of the version that the worker serves; None while it may be granted no lease."""
     decoded_tokens: int = -1
     grown_tokens: float = 0.0
-    """Recent tokens, with exponential decay."""
+    """Recently generated tokens, with exponential decay."""
     grown_s: float = 0.0
-    """Lease-seconds in which these tokens were generated."""
+    """Lease-seconds in which these tokens were generated, with the same decay."""
     leases: set[int] = field(default_factory=set)
     credit: Credit | None = None
-    """None: it may fill its slots at once."""
+    """Credit that limits the worker's leases; None for a worker that may fill its slots at once."""
     owner: TokenOwner | None = None
     stamp: int = 0
-    """Identifies its current entry in the worker index; entries with another stamp are outdated."""
+    """Identifier of the worker's current entry in the worker index; entries with another stamp are outdated."""
 
     @property
     def speed(self) -> float | None:
-        """Recent tokens per second of one lease; None before the first progress."""
+        """Recent tokens per second of one lease; None before the first report."""
         return self.grown_tokens / self.grown_s if self.grown_s else None
 
     @property
     def pace(self) -> float | None:
-        """Its speed divided by its weight; None before the first progress."""
+        """Speed divided by weight; None before the first report."""
         return None if self.speed is None else self.speed / self.weight
 
     @property
     def room(self) -> int:
-        """The number of leases that it may hold at once: its slots, limited by its credit."""
+        """Maximum number of leases that the worker may hold: its slots, limited by its credit."""
         return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
 
     @property
     def has_slot(self) -> bool:
-        """Whether it may be granted one more lease."""
+        """True if the worker may be granted one more lease."""
         return len(self.leases) < self.room and self.owner_allows
 
     @property
     def owner_allows(self) -> bool:
-        """Whether the workers of its owner may hold one more lease."""
+        """True if the workers of this worker's owner may hold one more lease."""
         return self.owner is None or self.owner.has_lease
 
     def serves(self, version: int, is_exact: bool) -> bool:
-        """Whether its version satisfies an ask."""
+        """Return whether the worker's version satisfies a requirement."""
         return self.version is not None and (self.version == version if is_exact else self.version >= version)
 
 
 @dataclass(slots=True, eq=False)
 class TrackedLease:
-    """One worker's attempt at a task."""
+    """A worker's attempt at a task."""
 
     number: int
     task: int
@@ -93,14 +93,14 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     stem: str
-    """Leases with equal stems generate the same tokens."""
+    """Identifier of the generated tokens: leases with equal stems generate the same tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
-    """Version of its last token."""
+    """Version of the lease's last token."""
 
     def forgive(self, delay_s: float, now_s: float) -> None:
-        """Shift all times by a delay of the hub, which does not count against the lease."""
+        """Shift all times by a delay of the hub, so that the delay does not count against the lease."""
         self.granted_s = min(now_s, self.granted_s + delay_s)
         self.grew_s = min(now_s, self.grew_s + delay_s)
         if self.recalled_s is not None:
@@ -116,16 +116,16 @@ class TrackedTask:
     committed: int
     max_tokens: int
     leases: list[TrackedLease] = field(default_factory=list)
-    """Valid leases: none while it waits, two while it has a backup lease."""
+    """Valid leases: none while the task waits, two while it has a backup lease."""
     stem: str | None = None
-    """Stem of the lease that generated the committed tokens; None while nothing is committed."""
+    """Stem of the lease that generated the committed tokens; None while no token is committed."""
     rested: list[TrackedLease] = field(default_factory=list)
-    """Leases that were returned while another lease of the task is still valid."""
+    """Leases that were returned while another lease of the task was still valid."""
     is_aborting: bool = False
 
     def commit(self, lease: TrackedLease) -> None:
-        """Commit the tokens of a lease. Versions never decrease: a later lease must serve at least the last token's
-        version."""
+        """Commit the tokens of a lease. Versions never decrease along a trajectory, so a later lease must serve at
+        least the version of the last token."""
         self.committed, self.stem = lease.length, lease.stem
         version, is_exact = self.ask
         if not is_exact:
@@ -133,5 +133,5 @@ class TrackedTask:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no lease."""
+        """True if the task has no lease."""
         return not self.leases

@@ -1,21 +1,24 @@
-"""Grants trajectories to workers and decides when a lease ends and which worker continues. Events in, commands out.
+"""Assigns trajectories to workers, and decides when a lease ends and which worker continues its trajectory.
 
-No clock, no I/O, no tokens: the live hub and the simulator drive the same object. A task is a trajectory that the
-scheduler wants generated; a lease is one worker's attempt at it:
+The table receives events and returns commands. It uses no clock, no I/O and no tokens, so the live hub and the
+simulator drive the same class. A task is a trajectory that the scheduler wants generated. A lease is one worker's
+attempt at a task:
 
     TaskSubmitted ─▶ waiting ──GrantLease──▶ leased ──LeaseFinished──▶ FinishTask
                         ▲                       │ LeaseProgressed ─▶ CommitTokens
                         └───── lease ends ◀─────┤ worker lost, refused, starved
                                                 └─ TaskAborted ─▶ RecallLease ─▶ LeaseReturned ─▶ ReturnTask
 
-Reported tokens remain in the trajectory when the worker leaves: the next lease starts after them. With `restarts` (mode
-`sync`) the next lease starts at the prompt and generates the same tokens again (determinism); only tokens beyond the
-committed ones are new. A straggler gets a backup lease. Without `restarts` the two leases grow different tokens from
-the same prefix, nothing is committed until one finishes, and the tokens of the other are discarded.
+Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after them. With `restarts`
+(mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
+deterministic. Only tokens beyond the committed ones are then new. A straggler gets a backup lease. Without `restarts`,
+the two leases of a task generate different tokens from the same prefix. No tokens are committed until one lease
+finishes, and the tokens of the other lease are then discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise. Tokens
-that one kind has committed stay; a lease of another kind commits nothing before it finishes. The first lease to finish
-determines the tokens: if its kind is not the committed one, its tokens replace the committed ones (`ReplaceTokens`).
+that one kind has committed stay, and a lease of another kind commits no tokens before it finishes. The first lease to
+finish determines the tokens. If its kind differs from the committed kind, its tokens replace the committed tokens
+(`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -56,26 +59,27 @@ from baton.swarm.worker_index import WorkerIndex
 
 
 class LeaseTable:
-    """Assigns tasks to workers and ends leases of workers that fail."""
+    """Assigns tasks to workers, and ends the leases of workers that fail."""
 
     def __init__(self, rules: LeaseRules) -> None:
         self.rules = rules
         self.num_waiting = 0
-        """Tasks without a lease."""
+        """Number of tasks without a lease."""
         self.wasted: Counter[str] = Counter()
-        """Discarded tokens by cause."""
+        """Number of discarded tokens, by cause."""
         self._tasks: dict[int, TrackedTask] = {}
         self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
         self._places = WorkerIndex(rules.prefetch)
         self._waiting: dict[Ask, list[int]] = {}
-        """Heaps of task numbers, the oldest first. Outdated entries stay in a heap and are skipped."""
+        """Heaps of task numbers; the smallest number is the oldest task. Outdated entries stay in a heap and are
+        skipped."""
         self._may_grant = False
-        """Whether a task or a slot became available since the last attempt to grant."""
+        """True if a task or a slot has become available since the last attempt to grant leases."""
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event and return commands, to be executed in order. Events of ended leases are ignored."""
+        """Apply one event and return the resulting commands in order. Events of ended leases are ignored."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
@@ -108,41 +112,41 @@ class LeaseTable:
 
     @property
     def workers(self) -> dict[int, Worker]:
-        """By worker number."""
+        """The connected workers, by number."""
         return self._places.workers
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that are neither finished nor aborted."""
+        """Number of tasks that are neither finished nor aborted."""
         return len(self._tasks)
 
     def tasks(self) -> Iterable[TrackedTask]:
-        """The tasks that are neither finished nor aborted."""
+        """Return the tasks that are neither finished nor aborted."""
         return self._tasks.values()
 
     @property
     def num_leases(self) -> int:
-        """Valid leases."""
+        """Number of valid leases."""
         return len(self._leases)
 
     def knows(self, lease: int) -> bool:
-        """Whether a lease is still valid."""
+        """Return whether a lease is still valid."""
         return lease in self._leases
 
     def is_recalled(self, lease: int) -> bool:
-        """Whether a valid lease has been recalled."""
+        """Return whether a valid lease has been recalled."""
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Whether a valid lease must generate the tokens that its task has committed."""
+        """Return whether a valid lease must generate the tokens that its task has committed."""
         return self._is_faithful(self._tasks[self._leases[lease].task], self._leases[lease])
 
     def length(self, lease: int) -> int:
-        """Tokens after the prompt that a lease has reported, including those that it was granted with."""
+        """Return the number of tokens after the prompt of a lease, including the tokens that it started with."""
         return self._leases[lease].length
 
     def leases_of(self, task: int) -> list[int]:
-        """The valid leases of a task."""
+        """Return the valid leases of a task."""
         return [lease.number for lease in self._tasks[task].leases] if task in self._tasks else []
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ class LeaseTable:
             worker.owner = self._owners.setdefault(event.owner, TokenOwner(Credit(0, event.at_s)))
             worker.owner.credit.resize(self._places.most(event.slots))
             worker.owner.credit.recover(event.at_s)
-            # the new worker raises the owner's limit, so the owner's other workers may have free slots too
+            # a new worker raises the owner's limit, so the owner's other workers may have free slots too
             for number in worker.owner.workers:
                 self._offer(self.workers[number])
             worker.owner.workers.add(event.worker)
@@ -191,7 +195,7 @@ class LeaseTable:
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
     def _wanted(self, event: TaskSubmitted) -> None:
-        assert event.task not in self._tasks, f"task {event.task} is wanted twice"
+        assert event.task not in self._tasks, f"task {event.task} was submitted twice"
         task = TrackedTask(event.task, (event.version, event.is_exact), event.num_tokens, event.max_tokens)
         self._tasks[event.task] = task
         self._queue(task)
@@ -209,7 +213,7 @@ class LeaseTable:
             yield RecallLease(lease.worker, lease.number)
 
     def _revoked(self, event: TaskRevoked) -> Iterator[Command]:
-        """The caller counts what was committed; tokens that were not committed are discarded."""
+        """Remove a task. The caller counts the committed tokens; the table counts the others as discarded."""
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
@@ -261,7 +265,7 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        # the worker refused: without this it would be granted the same task at once
+        # the worker refused the lease: without this line it would be granted the same task at once
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
@@ -271,7 +275,7 @@ class LeaseTable:
         task = self._tasks[lease.task]
         self._forget_lease(lease)
         task.leases.remove(lease)
-        if task.leases and not task.is_aborting:  # the task has a backup lease: it continues alone
+        if task.leases and not task.is_aborting:  # the other lease of the task continues alone
             yield from self._overtaken(task, lease, task.committed)
             if self._commits(task, task.leases[0]):
                 yield from self._commit(task, task.leases[0])
@@ -285,7 +289,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _overtake_all(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
-        """Commit the longest of the returned leases and discard the others."""
+        """Commit the tokens of the longest returned lease and discard the tokens of the others."""
         branches = (*task.rested, lease)
         found = [one for one in branches if self._is_faithful(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -297,17 +301,17 @@ class LeaseTable:
                 yield from self._overtaken(task, other, prefix)
 
     def _overtaken(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
-        """Count the tokens of a lease beyond the shared prefix as discarded; with `restarts`, all tokens of a lease of
-        another kind."""
+        """Count the tokens of a lease beyond the shared prefix as discarded. With `restarts`, count all tokens of a
+        lease of another kind."""
         shared = max(prefix, lease.base) if self._is_faithful(task, lease) else lease.base
         yield from self._waste("overtaken", lease.length - shared)
 
     def _is_faithful(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Whether the tokens of a lease are, or start with, the committed ones."""
+        """Return whether the tokens of a lease are, or start with, the committed tokens."""
         return not self.rules.restarts or task.stem in (None, lease.stem)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Whether reported tokens are committed at once: the lease is the only one, or all leases generate the same
+        """Return whether reported tokens are committed at once: only if no other lease can generate different
         tokens."""
         if self.rules.restarts:
             return self._is_faithful(task, lease)
@@ -340,7 +344,7 @@ class LeaseTable:
             self._offer(worker)
 
     def _credit(self, worker: Worker, change: Callable[[Credit], None]) -> None:
-        """Change the number of leases that a worker and its owner may hold, and offer the slots that this frees."""
+        """Change the credit of a worker and of its owner, and offer the slots that this frees."""
         owner = worker.owner
         if worker.credit is None or owner is None:
             return
@@ -354,7 +358,7 @@ class LeaseTable:
             self._offer(worker)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Charge the worker for a lease without result, unless the lease was only queued for a slot of the worker."""
+        """Charge the worker for a lease without result, unless the lease was still queued for a slot of the worker."""
         worker = self.workers[lease.worker]
         # Workers run leases in the order of their numbers, so a lease beyond the first `slots` never ran.
         if sorted(worker.leases).index(lease.number) < worker.slots:
@@ -372,7 +376,7 @@ class LeaseTable:
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.number)
 
     def _grant_all(self, at_s: float) -> Iterator[Command]:
-        """Grant waiting tasks, the oldest first, to workers that have a free slot and the right version."""
+        """Grant waiting tasks, the oldest first, to workers that have a free slot and a suitable version."""
         if not self._may_grant:
             return
         self._may_grant = False
@@ -387,7 +391,7 @@ class LeaseTable:
                 yield from self._grant(task, worker, at_s)
 
     def _oldest_waiting(self, nowhere: set[Ask]) -> TrackedTask | None:
-        """Return the oldest waiting task whose ask is not in `nowhere`."""
+        """Return the oldest waiting task whose requirement is not in `nowhere`."""
         oldest: TrackedTask | None = None
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
@@ -403,12 +407,12 @@ class LeaseTable:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
         stem = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
-        # committed before it was submitted: the kind that generated it is unknown
+        # tokens that were committed before the task was submitted: the kind that generated them is unknown
         if self.rules.restarts and task.committed and task.stem is None:
             task.stem = "unknown" if worker.kind is None else stem
         lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem, worker.owner)
         if not worker.leases:
-            worker.moved_s = at_s  # the time without leases does not count as a lack of progress
+            worker.moved_s = at_s  # time without leases does not count towards the progress timeout
         self._leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
@@ -426,12 +430,12 @@ class LeaseTable:
             worker.moved_s = min(now_s, worker.moved_s + event.delay_s)
             self._credit(worker, lambda credit: credit.recover(now_s))
             if now_s - worker.heard_s > rules.heartbeat_timeout_s:
-                yield from self._expel(worker, f"was not heard of for {rules.heartbeat_timeout_s:.0f} s")
+                yield from self._expel(worker, f"sent no message for {rules.heartbeat_timeout_s:.0f} s")
             elif worker.leases and now_s - worker.moved_s > rules.progress_timeout_s:
                 held = f"held {len(worker.leases)} leases"
                 for _ in worker.leases:
                     self._credit(worker, Credit.lose)
-                yield from self._expel(worker, f"{held} and made no token for {rules.progress_timeout_s:.0f} s")
+                yield from self._expel(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
         for lease in list(self._leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
@@ -449,11 +453,10 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _relieve(self, now_s: float) -> Iterator[Command]:
-        """Start backup leases for the slowest leases on free workers, the fastest worker first, where they may finish
-        earlier.
+        """Start backup leases for the slowest leases, on the fastest free workers first, if these may finish earlier.
 
         Called after waiting tasks have been granted, so no waiting task could use these slots. The final length of a
-        trajectory is unknown; both workers are compared by the time for all tokens that it may still get.
+        trajectory is unknown, so both workers are compared by their time to generate the maximum number of tokens.
         """
         free = self._places.free()
         if not free:
@@ -470,7 +473,8 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """(expected remaining seconds, task) of the tasks for which a backup lease on the fastest worker would pay."""
+        """Return (expected remaining seconds, task) of each task that a backup lease on the fastest worker would speed
+        up."""
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s

@@ -1,8 +1,8 @@
 """The hub's listening address and URLs. Without `--insecure`, no secret crosses a network unencrypted.
 
-A token authenticates its sender, and a process that reads it can impersonate the sender; prompts and adapters may be
-confidential. Beyond loopback, both sides therefore require TLS. `--insecure` disables this for a network that is
-already private, or for a tunnel.
+A token authenticates its sender, so a process that reads it can impersonate the sender. Prompts and adapters may be
+confidential. Beyond loopback, hub and worker therefore require TLS. `--insecure` disables this requirement for a
+private network or a tunnel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""A host name that cannot be parsed as an address: 127.1, 0x7f000001 and 2130706433 all can."""
+"""Pattern of a host name that cannot be parsed as an address. 127.1, 0x7f000001 and 2130706433 can be parsed as
+addresses."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -31,35 +32,35 @@ class ListenAddress:
     """The address at which the hub listens, and its certificate."""
 
     host: str
-    """An address or a name; an IPv6 address without brackets."""
+    """Address or host name; an IPv6 address has no brackets."""
     port: int
-    """0 selects a free port."""
+    """Port number; 0 selects a free port."""
     certificate: Path | None = None
-    """PEM: the server's certificate with its chain; includes the key if `key` is None."""
+    """PEM file with the server's certificate and its chain, and with the key if `key` is None."""
     key: Path | None = None
     is_insecure: bool = False
-    """Whether other machines may connect without TLS."""
+    """True if other machines may connect without TLS."""
 
     @classmethod
     def parse(
         cls, text: str, certificate: Path | None = None, key: Path | None = None, is_insecure: bool = False
     ) -> ListenAddress:
-        """Parse HOST:PORT. Raises UserError, also for an address beyond loopback without TLS and without
+        """Parse HOST:PORT. Raises UserError for anything else, and for an address beyond loopback without TLS and
         `is_insecure`."""
         place = _host_and_port(text)
         if place is None:
             raise UserError(
-                f"where to listen is {text[:_MAX_CHARACTERS]!r}; allowed: HOST:PORT, such as 127.0.0.1:8000 for this "
-                "machine alone, 0.0.0.0:8000 or [::]:8000 for others too; ports end at 65535, and 0 takes a free one"
+                f"the listening address is {text[:_MAX_CHARACTERS]!r}; allowed: HOST:PORT, such as 127.0.0.1:8000 for "
+                "this machine only, or 0.0.0.0:8000 or [::]:8000 for others too; ports are 0 (any free port) to 65535"
             )
         host, port = place
         if key is not None and certificate is None:
-            raise UserError(f"a key ({key}) needs its certificate: give both")
+            raise UserError(f"the key {key} needs its certificate: give both")
         if certificate is None and not is_loopback(host) and not is_insecure:
             raise UserError(
                 f"{text} can be reached from other machines, and without TLS tokens and weights would cross the "
-                "network in the clear: give a certificate and its key, or listen on 127.0.0.1 behind a tunnel, or "
-                "say --insecure where the network is private"
+                "network unencrypted: give a certificate and its key, or listen on 127.0.0.1 behind a tunnel, or "
+                "add --insecure if the network is private"
             )
         listen = cls(host, port, certificate, key, is_insecure)
         listen.ssl_context()  # reports an unusable certificate at once
@@ -67,21 +68,22 @@ class ListenAddress:
 
     @property
     def scheme(self) -> str:
-        """Scheme of its URL: https with a certificate."""
+        """Scheme of the URL: https with a certificate, otherwise http."""
         return "http" if self.certificate is None else "https"
 
     def url(self, port: int | None = None) -> str:
-        """URL for callers; `port` is the actual port if 0 was requested."""
+        """Return the URL for callers. port: the actual port if port 0 was requested."""
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
-        """URL for callers on this machine: 0.0.0.0 and :: can be listened on, not connected to."""
+        """Return the URL for callers on this machine. A server can listen on 0.0.0.0 or ::, but a client cannot connect
+        to them."""
         host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
 
     def join_command(self, port: int) -> str:
-        """Command with which a worker joins; contains HOST if only the user knows under which name this machine is
-        reachable."""
+        """Return the command with which a worker joins. It contains HOST if only the user knows this machine's name in
+        the network."""
         if self._is_any:
             return f"baton worker {self.scheme}://HOST:{port} --token-file FILE, where HOST is this machine's address"
         return f"baton worker {self.url(port)} --token-file FILE"
@@ -95,12 +97,12 @@ class ListenAddress:
         TLS."""
         if self.certificate is None:
             return None
-        found = _CERTIFICATE.search(self.certificate.read_text())  # the first is the server's, the others are its chain
+        found = _CERTIFICATE.search(self.certificate.read_text())  # the first is the server's own
         assert found is not None, "a certificate that was loaded is in the file"
         return sha256(ssl.PEM_cert_to_DER_cert(found[0])).hexdigest()
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Create the server's TLS context, 1.2 or later; None without a certificate. Raises UserError for invalid
+        """Create the server's TLS context (TLS 1.2 or later); None without a certificate. Raises UserError for invalid
         files."""
         if self.certificate is None:
             return None
@@ -111,8 +113,8 @@ class ListenAddress:
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never ask on the terminal
         except ssl.SSLError as error:
             raise UserError(
-                f"{files} cannot be used ({error.reason or 'no PEM'}): both are PEM files that belong together, the "
-                "key without a passphrase"
+                f"{files} cannot be used ({error.reason or 'no PEM'}): both must be PEM files that belong together, "
+                "and the key must have no passphrase"
             ) from error
         except OSError as error:
             raise UserError(f"{files} cannot be read: {error.strerror}") from error
@@ -120,7 +122,7 @@ class ListenAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is certainly this machine."""
+    """Return whether a host name or address always denotes this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -128,9 +130,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str, is_insecure: bool = False) -> str:
-    """Return the hub's URL as http(s)://HOST:PORT, without a trailing slash.
+    """Return the hub's URL as http(s)://HOST:PORT without a trailing slash.
 
-    Raises UserError for anything else, and without `is_insecure` for http to another machine, which would send the
+    Raises UserError for anything else. Without `is_insecure`, also for http to another machine, which would send the
     token unencrypted.
     """
     scheme, _, rest = url.partition("://")
@@ -141,26 +143,26 @@ def check_url(url: str, is_insecure: bool = False) -> str:
     host, port = place
     if scheme == "http" and not is_loopback(host) and not is_insecure:
         raise UserError(
-            f"{url} would send the token through the network in the clear: use the hub's https URL, or a tunnel to "
-            "127.0.0.1, or say --insecure where the network is private"
+            f"{url} would send the token through the network unencrypted: use the hub's https URL, or a tunnel to "
+            "127.0.0.1, or add --insecure if the network is private"
         )
     return _base(scheme, host, port)
 
 
 def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
-    """Create the client's TLS context, 1.2 or later, which verifies the hub's certificate and name; None for http.
+    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; None for http.
 
-    `ca` is a PEM file of certificates to trust instead of this machine's, for example of a self-signed hub.
-    Raises UserError if it cannot be used.
+    ca: PEM file of certificates to trust instead of this machine's, for example for a self-signed hub. Raises UserError
+    if the file cannot be used.
     """
     if URL(url).scheme != "https":
         if ca is not None:
-            raise UserError(f"{ca} is for a hub behind https, and {url} is not: use its https URL")
+            raise UserError(f"{ca} applies to https, but {url} is not an https URL: use the hub's https URL")
         return None
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=ca)
     except ssl.SSLError as error:
-        raise UserError(f"{ca} holds no certificate to trust: it should be a PEM file") from error
+        raise UserError(f"{ca} contains no certificate: give a PEM file") from error
     except OSError as error:
         raise UserError(f"{ca} cannot be read: {error.strerror}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -168,7 +170,7 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:
-    """Parse HOST:PORT; None for anything else. yarl alone also accepts user names, paths and short forms of
+    """Parse HOST:PORT; return None for anything else. yarl alone also accepts user names, paths and short forms of
     addresses."""
     if not _HOST_AND_PORT.fullmatch(text):
         return None

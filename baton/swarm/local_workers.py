@@ -1,6 +1,7 @@
-"""Worker processes of this machine, started by `--workers N` and restarted when they end.
+"""Starts worker processes on this machine (`--workers N`) and restarts them when they end.
 
-Each is tied to this process by its standard input: when this process is killed, the pipe closes and the worker ends.
+The standard input of each worker is a pipe from this process. When this process is killed, the pipe closes and the
+worker ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from baton.errors import EngineFault
 from baton.swarm.listen import ListenAddress
 
 MAX_RESTARTS = 5
-"""Consecutive restarts of a worker that ends within `LONG_LIFE_S`."""
+"""Maximum number of consecutive restarts of a worker that ends within `LONG_LIFE_S` each time."""
 LONG_LIFE_S = 60.0
 GRACE_S = 5.0
 
@@ -32,7 +33,7 @@ class _Child:
 
 
 class LocalWorkers:
-    """Worker processes of this machine, each with one torch thread and a log file."""
+    """The worker processes of this machine, each with one torch thread and a log file."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class LocalWorkers:
         say: Callable[[str], None],
         device: str,
     ) -> None:
-        """listen, port: the hub's. directory: for the logs worker-N.log."""
+        """Start `count` workers. listen, port: address of the hub. directory: for the log files."""
         fingerprint = listen.fingerprint()
         self._command = [
             sys.executable,
@@ -67,11 +68,12 @@ class LocalWorkers:
         self._children = [_Child(self._start_worker(index), time.monotonic()) for index in range(count)]
 
     def pids(self) -> list[int]:
-        """Process ids of the running workers."""
+        """Return the process ids of the running workers."""
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
     def check_health(self) -> None:
-        """Restart workers that have ended. Raises EngineFault, which names the log, for a worker that keeps ending."""
+        """Restart workers that have ended. Raises EngineFault, which names the log file, for a worker that keeps
+        ending."""
         now_s = time.monotonic()
         for index, child in enumerate(self._children):
             if child.process.poll() is None:

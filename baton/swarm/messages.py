@@ -1,4 +1,4 @@
-"""Messages between hub and worker: msgpack frames over one WebSocket that the worker opens; never pickle.
+"""Messages between hub and worker: msgpack frames over a WebSocket that the worker opens. Pickle is never used.
 
     worker                                   hub
       ── (token in the HTTP header) ──────▶
@@ -10,10 +10,10 @@
       ── Report · Retry ──────────────────▶
       ◀─────────────────────────────── Ack      reports up to this length need not be sent again
       ── Heartbeat ───────────────────────▶
-      ◀────────────────────── HeartbeatAck      the hub is alive; a worker that receives nothing for long reconnects
+      ◀────────────────────── HeartbeatAck      shows that the hub is alive; the worker reconnects if messages stop
       ── Leaving · Fault ─────────────────▶
 
-Lease ids in these messages are the hub's; each is granted once and never reused. Weights and model files go over HTTP.
+Lease ids in these messages are the hub's. Each id is granted once and never reused. Weights and model files use HTTP.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 PROTOCOL = 2
-"""Incremented when an older worker could misunderstand a newer hub."""
+"""Protocol version, incremented when an older worker could misunderstand a newer hub."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
-"""A longer frame ends the connection; a report of 100,000 tokens is shorter."""
+"""Maximum length of a frame; a longer frame ends the connection. A report of 100,000 tokens is shorter."""
 SILENT_HEARTBEATS = 12
-"""After this many heartbeat periods without a message, the connection is considered dead even if it is still open."""
+"""Number of heartbeat periods without a message after which a connection is considered dead, even if it is still
+open."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
-"""Characters."""
+"""Maximum number of characters of a name, digest or other short text."""
 
 
 # ---- from the hub ----------------------------------------------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
-    """The first message: which engine to build."""
+    """The first message of the hub, which tells the worker which engine to build."""
 
     protocol: int
     run: str
     incarnation: str
-    """Identifies the hub's process; leases of an earlier process are invalid."""
+    """Identifier of the hub's process; leases of an earlier process are invalid."""
     model_digest: str
-    """blake3 of the model's files without weights, which /model serves."""
+    """blake3 digest of the model's files without weights, which the route /model serves."""
     is_adapter: bool
-    """Whether versions are adapters on the base model."""
+    """True if versions are adapters on a base model."""
     base: PolicyVersion | None
-    """For adapters: the version of the base model, published like any other."""
+    """Version of the base model, which is published like any other version; None without adapters."""
     attention: str
     engine: dict[str, Any]
-    """`EngineSettings` as plain values."""
+    """Fields of `EngineSettings` as plain values."""
     on_new_version: str
-    """`resume`: running trajectories are aborted at a new version and prefilled again; `keep`: they continue in flight;
-    `drain`: none run at that time.
-    """
+    """Treatment of running trajectories at a new version: `resume` aborts and prefills them again, `keep` continues
+    them in flight, and `drain` has none at that time."""
     relay_secret: str
-    """Authenticates workers at the relays of this hub."""
+    """Secret that authenticates workers at the relays of this hub."""
     heartbeat_s: float
     report_every_s: float
 
     def engine_settings(self) -> EngineSettings:
-        """Return `engine` validated as EngineSettings."""
+        """Return `engine` as validated `EngineSettings`."""
         return EngineSettings.model_validate(self.engine)
 
 
@@ -77,19 +77,19 @@ class Want(msgspec.Struct, frozen=True, tag="Want"):
 
     version: PolicyVersion
     shared: str = ""
-    """Directory in shared memory that holds the version for workers on the hub's machine."""
+    """Directory in shared memory with the version, for workers on the hub's machine."""
     relays: tuple[str, ...] = ()
     """URLs of relays that forward chunks."""
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
-    """A lease is no longer valid; the worker need not report on it."""
+    """A lease is no longer valid, so the worker need not report on it."""
 
     lease_id: int
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """All tokens up to this length have arrived; after the end of the lease, all of them."""
+    """The hub has received all tokens of a lease up to this length, or all tokens of an ended lease."""
 
     lease_id: int
     length: int
@@ -97,14 +97,14 @@ class Ack(msgspec.Struct, frozen=True, tag="Ack"):
 
 
 class RunOver(msgspec.Struct, frozen=True, tag="RunOver"):
-    """The run is complete; the worker may exit."""
+    """The run is complete, so the worker may exit."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="Admitted"):
     """The reply to the first Hello of a worker."""
 
     key: str
-    """Issued by the hub. A worker that presents it after a reconnection keeps its identity."""
+    """Key that the hub issues. A worker that presents it after a reconnection keeps its identity."""
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag="Heard"):
@@ -112,11 +112,11 @@ class HeartbeatAck(msgspec.Struct, frozen=True, tag="Heard"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="Rejected"):
-    """The hub refuses the worker; the connection ends after this message."""
+    """The hub refuses the worker and closes the connection after this message."""
 
     reason: str
     is_final: bool
-    """Whether another attempt cannot succeed."""
+    """True if another attempt cannot succeed."""
 
 
 # ---- from the worker -------------------------------------------------------------------------------------------------
@@ -126,19 +126,19 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """The worker is ready."""
 
     key: str
-    """As in `Admitted`; empty in the first Hello."""
+    """Key from `Admitted`; empty in the first Hello."""
     worker_class: WorkerClass
-    """Determines rounding: logprobs are compared within a class."""
+    """Class that determines the worker's rounding; logprobs are compared within a class."""
     model_digest: str
-    """Of the files from which the worker built its engine."""
+    """Digest of the files from which the worker built its engine."""
     slots: int
     serves: PolicyVersion | None
     leases: tuple[int, ...] = ()
-    """Leases kept across a reconnection."""
+    """Ids of the leases that the worker kept across a reconnection."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
-    """A periodic message that shows that the worker is alive, with its state."""
+    """A periodic message that shows that the worker is alive, with the worker's state."""
 
     serves: PolicyVersion | None
     stats: EngineStats = EngineStats()
@@ -147,11 +147,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
     fetched_bytes: int = 0
     """Bytes of weights fetched since the worker started."""
     fault: str = ""
-    """Why the last fetch failed; empty if it succeeded."""
+    """Error of the last fetch; empty if the fetch succeeded."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
-    """The worker disconnects on purpose and has reported all its tokens."""
+    """The worker disconnects intentionally and has reported all its tokens."""
 
 
 FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver
@@ -163,7 +163,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Malformed(ValueError):
-    """A frame that does not decode to a valid message."""
+    """Raised for a frame that does not decode to a valid message."""
 
 
 def encode(message: FromHub | FromWorker) -> bytes:
@@ -195,24 +195,27 @@ def _check_bounds(message: FromWorker) -> None:
             texts = (message.key, kind.device, kind.dtype, kind.engine, message.model_digest)
             if not 1 <= slots <= MAX_SLOTS or len(leases) > 2 * MAX_SLOTS or not all(map(_is_plain, texts)):
                 raise Malformed(
-                    f"a Hello with {slots} slots and {len(leases)} leases, or with texts that are not plain"
+                    f"a Hello with {slots} slots and {len(leases)} leases; allowed are 1 to {MAX_SLOTS} slots, "
+                    f"twice as many leases, and printable texts of at most {MAX_NAME} characters"
                 )
             _check_version(message.serves)
         case Fault(kind=kind_name, text=text):
             if len(kind_name) + len(text) > MAX_TEXT:
-                raise Malformed("a Fault with too long a text")
+                raise Malformed(f"a Fault with a text of more than {MAX_TEXT} characters")
         case Heartbeat(fault=text, fetching=fetching):
             numbers = (*msgspec.structs.astuple(message.stats), message.fetched_bytes, fetching or 0)
             if len(text) > MAX_TEXT or not all(0 <= number < 2**63 for number in numbers):
-                raise Malformed("a Heartbeat with too long a text or counters out of range")
+                raise Malformed(
+                    f"a Heartbeat with a text of more than {MAX_TEXT} characters, or with counters outside 0 … 2^63"
+                )
             _check_version(message.serves)
         case Report() | Retry() | Leaving():
-            pass  # checked by their types, and by the lease broker
+            pass  # their types and the lease broker check them
 
 
 def _check_version(version: PolicyVersion | None) -> None:
     if version is not None and not (_is_plain(version.lineage) and _is_plain(version.digest)):
-        raise Malformed("a version whose lineage or digest is not plain")
+        raise Malformed(f"a version whose lineage or digest is not a printable text of at most {MAX_NAME} characters")
 
 
 def _is_plain(text: str) -> bool:
@@ -223,5 +226,5 @@ def check_protocol(welcome: Welcome) -> None:
     """Raise UserError if the hub uses another protocol version."""
     if welcome.protocol != PROTOCOL:
         raise UserError(
-            f"the hub speaks protocol {welcome.protocol} and this worker protocol {PROTOCOL}: install the same Baton"
+            f"the hub uses protocol {welcome.protocol} and this worker {PROTOCOL}: install the same version of Baton"
         )

@@ -1,4 +1,4 @@
-"""Whether workers keep a trainer busy: the provisioning rule of Echo-2 (arXiv 2602.02192), derived from its text.
+"""Decides whether the workers keep the trainer busy, by the provisioning rule of Echo-2 (arXiv 2602.02192).
 
 In the time of κ train steps, κ·R trajectories must be generated and one version must reach the workers:
 
@@ -17,29 +17,28 @@ from baton.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Provisioning:
-    """The quantities of the rule at one moment of a run."""
+    """The quantities of the provisioning rule at one time of a run."""
 
     publish_every: int
-    """κ: train steps from one published version to the next."""
+    """κ: number of train steps from one published version to the next."""
     train_s: float
-    """T_train: of a train step."""
+    """T_train: seconds of a train step."""
     broadcast_s: float
-    """T_broadcast: from the end of a train step until the workers serve the new version."""
+    """T_broadcast: seconds from the end of a train step until the workers serve the new version."""
     trajectories_per_step: int
-    """R."""
+    """R: number of trajectories that a train step consumes."""
     trajectories_per_s: float
-    """Σμ: rate at which the workers finish trajectories while they hold leases."""
+    """Σμ: trajectories per second that the workers finish while they hold leases."""
 
     @property
     def needed_per_s(self) -> float | None:
-        """Trajectories per second that keep the trainer busy; None if no number of workers can."""
+        """Trajectories per second that keep the trainer busy; None if no number of workers keeps it busy."""
         window_s = self.publish_every * self.train_s - self.broadcast_s
         return self.publish_every * self.trajectories_per_step / window_s if window_s > 0 else None
 
     @property
     def slack_s(self) -> float | None:
-        """Spare seconds in each publish period; negative: time for which the trainer waits. None without
-        measurements."""
+        """Spare seconds in each publish period; negative if the trainer waits; None without measurements."""
         if not self.trajectories_per_s:
             return None
         generating_s = self.publish_every * self.trajectories_per_step / self.trajectories_per_s
@@ -47,7 +46,7 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of its time for which the trainer waits, by the rule."""
+        """Share of its time for which the trainer waits according to the rule; None without measurements."""
         slack_s = self.slack_s
         if slack_s is None:
             return None
@@ -55,31 +54,31 @@ class Provisioning:
         return waiting_s / max(1e-9, self.publish_every * self.train_s + waiting_s)
 
     def sentence(self) -> str:
-        """Describe the result for users."""
+        """Return the result as a sentence for users."""
         if not self.train_s or not self.trajectories_per_s:
             missing = "train step" if not self.train_s else "trajectory"
-            return f"nothing has been measured yet: no {missing} is done, so whether the workers suffice is not known"
+            return f"no {missing} has finished yet, so it is unknown whether the workers are enough"
         needed = self.needed_per_s
         has = f"workers finish {self.trajectories_per_s:.1f} trajectories/s"
         if needed is None:
             return (
-                f"{has}; no number of them keeps the trainer busy: a version takes {self.broadcast_s:.1f} s to reach "
-                f"them, {self.publish_every} train steps take {self.publish_every * self.train_s:.1f} s; raise "
-                "swarm.publish_every"
+                f"{has}; no number of workers keeps the trainer busy: a version takes {self.broadcast_s:.1f} s to "
+                f"reach them, but {self.publish_every} train steps take {self.publish_every * self.train_s:.1f} s; "
+                "raise swarm.publish_every"
             )
         verdict = "enough" if self.trajectories_per_s >= needed else "too few"
-        return f"{has}, {verdict}: {needed:.1f} would keep the trainer busy"
+        return f"{has}, which is {verdict}: the trainer needs {needed:.1f}"
 
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Progress of the trainer. Written by the controller's thread, read by the hub's."""
+    """Progress of the trainer. The controller's thread writes it, and the hub's thread reads it."""
 
     publish_every: int
     trajectories_per_step: int
     step: int = 0
     train_s: float = 0.0
-    """Of the last train step."""
+    """Seconds of the last train step."""
     staleness: dict[str, float] = field(default_factory=dict)
     """Share of the last batch's tokens, by staleness in versions."""
 

@@ -24,18 +24,18 @@ from baton.weights.store import Store
 
 @dataclass(frozen=True, slots=True)
 class VersionRetention:
-    """Which versions are retained."""
+    """Numbers of versions that are retained."""
 
     fetchable: int
     """Number of latest versions that can be fetched."""
     stored: int
-    """Number of latest versions that stay in the store in any case."""
+    """Minimum number of latest versions that stay in the store."""
     pinned: tuple[PolicyVersion, ...] = ()
-    """Versions that are never removed: the base model of adapters."""
+    """Versions that are never removed, such as the base model of adapters."""
 
 
 class Publication:
-    """The versions of one run."""
+    """Publishes the versions of one run."""
 
     def __init__(
         self, hub: Hub, publisher: Publisher, store: Store, retention: VersionRetention, shared: str = ""
@@ -46,10 +46,10 @@ class Publication:
         self._executor = SerialExecutor("publisher")
         self._futures: deque[Future[None]] = deque()
         self.last: PublishedVersion | None = None
-        """The last publication."""
+        """The last published version; None before the first."""
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Publish in the background; the version is announced to workers when it is complete."""
+        """Publish a version in the background, and announce it to the workers when it is complete."""
         self._futures.append(self._executor.submit(self._publish, tensors, version, time.monotonic()))
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class Publication:
         self._hub.announce(Want(version, shared=self._shared))
 
     def _let_go(self) -> None:
-        """In the hub's thread: remove versions that are neither retained nor served by a worker."""
+        """Remove versions that are neither retained nor served by a worker. Called in the hub's thread."""
         hub, retention = self._hub, self._retention
         kept = [hub.versions[number] for number in sorted(hub.versions)[-retention.fetchable :]]
         held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]

@@ -1,4 +1,5 @@
-"""Temporary directories of one process of a run: removed at its end, or by the next process if it was killed."""
+"""Temporary directories of one hub process. Its end removes them; after a kill, the next process of the run removes
+them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from baton.files import write_whole
 
 
 class Scratch:
-    """Creates directories and records them in a file, so that weights in shared memory are removed even after a
+    """Creates directories and records their paths in a file, so that weights in shared memory are removed even after a
     kill."""
 
     def __init__(self, notes: Path) -> None:
-        """notes: one path per line; directories that an earlier process of the run has left are removed now."""
+        """Remove the directories that an earlier process of the run has left. notes: file with one path per line."""
         self._notes = notes
         self._directories: list[Path] = []
         if notes.exists():

@@ -1,7 +1,7 @@
 """Runs functions in the background, one after the other, in a thread that ends when there is nothing to do.
 
-The thread must end: a thread that has computed with torch keeps OpenMP's helper threads as long as it lives. If there
-are more of those than cores, OpenMP lets waiting threads sleep instead of spin, and a train step of a small model takes
+The thread must end: a thread that has computed with torch keeps OpenMP's helper threads until it ends. If more such
+threads than cores exist, OpenMP lets waiting threads sleep instead of spin, and a train step of a small model takes
 twice as long.
 """
 
@@ -25,7 +25,8 @@ class SerialExecutor:
         self._is_closed = False
 
     def submit(self, action: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Run a function after all that were submitted before; after `close` its future is cancelled at once."""
+        """Run a function after all functions that were submitted earlier. After `close`, the returned future is
+        cancelled at once."""
         future: Future[None] = Future()
         with self._lock:
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""[swarm]: workers that run apart from the trainer."""
+"""The section [swarm] of a recipe: workers that run separately from the trainer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from baton.swarm.lease_rules import LeaseRules
 
 
 class SwarmSettings(Settings):
-    """[swarm] inference apart from training: a hub grants leases and serves weights; workers join and leave at any
-    time."""
+    """[swarm] generation separate from training: a hub grants leases and serves weights; workers may join and leave at
+    any time."""
 
     workers: int = Field(default=0, ge=0)
-    """Worker processes started on this machine, with one torch thread each (`--workers`)."""
+    """Number of worker processes started on this machine, with one torch thread each (`--workers`)."""
     serve: str | None = None
-    """HOST:PORT at which workers on other machines join (`--serve`); without it only workers of this machine can join.
-    """
+    """HOST:PORT at which workers on other machines join (`--serve`); without it, only workers of this machine can
+    join."""
     token_file: str = "baton-tokens.json"
     """File with the tokens that `baton token create` makes."""
     certificate: str | None = None
@@ -24,27 +24,27 @@ class SwarmSettings(Settings):
     key: str | None = None
     """PEM file with the certificate's private key."""
     insecure: bool = False
-    """Serve other machines without TLS (`--insecure`): tokens, prompts and weights are readable on the network."""
+    """Serve other machines without TLS (`--insecure`). Tokens, prompts and weights are then readable on the network."""
     publish_every: int = Field(default=1, ge=1)
-    """Publish period: versions of which one is published; at most max_staleness. Above 1 only in `async`."""
+    """Number of versions of which one is published, at most max_staleness. Above 1 only in `async`."""
     max_lag: int | None = Field(default=None, ge=0)
-    """`async`: number of versions that a worker may be behind the latest published one and still be granted leases. The
-    default is one publish period if max_staleness allows it, else 0."""
+    """In `async`, the number of versions that a worker may be behind the latest published version and still be granted
+    leases. The default is `publish_every` if max_staleness allows it, otherwise 0."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds without a message after which a worker is considered dead; its leases are granted to other workers."""
     progress_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a new token after which a worker that holds leases is considered stuck and disconnected."""
     no_worker_timeout_s: float = Field(default=3600.0, ge=0)
-    """Seconds for which a run waits while no worker is connected, with messages on the terminal, before it ends; at
-    least rollout.stall_timeout_s."""
+    """Seconds that a run waits, with messages on the terminal, if no worker is connected. Then it ends. At least
+    rollout.stall_timeout_s."""
     backup_lease_factor: float = Field(default=2.0, ge=0)
     """Start a backup lease when the expected remaining time exceeds this multiple of an idle worker's; 0 disables."""
     report_every_s: float = Field(default=2.0, gt=0)
-    """Seconds after which a worker reports new tokens, in addition to engine.report_every_tokens."""
+    """Seconds after which a worker reports new tokens, even if they are fewer than engine.report_every_tokens."""
 
     @property
     def is_on(self) -> bool:
-        """Whether the run starts a hub."""
+        """True if the run starts a hub."""
         return bool(self.workers) or self.serve is not None
 
     def lease_rules(self, *, restarts: bool) -> LeaseRules:

@@ -1,4 +1,4 @@
-"""Ask a hub for its status."""
+"""Requests the status of a hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 def fetch_status(base: str, token: str, tls: SSLContext | None) -> HubStatus:
-    """Return the status of the hub at a checked URL. Raises UserError where there is none, or the hub refuses."""
+    """Return the status of the hub at a checked URL. Raises UserError if the hub refuses or no hub answers."""
     request = urllib.request.Request(f"{base}/status", headers={"Authorization": f"Bearer {token}"})
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S, context=tls) as response:
@@ -25,6 +25,8 @@ def fetch_status(base: str, token: str, tls: SSLContext | None) -> HubStatus:
         said = error.read(500).decode("utf-8", "replace")
         raise UserError(f"the hub at {base} answers {error.code}: {said} (baton token create --role admin)") from error
     except (urllib.error.URLError, TimeoutError, OSError) as error:
-        raise UserError(f"there is no hub at {base}: {getattr(error, 'reason', error)}") from error
+        raise UserError(f"no hub answers at {base}: {getattr(error, 'reason', error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{base} does not answer with a hub's status ({error}): is it a hub of this Baton?") from error
+        raise UserError(
+            f"{base} does not answer with the status of a hub ({error}): check that a hub of this version runs there"
+        ) from error

@@ -1,4 +1,4 @@
-"""Workers that a run starts: the interfaces between the hub and the supervisors of these workers."""
+"""The interfaces between the hub and the supervisors of the workers that a run starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.swarm.local_workers import LocalWorkers
 
 
 class HubAccess(Protocol):
-    """The hub's interface for a supervisor; may be used from any thread."""
+    """Interface of the hub for a supervisor; may be used from any thread."""
 
     @property
     def url(self) -> str:
@@ -18,15 +18,15 @@ class HubAccess(Protocol):
 
     @property
     def certificate(self) -> str:
-        """PEM text of the hub's certificate, for workers to trust; empty without TLS."""
+        """PEM text of the hub's certificate, which workers trust; empty without TLS."""
         ...
 
     def token(self, name: str) -> str:
-        """Make a token with this name for one of the run's own workers."""
+        """Create a token with this name for one of the run's own workers."""
         ...
 
     def gone(self, name: str, cause: str) -> None:
-        """Report that the workers of a token have ended, so that their leases end at once."""
+        """End the leases of the workers of a token at once, because these workers have ended."""
         ...
 
     def weigh(self, name: str, weight: float) -> None:
@@ -42,11 +42,11 @@ class WorkerSupervisor(Protocol):
         ...
 
     def weight(self, name: str) -> float:
-        """Return the expected speed of one slot of the workers of a token, as in `WorkerJoined`."""
+        """Return the expected speed of one slot of the workers of a token, as in `WorkerJoined.weight`."""
         ...
 
     def check_health(self) -> None:
-        """Raise an error that no restart can fix, if there is one. Called often; returns at once."""
+        """Raise an error that no restart can fix, if one has occurred. Called often; returns at once."""
         ...
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class WorkerSupervisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalWorkerSupervisor:
-    """All workers that a run has started: local processes, and those of a cluster's supervisor if there is one."""
+    """All workers that a run has started: local processes, and the workers of a cluster's supervisor if one exists."""
 
     local: LocalWorkers | None = None
     worker_supervisor: WorkerSupervisor | None = None

@@ -1,4 +1,4 @@
-"""Measures how fast trajectories finish, and how long versions take to reach the workers."""
+"""Measures the rate of finished trajectories, and the time that a version takes to reach the workers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MEMORY = 2048
-"""Number of last finished trajectories over which the rate is computed."""
+"""Number of the most recent trajectories over which the rate is computed."""
 
 
 @dataclass(slots=True)
 class ThroughputTracker:
-    """Written by the hub's thread, read by the controller's."""
+    """Rates of one hub. The hub's thread writes them, and the controller's thread reads them."""
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    """Seconds from one finish to the next, without the time in which no lease was held."""
+    """Seconds between consecutive finished trajectories, without the time in which no lease was held."""
     last_s: float = 0.0
     announced: dict[int, float] = field(default_factory=dict)
-    """Version → time at which the trainer passed it on, until all workers serve it."""
+    """Version → time at which the trainer published it. A version stays here until all workers serve it."""
     broadcast_s: float = 0.0
-    """Of the last version that all workers serve or have served."""
+    """Seconds until all workers served a version, for the last version that reached them all."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
         """Record a finished trajectory. busy_since_s: start of the current period in which leases are held."""
@@ -28,12 +28,13 @@ class ThroughputTracker:
         self.last_s = now_s
 
     def per_s(self) -> float:
-        """Trajectories per second over the last ones; 0 for fewer than two."""
+        """Return the trajectories per second over the last `MEMORY` trajectories; 0 for fewer than two."""
         gaps = list(self.gaps_s)
         return len(gaps) / max(1e-6, sum(gaps)) if len(gaps) > 1 else 0.0
 
     def serve(self, now_s: float, served: Iterable[int | None]) -> None:
-        """Update from the versions that the connected workers serve; None for no version."""
+        """Update the broadcast time from the versions that the connected workers serve; None for a worker without a
+        version."""
         slowest = min((-1 if number is None else number for number in served), default=-1)
         for number in [n for n in self.announced if n <= slowest]:
             self.broadcast_s = now_s - self.announced.pop(number)

@@ -1,4 +1,4 @@
-"""Weights and model files over HTTP, with bounds on every size and wait."""
+"""Transfers weights and model files over HTTP, with limits on every size and wait."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_MANIFEST_BYTES
 
 MAX_MODEL_BYTES = 256 * 1024 * 1024
-"""For a model's files without weights; a tokenizer may have tens of megabytes."""
+"""Maximum size of a model's files without weights; a tokenizer may have tens of megabytes."""
 MAX_MODEL_FILES = 64
 MANIFEST_ROUTE = "/weights/manifest/{lineage:[A-Za-z0-9_-]{1,64}}/{number:[0-9]{1,15}}"
 CHUNK_ROUTE = "/weights/chunk/{digest:[0-9a-f]{64}}"
-"""Routes of a hub and a relay; parameters that do not match get HTTP 404."""
+"""Routes of a hub and of a relay. Parameters that do not match get HTTP 404."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
-"""A server that sends nothing for this time has failed."""
+"""Seconds without data after which a transfer fails."""
 _SLOWEST_BYTES_PER_S = 10_000.0
-"""A transfer with a lower average rate has failed."""
+"""Average rate below which a transfer fails."""
 
 T = TypeVar("T")
 
 
 class HttpSource:
-    """The hub, or a relay, as a source of weights. Blocks: called from a fetch thread; requests run in the event
+    """The hub or a relay as a source of weights. Its methods block a fetch thread while the requests run in the event
     loop."""
 
     def __init__(
@@ -74,17 +74,17 @@ class HttpSource:
 
 
 def manifest_url(base: str, version: PolicyVersion) -> URL:
-    """URL of a version's manifest at a hub or a relay."""
+    """Return the URL of a version's manifest at a hub or a relay."""
     return URL(base).joinpath("weights", "manifest", quote(version.lineage, safe=""), str(version.number), encoded=True)
 
 
 def chunk_url(base: str, digest: str) -> URL:
-    """URL of a chunk at a hub or a relay."""
+    """Return the URL of a chunk at a hub or a relay."""
     return URL(base).joinpath("weights", "chunk", quote(digest, safe=""), encoded=True)
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Return a body of at most `limit` bytes. Raises WeightsFault for a longer one and for any status but 200."""
+    """Return a body of at most `limit` bytes. Raises WeightsFault for a longer body and for any status except 200."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
@@ -94,15 +94,15 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
         async for piece in response.content.iter_chunked(2**16):
             body += piece
             if len(body) > limit:
-                raise WeightsFault(f"{url} sent more than the {limit} bytes that were asked for")
+                raise WeightsFault(f"{url} sent more than the requested {limit} bytes")
         return bytes(body)
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
-    """Return a hub's model files, packed. Raises WeightsFault unless they have the announced digest."""
+    """Return a hub's packed model files. Raises WeightsFault unless they have the announced digest."""
     packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
-        raise WeightsFault(f"the model's files at {url} are not those that it announced")
+        raise WeightsFault(f"the model's files at {url} do not have the digest that the hub announced")
     return packed
 
 
@@ -110,7 +110,9 @@ def pack_model(directory: Path) -> bytes:
     """Return a directory's files (configuration, tokenizer) as one message. Raises UserError if they exceed a limit."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
     if len(files) > MAX_MODEL_FILES or sum(map(len, files.values())) > MAX_MODEL_BYTES:
-        raise UserError(f"{directory}: configuration and tokenizer are more than {MAX_MODEL_BYTES} bytes")
+        raise UserError(
+            f"{directory}: configuration and tokenizer exceed {MAX_MODEL_FILES} files or {MAX_MODEL_BYTES} bytes"
+        )
     return msgspec.msgpack.encode(files)
 
 
@@ -125,12 +127,12 @@ def unpack_model(packed: bytes, directory: Path) -> None:
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:
-        raise WeightsFault(f"the model's files are no message: {error}") from error
+        raise WeightsFault(f"cannot decode the model's files: {error}") from error
     if len(files) > MAX_MODEL_FILES:
-        raise WeightsFault(f"the model has {len(files)} files, allowed are {MAX_MODEL_FILES}")
+        raise WeightsFault(f"the model has {len(files)} files; at most {MAX_MODEL_FILES} are allowed")
     for name in files:
         if not _FILE_NAME.fullmatch(name):
-            raise WeightsFault(f"a file of the model is called {name!r}, which is no plain name")
+            raise WeightsFault(f"the model has a file named {name!r}; allowed are letters, digits, '.', '_' and '-'")
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (directory / name).write_bytes(data)

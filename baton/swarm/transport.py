@@ -1,12 +1,12 @@
-"""The swarm as a `WorkerTransport`: one worker to the controller, with a varying number of slots.
+"""Implements `WorkerTransport` with a swarm, which is one worker with a varying number of slots to the controller.
 
     controller's thread                   hub's thread                  publisher's thread
       send ────────── call ──────────────▶ broker ─▶ workers
       receive ◀────── queue ◀───────────── broker
       load_weights ─────────────────────────────────────────────────────▶ publication.py
 
-`load_weights` returns at once: leases of a version wait until a worker serves it. Errors of other threads are raised by
-the next `receive` or `load_weights`.
+`load_weights` returns at once, and leases of a version wait until a worker serves it. The next `receive` or
+`load_weights` raises the errors of other threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 _NAMED = 6
 """Maximum number of workers that a message names."""
 FIRST_WORD_S = 30.0
-"""Time without a worker before the first message to the user."""
+"""Seconds without a worker before the first message to the user."""
 
 
 class SwarmTransport:
@@ -44,7 +44,8 @@ class SwarmTransport:
         scratch: Scratch,
         no_worker_timeout_s: float = 0.0,
     ) -> None:
-        """scratch: files of this process only. no_worker_timeout_s: seconds for which a run may have no worker."""
+        """scratch: directories that are removed at the end. no_worker_timeout_s: seconds that a run waits without a
+        worker."""
         self.hub, self.no_worker_timeout_s = hub, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch
@@ -53,18 +54,18 @@ class SwarmTransport:
 
     @property
     def name(self) -> str:
-        """Describes the connected workers and what each does, for error messages."""
+        """Description of the connected workers and their states, for error messages."""
         hub = self.hub
         peers = list(hub.peers.values())
         if not peers:
-            return f"the swarm at {hub.listen.url(hub.port)}, which no worker has joined,"
+            return f"the swarm at {hub.listen.url(hub.port)}, which has no workers,"
         wanted = f"; version {hub.want.version.number} is wanted" if hub.want is not None else ""
         said = ", ".join(f"{peer.name} {_doing(peer)}" for peer in peers[:_NAMED])
         return f"the swarm of {len(peers)} workers ({said}{', …' if len(peers) > _NAMED else ''}{wanted})"
 
     @property
     def slots(self) -> int:
-        """Of the connected workers."""
+        """Number of slots of the connected workers."""
         return self.hub.slots
 
     def send(self, message: FromHub) -> None:
@@ -90,7 +91,7 @@ class SwarmTransport:
         self._publication.publish(tensors, version)
 
     def stats(self) -> EngineStats:
-        """Sums over all workers, from their last heartbeats."""
+        """Return the sums over all workers, from their last heartbeats."""
         total: Counter[str] = Counter()
         for peer in list(self.hub.peers.values()):
             for name in EngineStats.__struct_fields__:
@@ -121,7 +122,7 @@ class SwarmTransport:
         return {name: value for name, value in found.items() if value is not None}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Disconnect all workers and end this run's own."""
+        """Disconnect all workers, and end the workers that this run started."""
         self._publication.close()
         self.hub.verifier.close()
         self._workers.close()
@@ -130,18 +131,18 @@ class SwarmTransport:
         self._scratch.close()
 
     def _look_after(self) -> None:
-        """Raise errors of other threads, and restart local workers that have ended."""
+        """Raise the errors of other threads, and restart local workers that have ended."""
         self.hub.check()
         self._publication.check()
         self._workers.check_health()
         self._say_whether_empty()
 
     def _say_whether_empty(self) -> None:
-        """Tell the user that the run waits for workers: after half a minute, then at doubling intervals."""
+        """Print that the run waits for workers: after `FIRST_WORD_S`, then at doubling intervals."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_word_s > FIRST_WORD_S:
-                self.hub.say("workers are there again")
+                self.hub.say("workers have joined again")
             self._empty_since_s, self._next_word_s = None, FIRST_WORD_S
             return
         if self._empty_since_s is None:
@@ -149,13 +150,13 @@ class SwarmTransport:
         if (empty_s := now_s - self._empty_since_s) >= self._next_word_s:
             self._next_word_s *= 2
             self.hub.say(
-                f"no worker for {empty_s:.0f} s: {self.name.rstrip(',')}; the run waits (swarm.no_worker_timeout_s)"
+                f"no worker for {empty_s:.0f} s: {self.name.rstrip(',')}; the run waits up to swarm.no_worker_timeout_s"
             )
 
 
 def _doing(peer: Peer) -> str:
     if not peer.is_connected:
-        return "is cut off"
+        return "is disconnected"
     if peer.heartbeat.fetching is not None:
         return f"fetches {peer.heartbeat.fetching}"
     return "has no version yet" if peer.served is None else f"serves {peer.served}"

@@ -1,12 +1,12 @@
-"""Which version a worker has, which it should have, and how it gets there. Events in, commands out.
+"""Decides which version a worker fetches and serves. Receives events and returns commands.
 
     VersionWanted ─▶ Fetch ──Fetched (verified)──▶ Activate ──Activated──▶ served
                 ▲            │
-                └─ Retry ◀── FetchFailed: wait, longer each time, and retry as long as the version is wanted
+                └─ Retry ◀── FetchFailed: wait, longer each time, and retry while the version is wanted
 
-The wanted version is a state, not a sequence of commands: an announcement that is repeated, late, out of order or
-received during a fetch has no wrong effect, and no failure is permanent. The old version serves until the new one is
-complete and verified.
+The wanted version is a state, not a sequence of commands. An announcement that is repeated, late, out of order or
+received during a fetch therefore has no wrong effect, and no failure is permanent. The old version serves until the new
+version is complete and verified.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Activated(msgspec.Struct, frozen=True, tag="Activated", gc=False):
 
 
 class TimerFired(msgspec.Struct, frozen=True, tag="Woken", gc=False):
-    """The time of a `SetTimer` has come."""
+    """A timer of `SetTimer` has expired."""
 
     at_s: float
 
@@ -63,7 +63,7 @@ Event = VersionWanted | Fetched | FetchFailed | Activated | TimerFired
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="Fetch", gc=False):
-    """Fetch a version and verify it, while the old one serves."""
+    """Fetch and verify a version while the old version serves."""
 
     version: PolicyVersion
 
@@ -85,10 +85,10 @@ Command = Fetch | Activate | SetTimer
 
 @dataclass(frozen=True, slots=True)
 class VersionSyncRules:
-    """Waits between retries, in seconds."""
+    """Delays between retries, in seconds."""
 
     first_wait_s: float = 0.5
-    """After the first failure."""
+    """Delay after the first failure."""
     longest_wait_s: float = 30.0
 
 
@@ -103,17 +103,17 @@ class VersionSync:
         self.fetching: PolicyVersion | None = None
         self.activating: PolicyVersion | None = None
         self.failures = 0
-        """Consecutive failures."""
+        """Number of consecutive failures."""
         self.last_cause = ""
         self._retry_s: float | None = None
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event; return commands in the order of execution."""
+        """Apply one event and return the resulting commands in order."""
         match event:
             case VersionWanted(version=version):
                 self._wanted(version)
             case Fetched(version=version):
-                if version == self.fetching:  # otherwise it belongs to an attempt that was abandoned
+                if version == self.fetching:  # otherwise the fetch was abandoned
                     self.fetching, self.failures, self.last_cause = None, 0, ""
                     if self._is_of_use(version):
                         self.activating = version
@@ -121,7 +121,7 @@ class VersionSync:
             case FetchFailed(at_s=at_s, version=version, cause=cause):
                 if version == self.fetching:
                     self.fetching, self.last_cause = None, cause
-                    if version == self.want:  # otherwise the newer one is fetched at once
+                    if version == self.want:  # otherwise a newer version is fetched at once
                         self.failures += 1
                         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
                         wait_s = retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
@@ -138,24 +138,24 @@ class VersionSync:
         return self._go_on()
 
     def _wanted(self, version: PolicyVersion) -> None:
-        """A later number replaces an earlier one of its lineage; a version of another lineage always replaces the
-        wanted one."""
+        """Set the wanted version. A later number replaces an earlier one of the same lineage; a version of another
+        lineage always replaces the wanted version."""
         known = self.want
         if known is not None and known.lineage == version.lineage and version.number <= known.number:
             return
         self.want, self.failures, self._retry_s = version, 0, None
 
     def _is_of_use(self, version: PolicyVersion) -> bool:
-        """Whether to activate a fetched version: it need not be the newest, but it must be newer than the served
-        one."""
+        """Return whether to activate a fetched version. It must be newer than the served version, but need not be the
+        newest."""
         have, want = self.have, self.want
-        assert want is not None, "nothing is fetched that was not wanted"
+        assert want is not None, "a version was fetched that was not wanted"
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
         return version.lineage == want.lineage and is_newer
 
     def _go_on(self) -> list[Command]:
-        """Fetch the wanted version, one at a time. A running fetch is not cancelled, so that frequent publications
-        cannot prevent progress."""
+        """Fetch the wanted version unless a fetch or a delay is running. A running fetch is not cancelled, so frequent
+        publications cannot prevent progress."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None
         if not idle or self.want is None or self.want == self.have:
             return []

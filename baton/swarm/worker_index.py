@@ -1,4 +1,4 @@
-"""Finds workers that may be granted one more lease: by the version they serve, the least loaded first."""
+"""An index of the workers that may be granted one more lease: by the version they serve, the least loaded first."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import heapq
 from baton.swarm.lease_state import Worker
 
 _SPEED_MEMORY = 0.9
-"""Decay of earlier tokens and seconds of a worker at each report."""
+"""Factor by which earlier tokens and seconds of a worker decay at each report."""
 
 _Note = tuple[bool, float, int, Worker]
-"""(no slot is free, load with one more lease, stamp, worker)"""
+"""(True if no slot is free, load with one more lease, stamp, worker)"""
 
 
 class WorkerIndex:
@@ -21,12 +21,12 @@ class WorkerIndex:
         self._prefetch = prefetch
         self._stamp = 0
         self._num_paces, self._sum_paces = 0, 0.0
-        """Paces (speed / weight) of the workers whose speed is known; they are equal if all speeds are as expected."""
+        """Number and sum of the paces (speed / weight) of the workers whose speed is known."""
         self._notes: dict[int, list[_Note]] = {}
-        """Version → heap of notes; outdated notes are skipped."""
+        """Version → heap of entries; outdated entries are skipped."""
 
     def add(self, worker: Worker) -> None:
-        """Add a worker, which serves no version yet."""
+        """Add a worker that serves no version yet."""
         assert worker.number not in self.workers, f"worker {worker.number} joined twice"
         assert worker.weight > 0, f"worker {worker.number} has the weight {worker.weight}, which must be above 0"
         self.workers[worker.number] = worker
@@ -48,11 +48,11 @@ class WorkerIndex:
         self.offer(worker)
 
     def most(self, slots: int) -> int:
-        """Maximum number of leases for this many slots, including prefetched ones."""
+        """Return the maximum number of leases of a worker with this many slots, including prefetched leases."""
         return slots + int(self._prefetch * slots)
 
     def offer(self, worker: Worker) -> None:
-        """Update a worker's load after its leases, its version or its credit have changed."""
+        """Update a worker's entry after a change of its leases, version or credit."""
         worker.stamp = self._stamp = self._stamp + 1
         num, room = len(worker.leases), worker.room
         if worker.version is None or num >= self.most(room) or not worker.owner_allows:
@@ -69,7 +69,8 @@ class WorkerIndex:
             heapq.heapify(notes)
 
     def emptiest(self, version: int, is_exact: bool) -> Worker | None:
-        """Return the least loaded worker that may serve a version; workers with a free slot come first."""
+        """Return the least loaded worker that serves a suitable version. Workers with a free slot precede all
+        others."""
         if is_exact:
             top = self._top(self._notes.get(version, []))
             return None if top is None else top[3]
@@ -84,12 +85,12 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return a worker's tokens per second of one lease; before its first progress, an estimate from its weight."""
+        """Return a worker's tokens per second of one lease. Before its first report, estimate them from its weight."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
-        """Update a worker's speed from a report. Sums rather than a mean of rates, because late reports arrive in
-        bursts with no time in between."""
+        """Update a worker's speed from a report. The index divides sums instead of averaging rates, because late
+        reports arrive in bursts with no time between them."""
         known = worker.pace
         worker.grown_tokens = _SPEED_MEMORY * worker.grown_tokens + num_tokens
         worker.grown_s = _SPEED_MEMORY * worker.grown_s + seconds
@@ -99,15 +100,15 @@ class WorkerIndex:
             self._sum_paces += pace - (known or 0.0)
 
     def _relative_pace(self, worker: Worker) -> float:
-        """Its pace relative to the mean of all known paces, from 0.1 to 10; below 1 for a worker slower than
-        expected."""
+        """Return a worker's pace relative to the mean of all known paces, limited to 0.1 … 10. A pace below 1 means
+        that the worker is slower than expected."""
         if worker.pace is None:
             return 1.0
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, notes: list[_Note]) -> _Note | None:
         while notes:
-            # a worker whose owner is at its limit is offered again when the owner is below it
+            # a worker whose owner is at its limit gets a new entry when the owner falls below the limit
             if notes[0][3].stamp == notes[0][2] and notes[0][3].owner_allows:
                 return notes[0]
             heapq.heappop(notes)

@@ -110,15 +110,17 @@ def test_another_file_is_another_hub(tmp_path: Path) -> None:
 
 def test_mistakes_are_one_sentence_and_make_no_token() -> None:
     assert "7d" in mistake("create", "--role", "worker", "--expires", "soon")
-    assert "only one of role worker" in mistake("create", "--role", "admin", "--expires", "7d", "--trusted")
-    assert "a token's name" in mistake("create", "--role", "admin", "--expires", "7d", "--name", "a/b")
+    assert "only tokens of role worker" in mistake("create", "--role", "admin", "--expires", "7d", "--trusted")
+    assert "the token's name" in mistake("create", "--role", "admin", "--expires", "7d", "--name", "a/b")
     assert not DEFAULT_TOKEN_FILE.exists()
-    assert "there is no file baton-tokens.json" in mistake("list")
-    assert "there is no file baton-tokens.json" in mistake("revoke", "anna")
-    assert "there is no directory runs/none: give the directory of a run" in mistake("unquarantine", "runs/none", "w")
+    assert "the file baton-tokens.json does not exist" in mistake("list")
+    assert "the file baton-tokens.json does not exist" in mistake("revoke", "anna")
+    assert "the directory runs/none does not exist: give the directory of a run" in mistake(
+        "unquarantine", "runs/none", "w"
+    )
     assert not Path("runs").exists()
     token("create", "--role", "worker", "--expires", "7d")
-    assert "no token is called 'anna'" in mistake("revoke", "anna")
+    assert "no token named 'anna'" in mistake("revoke", "anna")
     result = CliRunner().invoke(cli.app, ["token", "create", "--role", "root", "--expires", "7d"])
     assert result.exit_code == 2
     assert "worker" in result.output

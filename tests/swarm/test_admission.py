@@ -82,7 +82,7 @@ def test_a_token_that_has_its_share_leaves_room_for_another() -> None:
     for number in range(5):
         admission.arrive(number, "10.0.0.1", 0.0)
     refusals = [admission.identify(number, "greedy") for number in range(5)]
-    assert refusals == [None] * 4 + ["this token has 4 connections, which is all it may have"]
+    assert refusals == [None] * 4 + ["this token has reached its limit of 4 connections"]
     assert admission.identify(4, "other") is None
     admission.leave(0)
     admission.arrive(5, "10.0.0.1", 0.0)

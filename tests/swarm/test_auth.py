@@ -116,7 +116,7 @@ def test_every_refusal_has_its_status_changes_nothing_and_leaves_a_line_without_
         (bearer(promoted), 401, "unknown token", ""),
         (bearer(short), 401, "expired token", "short"),
         (bearer(revoked), 401, "revoked token", "revoked"),
-        (bearer(relay), 403, "role relay does not open this", "relay"),
+        (bearer(relay), 403, "role relay has no access to this route", "relay"),
     )
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for header, status, reason, name in cases:
@@ -206,27 +206,32 @@ def test_a_token_file_that_is_not_one_is_refused_in_a_sentence(tokens: TokenFile
     assert "expires" in sentence({"format": 1, "tokens": [token | {"expires": 10**12}]})
     assert "name" in sentence({"format": 1, "tokens": [token | {"name": "x" * 33}]})
     assert "secret" in sentence({"format": 1, "tokens": [token | {"secret": 1}]})
-    assert "two tokens of one name" in sentence({"format": 1, "tokens": [token, token]})
+    assert "two tokens with the same name" in sentence({"format": 1, "tokens": [token, token]})
     assert "format" in sentence({"format": 2, "tokens": []})
     assert "longer than 1048576 bytes" in sentence(b" " * (1 << 20) + b"{}")
     sentence(b"\xff\xfe{}")
     write_private(tokens.path, json.dumps(content).encode())
     tokens.path.chmod(0o620)
-    with pytest.raises(UserError, match=r"others may write .*: chmod 600"):
+    with pytest.raises(UserError, match=r"other users may write .*: chmod 600"):
         Authenticator(tokens.path, clock)
-    with pytest.raises(UserError, match="not a plain file"):
+    with pytest.raises(UserError, match="not a regular file"):
         Authenticator(tokens.path.parent, clock)
 
 
 def test_names_are_one_each_and_only_a_worker_can_be_trusted(tokens: TokenFile) -> None:
     tokens.create(Role.WORKER, DAY_S, "anna")
-    for name, sentence in (("anna", "called anna already"), ("", "allowed"), ("a b", "allowed"), ("é", "allowed")):
+    for name, sentence in (
+        ("anna", "already contains a token named anna"),
+        ("", "allowed"),
+        ("a b", "allowed"),
+        ("é", "allowed"),
+    ):
         with pytest.raises(UserError, match=sentence):
             tokens.create(Role.WORKER, DAY_S, name)
     for role in (Role.ADMIN, Role.RELAY):
-        with pytest.raises(UserError, match="only one of role worker can"):
+        with pytest.raises(UserError, match="only tokens of role worker can"):
             tokens.create(role, DAY_S, trusted=True)
-    with pytest.raises(UserError, match="no token is called 'ann'"):
+    with pytest.raises(UserError, match="no token named 'ann'"):
         tokens.revoke("ann")
     assert [token.name for token in tokens.tokens()] == ["anna"]
     tokens.create(Role.WORKER, DAY_S, "worker-2")
@@ -251,7 +256,7 @@ def test_a_file_holds_so_many_tokens_and_no_more(tokens: TokenFile, monkeypatch:
     monkeypatch.setattr(auth, "MAX_TOKENS", 2)
     for _ in range(2):
         tokens.create(Role.WORKER, DAY_S)
-    with pytest.raises(UserError, match="holds 2 tokens, which is all it may"):
+    with pytest.raises(UserError, match="contains 2 tokens, the maximum"):
         tokens.create(Role.WORKER, DAY_S)
     longest = {"name": "n" * 32, "role": "worker", "digest": "0" * 64, "created": 10**11, "expires": 10**11}
     longest |= {"is_revoked": False, "is_trusted": False}
@@ -336,13 +341,13 @@ def test_a_duration_is_its_number_of_its_unit(count: int, unit: str) -> None:
 def test_durations_by_hand() -> None:
     assert [parse_duration(t) for t in ("7d", "12h", "30m", "90s")] == [604_800, 43_200, 1_800, 90]
     for text in ("", "7", "d", "0d", "-1d", "1.5h", "7 d", "7D", "1w", "1d12h", "7d\n", "٧d", "1" * 400 + "s"):
-        with pytest.raises(UserError, match="a duration is"):
+        with pytest.raises(UserError, match="the duration is"):
             parse_duration(text)
 
 
 @given(st.text().filter(lambda text: not re.fullmatch("[0-9]+[smhd]", text)))
 def test_what_is_no_duration_is_said_to_be_none(text: str) -> None:
-    with pytest.raises(UserError, match="a duration is"):
+    with pytest.raises(UserError, match="the duration is"):
         parse_duration(text)
 
 
@@ -359,20 +364,20 @@ def test_a_workers_token_is_read_from_its_file(
     assert f"chmod 600 {path}" in caplog.text
     assert text not in caplog.text
     for content, sentence in (
-        (b"", "holds nothing"),
-        (b"\n \n", "holds nothing"),
-        (text.encode() * 2, "holds something else"),
-        (b"\xff" * 60, "holds something else"),
+        (b"", "contains nothing"),
+        (b"\n \n", "contains nothing"),
+        (text.encode() * 2, "contains other text"),
+        (b"\xff" * 60, "contains other text"),
         (b"x" * 1_025, "longer than 1024 bytes"),
     ):
         path.write_bytes(content)
         with pytest.raises(UserError, match=sentence) as caught:
             read_token_file(path)
         assert text not in str(caught.value)
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match="does not exist: baton token create"):
         read_token_file(tmp_path / "absent")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="not a plain file"):  # nobody writes to it: reading would wait for ever
+    with pytest.raises(UserError, match="not a regular file"):  # nobody writes to it: reading would wait for ever
         read_token_file(tmp_path / "pipe")
 
 

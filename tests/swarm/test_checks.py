@@ -63,32 +63,36 @@ def test_what_honest_workers_send_passes(lease, given):
 @pytest.mark.parametrize(
     ("lease", "given", "sentence"),
     [
-        (LOOSE, msgspec.structs.replace(report(segment([2])), lease_id=8), "a report of lease 8 came for lease 9"),
-        (LOOSE, report(segment([2]), offset=4), "begins at token 4 of a trajectory of 0"),
-        (LOOSE, report(segment([2] * 21)), "would have 21 tokens, its budget is 20"),
-        (LOOSE, report(*[segment([2])] * 65), "has 65 segments, allowed are 64"),
-        (LOOSE, report(segment([2, 100])), "token 1 has the id 100, allowed are 0 to 99"),
+        (
+            LOOSE,
+            msgspec.structs.replace(report(segment([2])), lease_id=8),
+            "the report names lease 8 instead of lease 9",
+        ),
+        (LOOSE, report(segment([2]), offset=4), "begins at token 4, but the trajectory has 0 tokens"),
+        (LOOSE, report(segment([2] * 21)), "would have 21 tokens; its budget is 20"),
+        (LOOSE, report(*[segment([2])] * 65), "has 65 segments; at most 64 are allowed"),
+        (LOOSE, report(segment([2, 100])), "token 1 has the id 100; allowed are 0 to 99"),
         (LOOSE, report(segment([-1])), "token 0 has the id -1"),
         (LOOSE, report(segment([2, 3], logprobs=[-1.0, float("nan")])), "token 1 has the behavior logprob nan"),
         (LOOSE, report(segment([2], logprobs=[float("-inf")])), "behavior logprob -inf"),
-        (LOOSE, report(segment([2], logprobs=[0.01])), "behavior logprob 0.01, allowed are finite ones up to 0"),
-        (LOOSE, report(segment([2], author=Author.ENVIRONMENT)), "is by the environment"),
-        (LOOSE, report(segment([2], routing=(b"x",))), "has the routing of 1 tokens, allowed are 0"),
-        (EXACT, report(segment([2], 4)), "tokens of version 4 on a lease of exactly version 3"),
+        (LOOSE, report(segment([2], logprobs=[0.01])), "behavior logprob 0.01; allowed are finite values up to 0"),
+        (LOOSE, report(segment([2], author=Author.ENVIRONMENT)), "has the author environment"),
+        (LOOSE, report(segment([2], routing=(b"x",))), "has the routing of 1 tokens; allowed are 0"),
+        (EXACT, report(segment([2], 4)), "tokens of version 4 on a lease that requires exactly version 3"),
         (LOOSE, report(segment([2], 2)), "tokens of version 2; the lease allows versions 3 to 5"),
         (LOOSE, report(segment([2], 6)), "tokens of version 6; the lease allows versions 3 to 5"),
         (LOOSE, report(segment([2], 5), segment([2], 4)), "tokens of version 4 after tokens of version 5"),
-        (LOOSE, report(segment([2]), reason=FinishReason.ENVIRONMENT), "not a worker's to say"),
+        (LOOSE, report(segment([2]), reason=FinishReason.ENVIRONMENT), "which a worker cannot report"),
         (LOOSE, report(segment([1]), reason=STOP, is_aborted=True), "both finished (stop) and aborted"),
         (LOOSE, report(segment([2, 1, 3, 4])), "2 tokens after the end id 1 at token 1"),
         (LOOSE, report(segment([1]), segment([3, 1], 4), reason=STOP), "2 tokens after the end id 1 at token 0"),
         (LOOSE, report(segment([2, 1])), "ends with the end id 1, but is reported as unfinished"),
         (LOOSE, report(segment([2] * 19 + [1]), reason=LENGTH), "ends with the end id 1, but is reported as length"),
         (LOOSE, report(segment([2, 3]), reason=STOP), "its last token is no end id"),
-        (LOOSE, report(reason=STOP), "its last token is no end id, and there is none"),
+        (LOOSE, report(reason=STOP), "finished by stop, but the report has no token"),
         (LOOSE, report(reason=LENGTH), "finished by length at 0 tokens of a budget of 20"),
         (LOOSE, report(segment([2] * 19), reason=LENGTH), "finished by length at 19 tokens of a budget of 20"),
-        (LOOSE, report(TWENTY), "its budget of 20 tokens is spent, but it is not reported as finished"),
+        (LOOSE, report(TWENTY), "has used its budget of 20 tokens, but is not reported as finished"),
         (WORDS, report(segment([10, 11]), reason=STOP), "completes no stop string"),
         (WORDS, report(segment([12, 13, 14])), "token 1 completes a stop string, but is not the last"),
         (WORDS, report(segment([12, 13])), "token 1 completes a stop string, but is not the last"),
@@ -108,7 +112,7 @@ def test_a_stop_string_may_span_two_reports():
 def test_versions_do_not_descend_across_reports_and_finished_ones_take_no_more():
     grown = LOOSE.trajectory.extended((segment([2, 3], 4),))
     assert "version 3 after tokens of version 4" in check(LOOSE, report(segment([2], 3), offset=2), grown)
-    assert "begins at token 0 of a trajectory of 2" in check(LOOSE, report(segment([2], 4)), grown)
+    assert "begins at token 0, but the trajectory has 2 tokens" in check(LOOSE, report(segment([2], 4)), grown)
     done = grown.extended((segment([1], 4),), STOP)
     assert "is finished (stop)" in check(LOOSE, report(segment([2], 4), offset=3), done)
 

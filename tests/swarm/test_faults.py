@@ -60,7 +60,7 @@ def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
         victim.kill()
         run.worker()
         assert_as_if_nothing_was(run, unbroken)
-        assert "worker#0: was not heard of for 5 s" in run.trainer.said()
+        assert "worker#0: sent no message for 5 s" in run.trainer.said()
         assert "worker#2 joined" in run.trainer.said()
 
 
@@ -97,7 +97,9 @@ def test_workers_killed_in_async_cost_no_finished_trajectory_and_no_group_is_tra
         victim.kill()
         run.joined(faults=SLOW)
         run.finish()
-        lost = re.findall(r"worker (.*): connection lost; its [1-9]\d* leases wait for it", run.trainer.said())
+        lost = re.findall(
+            r"worker (.*): connection lost; its [1-9]\d* leases go to other workers unless", run.trainer.said()
+        )
         assert lost == ["worker#0"], "told once, of the one that was killed"
         found = outcome(run.run)
     assert [len(groups) for groups in found.groups] == [8] * 6, "every batch is whole"
@@ -236,7 +238,7 @@ def test_cuts_delay_and_jitter_leave_the_run_as_it_was(model: Path, tmp_path: Pa
         finally:
             line.close()
         assert "worker#1" not in run.trainer.said(), "after a short cut it is the same worker with the same leases"
-        assert run.trainer.said().count("was not heard of") == 0
+        assert run.trainer.said().count("sent no message for") == 0
 
 
 def test_a_line_that_is_dead_and_does_not_say_so_is_found_out_by_both_sides(
@@ -250,7 +252,7 @@ def test_a_line_that_is_dead_and_does_not_say_so_is_found_out_by_both_sides(
             run.await_status("leases", lambda s: (w := worker_of(s, 0)) and w.leases)
             line.swallow()
             run.await_status("it to be given up", lambda s: not worker_of(s, 0))
-            far.await_said("the hub has said nothing for 10 s")
+            far.await_said("the hub has sent no message for 10 s")
             line.mend()
             run.await_status("it to come again", lambda s: worker_of(s, 1))
             assert_as_if_nothing_was(run, unbroken)
@@ -313,7 +315,7 @@ def test_a_worker_without_disk_space_says_so_and_ends_while_others_go_on(
         run.train()
         full = run.worker(faults=WorkerFaults(full_disk=True))
         assert full.end() == 1
-        assert "EngineFault: the engine cannot go on: OSError" in full.said()
+        assert "EngineFault: the engine has failed: OSError" in full.said()
         assert "No space left on device" in full.said()
         run.worker()
         assert_as_if_nothing_was(run, unbroken)

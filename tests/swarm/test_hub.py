@@ -170,7 +170,9 @@ def test_a_token_that_is_revoked_ends_its_connected_worker_for_good(bench):
 def test_a_worker_for_another_model_is_refused(bench, monkeypatch):
     monkeypatch.setattr("baton.swarm.transfer.model_digest", lambda packed: "0" * 64)
     (worker,) = bench.join(1, is_waited_for=False)
-    wait_until(lambda: any("not those that it announced" in text for text in worker.said), "the refusal")
+    wait_until(
+        lambda: any("do not have the digest that the hub announced" in text for text in worker.said), "the refusal"
+    )
     assert bench.port.slots == 0
 
 

@@ -350,7 +350,7 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
     line.close()
     assert memory_mb() - memory < 100
     wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the deaf one is forgotten")
-    bench.wait_for_said("takes nothing off its connection")
+    bench.wait_for_said("does not read its messages")
 
 
 def test_who_does_not_take_a_body_off_is_hung_up_on(bench, monkeypatch):

@@ -251,7 +251,7 @@ def test_a_silent_worker_loses_its_leases_to_the_next_from_the_last_report():
         table.handle(WorkerSeen(20.0, 1, 1, 0))
         assert not table.handle(LeaseTick(31.0))
         assert table.handle(LeaseTick(31.5)) == [
-            DisconnectWorker(0, "was not heard of for 30 s"),
+            DisconnectWorker(0, "sent no message for 30 s"),
             GrantLease(1, 1, 0, base),
         ]
         assert table.handle(LeaseProgressed(32.0, 0, 5)) == [], "what still comes from the dead is ignored"
@@ -294,7 +294,7 @@ def test_a_wedged_worker_is_expelled_though_its_heart_beats():
     for at_s in range(100, 170, 10):
         table.handle(WorkerSeen(at_s, 0, 1, 0))
         said = table.handle(LeaseTick(at_s + 0.5))
-        assert said == ([] if at_s < 160 else [DisconnectWorker(0, "held 1 leases and made no token for 60 s")])
+        assert said == ([] if at_s < 160 else [DisconnectWorker(0, "held 1 leases and generated no token for 60 s")])
 
 
 def test_a_lease_that_starves_goes_elsewhere_though_its_worker_is_busy():
@@ -393,7 +393,7 @@ def test_a_worker_is_wedged_after_wedge_s_and_not_before():
     table = table_of(1, heartbeat_timeout_s=99.0, progress_timeout_s=60.0)
     want(table, 0)
     assert table.handle(LeaseTick(60.0)) == []
-    assert table.handle(LeaseTick(60.5)) == [DisconnectWorker(0, "held 1 leases and made no token for 60 s")]
+    assert table.handle(LeaseTick(60.5)) == [DisconnectWorker(0, "held 1 leases and generated no token for 60 s")]
 
 
 def test_a_lease_starves_after_starve_s_and_not_before():
@@ -641,7 +641,7 @@ def test_a_wedged_worker_pays_for_each_lease():
     table, owner = owned_table(4, heartbeat_timeout_s=99.0, progress_timeout_s=60.0)
     want(table, 0)
     want(table, 1)
-    assert table.handle(LeaseTick(60.5)) == [DisconnectWorker(0, "held 2 leases and made no token for 60 s")]
+    assert table.handle(LeaseTick(60.5)) == [DisconnectWorker(0, "held 2 leases and generated no token for 60 s")]
     assert owner.credit.tokens == -128.0
 
 

@@ -46,7 +46,7 @@ def test_this_machine_alone_needs_nothing_more(text: str, host: str, port: int, 
     "text", ["0.0.0.0:8000", "[::]:8000", "192.168.1.4:1", "[fe80::1]:8000", "hub.example.org:443", "127.evil.org:1"]
 )
 def test_other_machines_are_let_near_only_with_tls_or_when_it_is_said(text: str) -> None:
-    assert "say --insecure" in refused(text)
+    assert "add --insecure" in refused(text)
     listen = ListenAddress.parse(text, is_insecure=True)
     assert listen.url() == f"http://{text}"
 
@@ -64,7 +64,7 @@ def test_what_is_no_address_is_said_with_what_would_be(text: str) -> None:
 
 
 def test_a_port_that_cannot_be_is_refused() -> None:
-    assert "ports end at 65535" in refused("127.0.0.1:65536")
+    assert "ports are 0 (any free port) to 65535" in refused("127.0.0.1:65536")
 
 
 @given(st.ip_addresses(), st.integers(0, 65_535))
@@ -75,7 +75,7 @@ def test_every_ip_address_is_read_as_itself(address: ipaddress.IPv4Address, port
     assert listen.url() == f"http://{text}"
     assert is_loopback(listen.host) == address.is_loopback
     if not address.is_loopback:
-        assert "say --insecure" in refused(text)
+        assert "add --insecure" in refused(text)
 
 
 @given(st.text())
@@ -107,7 +107,7 @@ def test_a_hubs_url_is_its_scheme_host_and_port(url: str, base: str) -> None:
     "url", ["http://hub.example.org:80", "http://0.0.0.0:80", "http://[::2]:80", "http://10.0.0.1:1"]
 )
 def test_no_token_goes_to_another_machine_in_the_clear_unless_it_is_said(url: str) -> None:
-    with pytest.raises(UserError, match=r"in the clear.*--insecure"):
+    with pytest.raises(UserError, match=r"unencrypted.*--insecure"):
         check_url(url)
     assert check_url(url, is_insecure=True) == url
 
@@ -217,7 +217,7 @@ def test_certificates_that_cannot_be_used_are_named(pems: dict[str, Pem], tmp_pa
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     for certificate, key, sentence in (
         (ours.certificate, other.key, "belong together"),
-        (ours.certificate, locked, "without a passphrase"),
+        (ours.certificate, locked, "must have no passphrase"),
         (ours.certificate, None, "cannot be used"),
         (tmp_path / "absent", None, "absent cannot be read: No such file"),
         (None, ours.key, "needs its certificate"),
@@ -227,10 +227,10 @@ def test_certificates_that_cannot_be_used_are_named(pems: dict[str, Pem], tmp_pa
 
 def test_a_ca_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").write_text("nothing")
-    with pytest.raises(UserError, match="holds no certificate to trust"):
+    with pytest.raises(UserError, match="contains no certificate"):
         client_ssl("https://h:1", tmp_path / "empty.pem")
     with pytest.raises(UserError, match="absent cannot be read: No such file"):
         client_ssl("https://h:1", tmp_path / "absent")
-    with pytest.raises(UserError, match="use its https URL"):
+    with pytest.raises(UserError, match="use the hub's https URL"):
         client_ssl("http://127.0.0.1:1", tmp_path / "empty.pem")
     assert client_ssl("http://127.0.0.1:1") is None

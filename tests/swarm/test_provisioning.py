@@ -16,7 +16,7 @@ def test_enough_workers_by_hand():
     assert rule.needed_per_s == 8.0
     assert rule.slack_s == 20.0 - 4.0 - 8.0
     assert rule.idle_share == 0.0
-    assert rule.sentence() == "workers finish 16.0 trajectories/s, enough: 8.0 would keep the trainer busy"
+    assert rule.sentence() == "workers finish 16.0 trajectories/s, which is enough: the trainer needs 8.0"
 
 
 def test_too_few_workers_by_hand():
@@ -32,14 +32,14 @@ def test_exactly_enough_is_enough():
     assert rule.needed_per_s == 10.0
     assert rule.slack_s == 0.0
     assert rule.idle_share == 0.0
-    assert ", enough:" in rule.sentence()
+    assert "is enough:" in rule.sentence()
 
 
 @pytest.mark.parametrize("broadcast_s", [10.0, 12.0])
 def test_where_a_version_is_on_its_way_for_longer_than_it_is_trained_no_number_of_workers_helps(broadcast_s):
     rule = Provisioning(1, 10.0, broadcast_s, 64, 1000.0)
     assert rule.needed_per_s is None
-    assert "no number of them keeps the trainer busy" in rule.sentence()
+    assert "no number of workers keeps the trainer busy" in rule.sentence()
     assert "raise swarm.publish_every" in rule.sentence()
     assert Provisioning(2, 10.0, broadcast_s, 64, 1000.0).needed_per_s is not None, "and that is the cure"
 
@@ -47,10 +47,10 @@ def test_where_a_version_is_on_its_way_for_longer_than_it_is_trained_no_number_o
 def test_nothing_is_claimed_before_anything_is_known():
     rule = Provisioning(1, 0.0, 0.0, 64, 0.0)
     assert (rule.needed_per_s, rule.slack_s, rule.idle_share) == (None, None, None)
-    assert rule.sentence().startswith("nothing has been measured yet: no train step is done")
+    assert rule.sentence().startswith("no train step has finished yet")
     assert "publish_every" not in rule.sentence()
     assert Provisioning(1, 0.0, 3.0, 64, 5.0).sentence() == rule.sentence(), "the first version is sent before a step"
-    assert "no trajectory is done" in Provisioning(1, 2.0, 0.0, 64, 0.0).sentence()
+    assert "no trajectory has finished yet" in Provisioning(1, 2.0, 0.0, 64, 0.0).sentence()
 
 
 def test_the_pace_counts_only_the_time_in_which_there_was_something_to_do():

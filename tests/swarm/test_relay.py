@@ -127,7 +127,7 @@ def test_a_relay_forges_nothing_that_the_hub_did_not(
     async def scenario() -> None:
         async with running(origin, tmp_path / "cache") as (relay, _), aiohttp.ClientSession() as http:
             source = HttpSource(http, asyncio.get_running_loop(), relay.url, SECRET)
-            with pytest.raises(WeightsFault, match="gave another chunk"):
+            with pytest.raises(WeightsFault, match="sent a chunk that does not match"):
                 await asyncio.to_thread(Fetcher([source]).fetch, version, deadline_s=30)
             origin.lies = False
             tensors = await asyncio.to_thread(Fetcher([source]).fetch, version, deadline_s=30)

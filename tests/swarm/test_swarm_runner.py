@@ -134,7 +134,7 @@ def test_nobody_at_the_start_and_nobody_in_between_is_waited_for(make):
 def test_a_swarm_that_nobody_joins_is_named_when_patience_ends(mode, make):
     bench = make(mode, stall_timeout_s=0.3)
     bench.begin()
-    with pytest.raises(DeadlineExceeded, match=r"the swarm at http://127.0.0.1:\d+, which no worker has joined,"):
+    with pytest.raises(DeadlineExceeded, match=r"the swarm at http://127.0.0.1:\d+, which has no workers,"):
         bench.step()
 
 
@@ -153,7 +153,7 @@ def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_an
     late.join()
     where = f"the swarm at {bench.url}, which no worker has joined"
     assert re.fullmatch(rf"no worker for \d+ s: {where}; the run waits \(swarm.no_worker_timeout_s\)", bench.said[0])
-    bench.wait_for_said("workers are there again")
+    bench.wait_for_said("workers have joined again")
 
 
 def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatch):
@@ -168,10 +168,10 @@ def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatc
         nonlocal times
         if not worker.is_over:
             worker.kill()
-            wait_until(lambda: "is cut off" in bench.port.name, "the hub's notice")
+            wait_until(lambda: "is disconnected" in bench.port.name, "the hub's notice")
             times = itertools.count(0.0, 4.0)
 
-    with pytest.raises(DeadlineExceeded, match=r"the swarm of 1 workers \(workers#0 is cut off"):
+    with pytest.raises(DeadlineExceeded, match=r"the swarm of 1 workers \(workers#0 is disconnected"):
         bench.controller.next_batch(on_judged=kill)
 
 
@@ -224,7 +224,7 @@ def test_a_wedged_worker_is_taken_for_dead_and_its_work_goes_on_elsewhere(make):
     stuck.engine.token_s = 3.0
     for _ in range(3):
         bench.step()
-    bench.wait_for_said("made no token")
+    bench.wait_for_said("generated no token")
     stuck.engine.token_s = 0.002
     bench.step()
     bench.assert_sound()

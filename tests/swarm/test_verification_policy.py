@@ -196,7 +196,7 @@ def test_what_trusted_workers_wrote_is_released_where_it_cannot_be_checked():
     released, warned = found.handle(CheckFailed((check.case,), "no memory"))
     assert released == ReleaseTrajectory((9, 0, 0))
     assert isinstance(warned, WarnUser)
-    assert "not inspected: no memory; 0 of them are made again, 1 are used" in warned.text
+    assert "could not be checked: no memory; 0 of them are generated again, 1 are used" in warned.text
     assert found.handle(CheckFailed((check.case,), "again")) == []
 
 

@@ -154,10 +154,10 @@ def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is
     assert office.remade == [(9, 1, 0)] * 2
     assert office.released == [(9, 1, 0)]
     assert office.verifier.verification_policy.num_unchecked == 3
-    assert [re.sub(r"^.*: its", "its", text) for text in office.said] == [
-        "its verdict has not come in time; 1 of them are made again, 0 are used as they are; 1 so far ([inspection])",
-        "its verdict has not come in time; 1 of them are made again, 0 are used as they are; 2 so far ([inspection])",
-        "its verdict has not come in time; 0 of them are made again, 1 are used as they are; 3 so far ([inspection])",
+    assert [re.sub(r"^.*in time; ", "", text) for text in office.said] == [
+        "1 of them are generated again, 0 are used unchecked; 1 so far ([inspection])",
+        "1 of them are generated again, 0 are used unchecked; 2 so far ([inspection])",
+        "0 of them are generated again, 1 are used unchecked; 3 so far ([inspection])",
     ]
     office.script.forged["1/0"] = 0.5
     office.script.may_score.set()
@@ -221,7 +221,7 @@ def test_versions_that_are_kept_no_more_cannot_be_checked_and_nobody_is_accused(
     assert office.script.loaded == []
     assert office.quarantine_records == []
     assert office.remade == [(9, 1, 0)]
-    assert "none of their versions is kept any more" in office.said[0]
+    assert "none of its versions is kept any more" in office.said[0]
 
 
 def test_the_quarantine_survives_a_restart(office, tmp_path):
@@ -306,7 +306,7 @@ def test_a_worker_that_drops_its_key_takes_its_token_with_it_after_three(office)
         office.verifier.violated(author(worker, token="one"), "nonsense", "a report")
         assert reason(office, "next", token="one") is None
     office.verifier.violated(author("c", token="one"), "more nonsense", "a report")
-    said = "in quarantine: 3 workers of this token are; the last: more nonsense"
+    said = "in quarantine: 3 workers of this token are quarantined; the last: more nonsense"
     assert reason(office, "next", token="one") == said
     assert reason(office, "next", token="two") is None
     assert not office.finish(1, (author("next", token="one"), 0, LENGTH)), "nothing of it is taken any more"

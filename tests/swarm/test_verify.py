@@ -221,7 +221,9 @@ def test_one_token_just_beyond_the_tolerance_convicts_nobody_and_one_far_beyond_
     assert judge([made([0.0] * 39 + [0.49])], LOOSE).outcome is CheckOutcome.HONEST
     found = judge([made([0.0] * 39 + [0.51])], LOOSE)
     assert (found.outcome, found.test, found.worst_place) == (CheckOutcome.BAD, "logprob", 39)
-    assert found.reason.startswith("trajectory 4/2: token 39 (id 5) under version 3 is reported with the logprob -0.49")
+    assert found.reason.startswith(
+        "trajectory 4/2: token 39 (id 5) under version 3 was reported with the logprob -0.49"
+    )
     found = judge([made([0.0] * 3, [0.0, 1.1, 0.0])], LOOSE)
     assert (found.outcome, found.test, found.worst_place) == (CheckOutcome.BAD, "draw", 1)
 
@@ -419,4 +421,4 @@ def test_strangers_with_draws_that_cannot_be_checked_are_taken_where_the_recipe_
     assert unseen_draws(WorkerClass("c", "float32", "embedded"), "embedded") is None
     assert unseen_draws(WorkerClass("c", "float32", "embedded"), "vllm") is None
     assert unseen_draws(VLLM, "vllm") is None
-    assert "engine vllm draws cannot be checked" in unseen_draws(VLLM, "embedded")
+    assert "the draws of the engine vllm cannot be checked" in unseen_draws(VLLM, "embedded")

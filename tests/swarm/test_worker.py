@@ -36,7 +36,7 @@ def test_a_worker_that_finds_no_hub_gives_up_when_its_patience_ends_and_says_whi
         worker = SwarmWorker(options, lambda *_: pytest.fail("there is nothing to build an engine for"))
         loop = HandClock()
         with (
-            pytest.raises(DeadlineExceeded, match=f"no hub at {url} for 120 s"),
+            pytest.raises(DeadlineExceeded, match=f"no hub has answered at {url} for 120 s"),
             asyncio.Runner(loop_factory=lambda: loop) as controller,
         ):
             controller.run(worker.run())

@@ -1,6 +1,6 @@
-"""Access to a hub: tokens, quarantine, rate limits, and what a run requires of its workers.
+"""Access control of a hub: tokens, quarantine, rate limits, and the requirements of a run for its workers.
 
-Used by the workers' WebSocket (`hub.py`) and by the HTTP routes (`http_routes.py`). Runs in the hub's thread.
+Used by the workers' WebSocket (`hub.py`) and the HTTP routes (`http_routes.py`), in the hub's thread.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.verify import Calibration, unseen_draws
 
 REQUESTS_PER_S = 4000.0
-"""Messages and requests per second of one token; further ones are delayed."""
+"""Messages and requests per second of one token. Requests beyond this rate are delayed."""
 BURST = 8000.0
 
 
 class Unwanted(Exception):
-    """A worker with a valid token that does not meet the run's requirements."""
+    """Raised for a worker with a valid token that does not meet the run's requirements."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequirements:
-    """What a run requires of a worker in addition to a token."""
+    """The requirements of a run for a worker, in addition to a token."""
 
     dtype: str
-    """Of its engine."""
+    """Dtype of the worker's engine."""
     engine: str
-    """Kind of engine."""
+    """Kind of engine that the recipe names."""
     on_new_version: str
     calibration: Calibration
 
     def refusal(self, hello: Hello, grant: AccessGrant) -> str | None:
         """Return why a worker cannot be used for the run, or None."""
         if self.on_new_version == "keep" and not grant.is_trusted:
-            return 'on_new_version = "keep" is for trusted workers: baton token create --role worker --trusted'
+            made = "create their token with baton token create --role worker --trusted"
+            return f'on_new_version = "keep" is only for trusted workers: {made}'
         if hello.worker_class.dtype != self.dtype:
-            return f"this run generates in {self.dtype}, not in {hello.worker_class.dtype}"
+            return f"the worker generates in {hello.worker_class.dtype}, but this run requires {self.dtype}"
         if grant.is_trusted:
             return None
         return unseen_draws(hello.worker_class, self.engine) or self.calibration.refusal(hello.worker_class)
@@ -69,10 +70,10 @@ class AccessControl:
         self._requirements = requirements
         self._rate = RateLimit(REQUESTS_PER_S, BURST)
         self.denied = 0
-        """Refused requests."""
+        """Number of refused requests."""
 
     def admit(self, request: web.Request, roles: Collection[Role]) -> AccessGrant:
-        """Return the grant of a request. Raises HTTPUnauthorized or HTTPForbidden, and records the refusal in the audit
+        """Return the grant of a request. Raises HTTPUnauthorized or HTTPForbidden, and writes the refusal to the audit
         log."""
         header = request.headers.get("Authorization")
         refusals: list[Denied] = []
@@ -98,7 +99,8 @@ class AccessControl:
         raise kind(text=denied.reason)
 
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
-        """Return why a connected worker must be disconnected, or None: its token may have expired or be quarantined."""
+        """Return why a connected worker must be disconnected, or None. Its token may have expired or have been revoked,
+        or the worker may be quarantined."""
         reason = self.quarantine.reason(grant, worker)
         denied = Denied(401, "the token is no longer valid", grant.label)
         if reason is not None:
@@ -112,7 +114,7 @@ class AccessControl:
         return denied.reason
 
     def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
-        """Return a worker's id and its key; a new key unless it presents a known one. Raises Unwanted."""
+        """Return a worker's id and key. A worker that presents no known key gets a new one. Raises Unwanted."""
         refusal = None if self._requirements is None else self._requirements.refusal(hello, grant)
         if refusal is not None:
             raise Unwanted(refusal)
@@ -125,5 +127,5 @@ class AccessControl:
         return worker, key
 
     def delay_s(self, grant: AccessGrant) -> float:
-        """Return how long a message or request of a token must be delayed."""
+        """Return the seconds by which a message or request of a token must be delayed."""
         return self._rate.delay_s(grant.digest, time.monotonic())

@@ -1,12 +1,12 @@
-"""Which connections a listening process keeps, and how much one caller may use. No socket, no clock.
+"""Decides which connections a listening process keeps, and how much one caller may use. Uses no socket and no clock.
 
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
                   └──▶ evicted: too many strangers, or no token in time
 
 Connections without a token ("strangers") have a limit of their own. At the limit, the oldest stranger of the address
-with the most strangers is evicted: a caller that opens many connections loses its own, and callers without a token
-cannot block callers with one. A token may use a share of the connections with a token, and only the run's owner
-(admins, trusted workers) may use the last quarter.
+with the most strangers is evicted. A caller that opens many connections therefore loses its own, and callers without a
+token cannot block callers with a token. Each token may use a share of the connections with a token. Only the run's
+owner (admins, trusted workers) may use the last quarter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CONNECTIONS = 4096
 MAX_RESERVE = 1024
 """Upper bound on the file descriptors reserved for the process's own use."""
 AUTHENTICATE_S = 30.0
-"""A connection without a valid token is closed after this time, which includes the TLS handshake and headers."""
+"""Seconds after which a connection without a valid token is closed, including the TLS handshake and the headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class ConnectionLimits:
 
     strangers: int
     untrusted: int
-    """With a valid token that is not the owner's."""
+    """Connections with a valid token that is not the owner's."""
     untrusted_per_token: int
     known: int
-    """With any valid token."""
+    """Connections with any valid token."""
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Divide the descriptors that a process may open (RLIMIT_NOFILE), after a reserve for its own files."""
+        """Divide the file descriptors that a process may open (RLIMIT_NOFILE), after a reserve for its own files."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)
@@ -49,13 +49,13 @@ class Admission:
     _strangers: dict[str, dict[int, float]] = field(default_factory=dict)
     """Address → connection → arrival time; the oldest first."""
     _addresses: dict[int, str] = field(default_factory=dict)
-    """Connection → address, for strangers."""
+    """Address of each stranger, by connection."""
     _known: dict[int, str] = field(default_factory=dict)
-    """Connection → key of the untrusted token; empty for the owner's."""
+    """Key of the untrusted token of each connection; empty for the owner's connections."""
     _per_token: Counter[str] = field(default_factory=Counter)
 
     def arrive(self, connection: int, address: str, now_s: float) -> int | None:
-        """Add a connection; return the stranger that must be evicted for it, if any."""
+        """Add a connection. Return the stranger that must be evicted for it, or None."""
         address, evicted = network_of(address), None
         if len(self._addresses) >= self.places.strangers:
             most = max(self._strangers.values(), key=lambda ones: (len(ones), -next(iter(ones.values()))))
@@ -67,14 +67,15 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection to a token; return why it is refused, or None. A refused connection stays a stranger."""
+        """Count a connection towards its token. Return why the connection is refused, or None; a refused connection
+        stays a stranger."""
         if connection in self._known:
             return None
         if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
-            return f"this token has {self.places.untrusted_per_token} connections, which is all it may have"
+            return f"this token has reached its limit of {self.places.untrusted_per_token} connections"
         is_full = not is_owner and self._per_token.total() >= self.places.untrusted
         if is_full or len(self._known) >= self.places.known:
-            return "all places for callers with a token are taken: try again"
+            return "all connections for callers with a token are in use: try again"
         self.leave(connection)
         self._known[connection] = "" if is_owner else key
         if not is_owner:
@@ -82,7 +83,7 @@ class Admission:
         return None
 
     def is_known(self, connection: int) -> bool:
-        """Whether a connection has presented a valid token."""
+        """Return whether a connection has presented a valid token."""
         return connection in self._known
 
     def leave(self, connection: int) -> None:
@@ -98,36 +99,33 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """The connection to evict when the process has no file descriptor left."""
+        """Return the connection to evict when the process has no file descriptor left."""
         return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
 
     def overdue(self, now_s: float) -> list[int]:
-        """Connections that have presented no valid token in time."""
+        """Return the connections that have not presented a valid token in time."""
         since = ((one, at_s) for ones in self._strangers.values() for one, at_s in ones.items())
         return [one for one, at_s in since if now_s - at_s > AUTHENTICATE_S]
 
 
 @dataclass(slots=True)
 class RateLimit:
-    """A token bucket per key. Requests beyond the rate are delayed, not refused.
-
-    No request is lost, and a queue that builds up while this process is paused has no further consequence.
-    """
+    """A token bucket for each key. Requests beyond the rate are delayed, not refused, so no request is lost."""
 
     per_s: float
     burst: float
     _full_s: dict[str, float] = field(default_factory=dict)
-    """Key → time at which its bucket is full again."""
+    """Time at which each key's bucket is full again."""
 
     def delay_s(self, key: str, now_s: float) -> float:
-        """Take one token; return how long to wait before the request may proceed."""
+        """Take one token from a bucket. Return the seconds to wait before the request may proceed."""
         full_s = max(self._full_s.get(key, now_s), now_s) + 1 / self.per_s
         self._full_s[key] = full_s
         return max(0.0, full_s - now_s - self.burst / self.per_s)
 
 
 def network_of(address: str) -> str:
-    """Return the network of one subscriber: an IPv4 address, or the /64 of an IPv6 address."""
+    """Return the network of one subscriber: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:

@@ -3,7 +3,7 @@
 GET /model                         configuration and tokenizer; role worker, relay
 GET /weights/manifest/LINEAGE/N    a version's manifest; role worker, relay
 GET /weights/chunk/DIGEST          a chunk; role worker, relay
-GET /relay?url=URL                 a relay announces itself; role relay
+GET /relay?url=URL                 announces a relay; role relay
 GET /status, /metrics              JSON, Prometheus; role admin
 GET /health                        "ok"; no token needed
 """
@@ -70,8 +70,8 @@ class HttpRoutes:
             url = check_url(url, is_insecure=True)
             if url.startswith("http:") and listen.certificate is not None and not listen.is_insecure:
                 raise UserError(
-                    f"the relay's URL is {url}, but its hub uses TLS, so its workers use no plain http: give the relay "
-                    "a certificate, or start the hub with --insecure where the network is private"
+                    f"the relay's URL is {url}, but its hub uses TLS, so its workers refuse plain http: give the relay "
+                    "a certificate, or start the hub with --insecure if the network is private"
                 )
         except UserError as error:
             raise web.HTTPBadRequest(text=str(error)) from error

@@ -1,7 +1,7 @@
-"""The hub: one port, where workers receive leases and weights and send reports.
+"""The hub: a server on one port, where workers receive leases and weights and send reports.
 
     GET /worker                        WebSocket (messages.py); role worker
-    everything else                    http_routes.py
+    all other routes                   http_routes.py
 
 | task       | consumes          | produces                      | waits for       | unblocked by          |
 |------------|-------------------|-------------------------------|-----------------|-----------------------|
@@ -9,8 +9,8 @@
 | sender     | a worker's queue  | frames                        | the socket      | its deadline          |
 | ticker     | the clock         | ticks                         | the next second | the clock             |
 
-All tasks run in one event loop in a thread of its own: no locks are needed, and a long train step does not block them.
-The controller's thread uses `call`. Delays of the loop do not count against the workers.
+All tasks run in one event loop in a separate thread. They need no locks, and a long train step does not block them. The
+controller's thread uses `call`. Delays of the loop do not count against the workers.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ class _Counters:
     bytes_out: int = 0
     malformed: int = 0
     loop_delay_s: float = 0.0
-    """Maximum so far."""
+    """Maximum delay of the event loop since the start."""
     by_route: dict[str, int] = field(default_factory=dict)
 
     def sent(self, route: str, num_bytes: int) -> None:
-        """Count bytes sent."""
+        """Add sent bytes to a route's counter."""
         self.bytes_out += num_bytes
         self.by_route[route] = self.by_route.get(route, 0) + num_bytes
 
 
 class Hub:
-    """The event loop, its thread, and every connection."""
+    """The server: its event loop, its thread and its connections."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Hub:
         say: Callable[[str], None],
         worker_supervisor: WorkerSupervisor | None = None,
     ) -> None:
-        """worker_supervisor: gives the weights of the workers that it has started."""
+        """worker_supervisor: provides the weights of the workers that it has started."""
         self.access, self.welcome, self.broker, self.verifier = access, welcome, broker, verifier
         self.say, self._worker_supervisor = say, worker_supervisor
         self.listen = access.listener.listen
@@ -107,18 +107,18 @@ class Hub:
         """Messages for the controller."""
         self.peers: dict[int, Peer] = {}
         self._authors: dict[int, SegmentAuthor] = {}
-        """By worker number, also of workers that have left."""
+        """Author records by worker number, including workers that have left."""
         self._commands: deque[BrokerCommand] = deque()
         self._is_executing = False
         self.counters = _Counters()
         self.want: Want | None = None
         self.relays = RelayList()
         self.versions: dict[int, PolicyVersion] = {}
-        """Versions that were published and that workers may still serve, by number."""
+        """Published versions that workers may still serve, by number."""
         self.slots = 0
-        """Slots of all connected workers; read by the controller's thread."""
+        """Number of slots of all connected workers; read by the controller's thread."""
         self._by_worker: dict[str, int] = {}
-        """Id of a worker → its number."""
+        """Number of each worker, by worker id."""
         self._next_worker = 0
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -133,12 +133,12 @@ class Hub:
     # ---- from other threads ------------------------------------------------------------------------------------------
 
     def start(self, routes: Iterable[web.RouteDef] = ()) -> int:
-        """Start to listen and return the port. routes: for plain HTTP. Raises UserError if the address is not
+        """Start to listen and return the port. routes: plain HTTP routes. Raises UserError if the address is not
         available."""
         self._app.add_routes(routes)
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
-            raise DeadlineExceeded(f"the hub did not begin to listen at {self.listen.host} in {START_DEADLINE_S:.0f} s")
+            raise DeadlineExceeded(f"the hub did not listen at {self.listen.host} within {START_DEADLINE_S:.0f} s")
         if self._fault is not None or self._port is None:
             at = f"{self.listen.host}:{self.listen.port}"
             raise UserError(f"--serve {at}: the hub cannot listen there: {self._fault}") from self._fault
@@ -146,12 +146,14 @@ class Hub:
 
     @property
     def port(self) -> int | None:
-        """The port that it listens on; None before it listens."""
+        """Port that the hub listens on; None before it listens."""
         return self._port
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run an action in the hub's thread; actions run in order. Raises the error that ended the hub, if any. An
-        error of the action ends the hub."""
+        """Run an action in the hub's thread, in the order of the calls. An error of the action ends the hub.
+
+        Raises the error that ended the hub, if any.
+        """
         self.check()
         self._loop.call_soon_threadsafe(self._do, action)
 
@@ -170,7 +172,8 @@ class Hub:
             self._thread.join(START_DEADLINE_S)
 
     def gone(self, name: str, cause: str) -> None:
-        """The run's own workers with a token have ended: end their leases at once. From any thread."""
+        """End the leases of the run's own workers with a token, because these workers have ended. May be called from
+        any thread."""
 
         def action() -> None:
             for worker in self._own_workers(name):
@@ -180,7 +183,7 @@ class Hub:
         self.call(action)
 
     def weigh(self, name: str, weight: float) -> None:
-        """Change the weight of the run's own workers with a token. From any thread."""
+        """Change the weight of the run's own workers with a token. May be called from any thread."""
 
         def action() -> None:
             for worker in self._own_workers(name):
@@ -193,9 +196,8 @@ class Hub:
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
         """Execute the broker's commands in order.
 
-        A command that results from another one, such as a disconnection because a queue is full, is executed after
-        those
-        that already wait.
+        A command can result in further commands, such as a disconnection because a queue is full. They are executed
+        after the waiting commands.
         """
         self._commands.extend(commands)
         if self._is_executing:
@@ -226,15 +228,16 @@ class Hub:
                 assert_never(command)
 
     def release(self, key: Key) -> None:
-        """Finish a trajectory that was held back, so that it can be trained on."""
+        """Release a held trajectory for training."""
         self.execute(self.broker.release(key))
 
     def remake(self, key: Key) -> None:
-        """Have a trajectory that was held back generated again."""
+        """Revoke a held trajectory, so that it is generated again."""
         self.execute(self.broker.remake(key))
 
     def quarantined(self, quarantine_record: QuarantineRecord) -> None:
-        """Disconnect a worker, or all workers of its token, and have its untrained trajectories generated again."""
+        """Disconnect a quarantined worker, or all workers of a quarantined token, and revoke their untrained
+        trajectories."""
         self.say(f"worker {quarantine_record.shown} is in quarantine: {quarantine_record.verdict.reason}")
         reasons = {n: self.access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -244,7 +247,7 @@ class Hub:
         self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
 
     def relay_announced(self, url: str) -> None:
-        """Add a relay; a new one is announced to the workers at once."""
+        """Add a relay, and announce a new relay to the workers at once."""
         if self.relays.announce(url):
             self.say(f"relay {url} joined")
             if self.want is not None:
@@ -259,11 +262,11 @@ class Hub:
             self.send(peer.number, want)
 
     def send(self, worker: int, message: FromHub) -> None:
-        """Queue a message for a worker. No effect if it is not connected; a worker whose queue is full is
+        """Queue a message for a worker. No effect if the worker is not connected. A worker whose queue is full is
         disconnected."""
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
-            self.disconnect(worker, "takes nothing off its connection")
+            self.disconnect(worker, "does not read its messages")
             self.execute(self.broker.leave(worker, "too slow a connection"))
 
     def disconnect(self, worker: int, cause: str, *, is_final: bool = False) -> None:
@@ -291,7 +294,7 @@ class Hub:
     def _do(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001  # as above: no other code handles it
+        except Exception as error:  # noqa: BLE001  # any error must reach the controller's thread
             self._fault = self._fault or error
             self._stopping.set()
 
@@ -327,20 +330,20 @@ class Hub:
             self.verifier.tick(delay_s)
 
     def _recheck(self, peer: Peer) -> None:
-        """Disconnect a worker whose token has expired, was revoked or is quarantined."""
+        """Disconnect a worker if its token has expired or was revoked, or if the worker is quarantined."""
         reason = self.access.recheck(peer.grant, peer.worker, peer.address)
         if reason is not None:
             self.disconnect(peer.number, reason, is_final=True)
             self.execute(self.broker.leave(peer.number, "token"))
 
     def _violated(self, worker: int, sentence: str) -> None:
-        """Called when a report could not come from a correct worker."""
+        """Quarantine the author of a report that a correct worker cannot send."""
         if self.verifier.violated(self._authors[worker], sentence, f"a report of worker {worker}") is None:
             self.disconnect(worker, sentence, is_final=True)
             self.execute(self.broker.leave(worker, "in quarantine"))
 
     def _own_workers(self, name: str) -> list[int]:
-        """Numbers of the run's own workers with a token; a foreign token may have the same name."""
+        """Return the numbers of the run's own workers with a token. Tokens of other owners may have the same name."""
         grants = ((peer.number, peer.grant) for peer in self.peers.values())
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
@@ -363,7 +366,7 @@ class Hub:
         return socket
 
     async def _converse(self, line: WorkerConnection, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
-        """Process a worker's messages until it leaves or is disconnected."""
+        """Process a worker's messages until the worker leaves or is disconnected."""
         peer: Peer | None = None
         try:
             hello = await line.read_hello(self.say)
@@ -378,7 +381,7 @@ class Hub:
                 if message is None:
                     return
                 self._on_message(peer, message)
-        except ReceiveTimeout as error:  # not evidence of a faulty worker: it may join again at once
+        except ReceiveTimeout as error:  # no evidence of a faulty worker: it may join again at once
             self._complain("silent", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=False))
             if peer is not None and peer.outgoing is outgoing:
@@ -393,8 +396,8 @@ class Hub:
         except Unwanted as error:
             self._complain("unwanted", error, grant, address)
             outgoing.put(Rejected(str(error), is_final=True))
-        except Exception as error:  # noqa: BLE001  # no message may end the hub, only its sender's connection
-            cause = f"what it said cannot be dealt with: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001  # an invalid message may end only its sender's connection
+            cause = f"its message cannot be processed: {type(error).__name__}: {error}"
             self._complain("fault", error, grant, address)
             if peer is not None:
                 self.disconnect(peer.number, cause)
@@ -410,7 +413,7 @@ class Hub:
     def _seat(self, hello: Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
         """Register a worker, or restore its registration after a reconnection."""
         if hello.model_digest != self.welcome.model_digest:
-            raise Malformed(f"it was built for another model ({hello.model_digest[:12]})")
+            raise Malformed(f"the worker was built for another model ({hello.model_digest[:12]})")
         worker, key = self.access.identify(hello, grant)
         if key != hello.key:
             outgoing.put(Admitted(key))
@@ -420,7 +423,7 @@ class Hub:
         known = self.peers.get(self._by_worker.get(worker, -1))
         if known is not None:
             if known.outgoing is not None:
-                known.outgoing.close()  # the old connection is dead, but its end has not been detected yet
+                known.outgoing.close()  # the old connection has ended, but the hub has not detected the end yet
             known.outgoing, known.hello, known.address = outgoing, hello, address
             peer = known
         else:
@@ -443,13 +446,14 @@ class Hub:
         return peer
 
     def _cut(self, peer: Peer) -> None:
-        """Handle the end of a connection: the worker is granted nothing new; its leases remain until it times out."""
+        """Handle the end of a connection. The worker gets no new leases, and keeps its leases until its heartbeat
+        timeout."""
         peer.outgoing = None
         self._count_slots()
-        # else its end has been reported already
+        # otherwise the end has already been reported
         if self.peers.get(peer.number) is peer and not self._stopping.is_set():
             count = self.broker.num_leases(peer.number)
-            its = f"its {count} leases wait for it to come back, then go to others" if count else "it held no leases"
+            its = f"its {count} leases go to other workers unless it reconnects" if count else "it held no leases"
             self.say(f"worker {peer.name}: connection lost; {its}")
         self.execute(self.broker.heartbeat(peer.number, None, peer.stats.decoded_tokens))
 
@@ -481,7 +485,8 @@ class Hub:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of a version that this process published, if the digest is equal; None for any other."""
+        """Return the number of a version that this process has published with the same digest; None for any other
+        version."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

@@ -1,4 +1,4 @@
-"""The listening socket of a hub or a relay: every connection is counted from accept to close.
+"""The listening socket of a hub or a relay. Every connection is counted from accept to close.
 
 | task     | consumes           | produces                        | waits for       | unblocked by                |
 |----------|--------------------|---------------------------------|-----------------|-----------------------------|
@@ -6,7 +6,7 @@
 | greeter  | one new connection | a served connection, after TLS  | the handshake   | its deadline, an eviction   |
 | sweeper  | the clock          | closed connections              | the next second | the clock                   |
 
-`admission.py` decides which connections are kept. The HTTP server sees a connection only after TLS, so it cannot count
+`admission.py` decides which connections are kept. The HTTP server gets a connection only after TLS, so it cannot count
 connections that never finish the handshake.
 """
 
@@ -28,31 +28,31 @@ from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimit
 from baton.swarm.listen import ListenAddress
 
 KEEP_ALIVE_S = 30.0
-"""An idle connection of a known caller is closed after this time; a stranger's connection is closed after each
+"""Seconds after which an idle connection with a token is closed. A stranger's connection is closed after each
 response."""
 ACCEPTED_AT_ONCE = 4
-"""Connections accepted before other tasks run: few, so that a new connection can authenticate before later ones evict
-it."""
+"""Number of connections accepted before other tasks run. The number is small, so that a new connection can authenticate
+before later connections evict it."""
 FAILED_ACCEPT_PAUSE_S = 0.1
 TLS_GOODBYE_S = 2.0
 SWEEP_S = 1.0
 MAX_FILES = 65_536
-"""The soft limit on open files is raised to this, if the hard limit allows it."""
+"""Value to which the soft limit on open files is raised, if the hard limit allows it."""
 _NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class HubListener:
-    """One listening address. Runs in the thread of its event loop."""
+    """The sockets and connections of one listening address. Runs in the thread of its event loop."""
 
     def __init__(self, listen: ListenAddress) -> None:
         self.listen = listen
         self.turned_away = 0
-        """Connections closed because there were too many or because they presented no valid token in time."""
+        """Number of connections closed because of a limit, or because they presented no valid token in time."""
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
-        """By file descriptor, as all connections in this module."""
+        """Connections by file descriptor, which identifies connections throughout this module."""
         self._transports: dict[int, asyncio.Transport] = {}
-        """Transports of connections that have finished TLS."""
+        """Transports of the connections that have finished TLS."""
         self._controller: web.AppRunner | None = None
         self._listening: list[socket.socket] = []
         self._acceptors: list[asyncio.Task[None]] = []
@@ -92,7 +92,8 @@ class HubListener:
             await asyncio.wait(self._greeters, timeout=1.0)
 
     def identify(self, request: web.Request, key: str, *, is_owner: bool = False) -> None:
-        """Count a request's connection to a token. Raises HTTPServiceUnavailable if the token has reached its limit."""
+        """Count a request's connection towards a token. Raises HTTPServiceUnavailable if the token has reached its
+        limit."""
         fd = _fd_of(request)
         refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
         if refusal is not None:
@@ -105,7 +106,7 @@ class HubListener:
             for _ in range(ACCEPTED_AT_ONCE):
                 try:
                     accepted, address = await loop.sock_accept(listening)
-                # the caller is gone, or no file descriptor is left although some were reserved
+                # the caller has disconnected, or no file descriptor is left although some were reserved
                 except OSError as error:
                     if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
                         self._turn_away(oldest)
@@ -123,9 +124,9 @@ class HubListener:
             await asyncio.sleep(0)
 
     async def _greet(self, connection: _Connection, tls: ssl.SSLContext | None) -> None:
-        assert self._controller is not None, "the door is closed"
-        assert self._controller.server is not None, "the door is closed"
-        with suppress(OSError):  # no handshake, or not in time; asyncio has closed the connection
+        assert self._controller is not None, "the listener is closed"
+        assert self._controller.server is not None, "the listener is closed"
+        with suppress(OSError):  # the handshake failed or timed out; asyncio has closed the connection
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 self._controller.server,
                 connection,
@@ -145,7 +146,7 @@ class HubListener:
             reset(self._transports[fd])
         elif fd in self._connections:
             with suppress(OSError):  # the peer has disconnected
-                self._connections[fd].shutdown(socket.SHUT_RDWR)  # its handshake fails, which closes it
+                self._connections[fd].shutdown(socket.SHUT_RDWR)  # the handshake fails, which closes the connection
 
     def _closed(self, fd: int) -> None:
         self._admission.leave(fd)
@@ -162,7 +163,7 @@ class HubListener:
     async def _close_strangers(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Close connections without a valid token after each response."""
+        """Close a connection without a valid token after each response."""
         try:
             response = await handler(request)
         except web.HTTPException as error:
@@ -193,7 +194,8 @@ class _Connection(socket.socket):
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """Close a connection at once and discard what the kernel still buffers for a peer that may never read it."""
+    """Close a connection at once, and discard the data that the kernel still buffers for a peer that may never read
+    it."""
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -201,7 +203,7 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise the number of files that this process may open as far as the hard limit allows, and return it."""
+    """Raise the limit on open files of this process as far as the hard limit allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -212,6 +214,6 @@ def raised_file_limit() -> int:
 
 
 def _fd_of(request: web.Request) -> int | None:
-    """File descriptor of a request's connection; None if it is closed."""
+    """Return the file descriptor of a request's connection; None if the connection is closed."""
     found = None if request.transport is None else request.transport.get_extra_info("socket")
     return None if found is None or found.fileno() < 0 else int(found.fileno())

@@ -13,7 +13,7 @@ from baton.swarm.verification.policy import QuarantineRecord
 
 
 class HubOverview:
-    """The source of `baton status`. Runs in the hub's thread."""
+    """Source of `baton status`. Runs in the hub's thread."""
 
     def __init__(self, hub: Hub, publication: Publication, progress: TrainingProgress, lineage: str) -> None:
         self._hub, self._publication, self._progress, self._lineage = hub, publication, progress, lineage

@@ -1,4 +1,4 @@
-"""What the hub knows of each worker besides its leases: identity, connection, last heartbeat."""
+"""The connected workers of a hub: identity, connection and last heartbeat of each."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
 from baton.swarm.verification.verify import WorkerClass
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""A worker is disconnected when this many bytes wait to be sent to it."""
+"""Number of unsent bytes at which a worker is disconnected."""
 FRAME_OVERHEAD = 128
-"""Memory that a queued frame takes in addition to its own bytes."""
+"""Bytes of memory that a queued frame takes in addition to its content."""
 RATE_WINDOW_S = 30.0
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """Bounded queue of frames for one worker."""
+    """A bounded queue of frames for one worker."""
 
     frames: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     num_bytes: int = 0
-    """Memory of the queued frames, including `FRAME_OVERHEAD`."""
+    """Bytes of memory of the queued frames, including `FRAME_OVERHEAD`."""
 
     def put(self, message: FromHub) -> bool:
-        """Queue a message; False if the queue is full."""
+        """Queue a message. Return False if the queue is full."""
         frame = encode(message)
         if self.num_bytes + len(frame) + FRAME_OVERHEAD > MAX_UNSENT_BYTES:
             return False
@@ -40,7 +40,7 @@ class Outgoing:
         self.frames.put_nowait(None)
 
     async def take(self) -> bytes | None:
-        """Wait for the next frame; None at the end."""
+        """Wait for the next frame and return it; None at the end."""
         frame = await self.frames.get()
         if frame is not None:
             self.num_bytes -= len(frame) + FRAME_OVERHEAD
@@ -49,7 +49,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Peer:
-    """One worker; kept across reconnections."""
+    """A worker that has joined, kept across reconnections."""
 
     number: int
     grant: AccessGrant
@@ -57,36 +57,36 @@ class Peer:
     address: str
     since_s: float
     outgoing: Outgoing | None
-    """None while it is not connected."""
+    """Queue of the current connection; None while the worker is not connected."""
     worker: str = ""
-    """Its id, from `identity.WorkerKeys`."""
+    """Id of the worker, from `identity.WorkerKeys`."""
     key: str = ""
-    """What it presents after a reconnection."""
+    """Key that the worker presents after a reconnection."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     heard_s: float = 0.0
     served: int | None = None
-    """Number of the version it serves; None unless this run has published it."""
+    """Number of the version that the worker serves; None unless this run has published it."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
-    """(time, decoded tokens) of its last heartbeats."""
+    """(time in seconds, decoded tokens) of the last heartbeats."""
 
     @property
     def name(self) -> str:
-        """For display: the name of its token, and its number."""
+        """Name shown to users: the name of the worker's token, and the worker's number."""
         return f"{self.grant.name}#{self.number}"
 
     @property
     def worker_class(self) -> WorkerClass:
-        """Determines its numerics."""
+        """Class that determines the worker's rounding."""
         return self.hello.worker_class
 
     @property
     def is_connected(self) -> bool:
-        """Whether messages can be sent to it."""
+        """True if messages can be sent to the worker."""
         return self.outgoing is not None
 
     @property
     def stats(self) -> EngineStats:
-        """Its engine's counters."""
+        """Counters of the worker's engine."""
         return self.heartbeat.stats
 
     def beat(self, heartbeat: Heartbeat, now_s: float) -> None:
@@ -97,7 +97,7 @@ class Peer:
             self.rates.popleft()
 
     def tokens_per_s(self) -> float:
-        """Decoded tokens per second over the last heartbeats."""
+        """Return the decoded tokens per second over the last `RATE_WINDOW_S`."""
         if len(self.rates) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self.rates[0], self.rates[-1]

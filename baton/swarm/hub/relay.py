@@ -1,11 +1,11 @@
-"""A relay: serves weights that it has fetched from the hub, so that the hub sends each version once per site.
+"""A relay between a hub and the workers of one site, so that the hub sends each version once per site.
 
     hub ──chunk, once──▶ relay ──chunk──▶ worker, worker, worker …
 
-Nothing is mirrored in advance: a chunk that a worker requests is fetched from the hub, verified, cached up to a bound,
-and sent. A worker verifies every chunk against its digest whatever the source, so a relay can withhold weights but not
-forge them. The hub sends workers the URLs of relays and a secret that they present there: a relay never sees a worker's
-token.
+A relay fetches a chunk from the hub when a worker requests it, verifies the chunk, caches it up to a limit, and sends
+it. A worker verifies every chunk against its digest whatever the source, so a relay can withhold weights but cannot
+forge them. The hub sends workers the URLs of its relays and a secret for their requests to relays. A relay therefore
+never receives a worker's token.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from baton.weights.storage import ByteReader
 ANNOUNCE_EVERY_S = 20.0
 RETRY_S = 2.0
 FORGET_AFTER_S = 90.0
-"""A relay that has not announced itself for this time is no longer sent to workers."""
+"""Seconds after which the hub no longer sends a relay's URL to workers if the relay has not announced itself again."""
 MAX_RELAYS = 256
 MAX_URL = 256
 MAX_MANIFESTS = 64
 MAX_FETCHES = 16
-"""Chunks fetched at once; each is in memory until it is verified."""
+"""Number of chunks fetched at once; each is in memory until it is verified."""
 T = TypeVar("T")
 
 
@@ -54,18 +54,18 @@ class RelayTicket(msgspec.Struct, frozen=True):
     """The hub's reply to a relay that announces itself."""
 
     secret: str
-    """What workers present to a relay; it changes with each start of the hub."""
+    """Secret that workers present to a relay. It changes with each start of the hub."""
 
 
 class RelayList:
-    """The relays that the hub knows."""
+    """The relays that have announced themselves to the hub."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, float] = {}
 
     def announce(self, url: str) -> bool:
-        """Add a relay or renew it; return whether it is new."""
+        """Add or renew a relay. Return whether it is new."""
         is_new = url not in self.urls()
         if is_new and len(self._seen) >= MAX_RELAYS:
             return False
@@ -73,7 +73,7 @@ class RelayList:
         return is_new
 
     def urls(self) -> tuple[str, ...]:
-        """URLs of the relays that have announced themselves recently."""
+        """Return the URLs of the relays that have announced themselves within `FORGET_AFTER_S`."""
         now_s = self._clock()
         self._seen = {url: at_s for url, at_s in self._seen.items() if now_s - at_s <= FORGET_AFTER_S}
         return tuple(self._seen)
@@ -81,13 +81,13 @@ class RelayList:
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How a relay reaches its hub, and how workers reach the relay."""
+    """The addresses and the cache of a relay."""
 
     hub: str
     headers: dict[str, str]
     listen: ListenAddress
     public_url: str | None
-    """The URL that workers use; None uses the listening address."""
+    """URL that workers use; None for the listening address."""
     cache: Path
     cache_bytes: int
     ssl: Any = None
@@ -102,9 +102,9 @@ class Relay:
         self._cache = ChunkCache(options.cache, options.cache_bytes)
         self._manifests: dict[PolicyVersion, bytes] = {}
         self._verified: set[str] = set()
-        """Digests of chunks that were correct when they were written to disk; workers compare them again."""
+        """Digests of chunks that were correct when they were written to disk. Workers verify them again."""
         self._flights: dict[str, asyncio.Task[Any]] = {}
-        """Running fetches: further requests for the same object wait for them."""
+        """Running fetches by key; further requests for the same object wait for the same fetch."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._door, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -153,8 +153,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Check a request and return the key that its download counts to: its network, since all workers present one
-        secret."""
+        """Check a request. Return the key towards which its download counts: its network, because all workers present
+        the same secret."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
@@ -170,7 +170,7 @@ class Relay:
                 body = await self._once(
                     str(version), self._fetch(manifest_url(self._options.hub, version), MAX_MANIFEST_BYTES)
                 )
-                decode_manifest(body)  # so that only a valid manifest is cached and sent
+                decode_manifest(body)  # raises for an invalid manifest, so that only valid ones are cached and sent
                 self._manifests[version] = body
                 while len(self._manifests) > MAX_MANIFESTS:
                     del self._manifests[next(iter(self._manifests))]
@@ -182,16 +182,16 @@ class Relay:
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a verified chunk, from disk if it fits there."""
+        """Return a verified chunk; its content stays on disk if the cache has room for it."""
         if digest in self._verified:
-            with suppress(OSError):  # it was evicted from the cache
+            with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest)
         async with self._fetches:
             body = await in_thread(self._cache.get, digest)
             if body is None or blake3(body).hexdigest() != digest:
                 body = await self._fetch(chunk_url(self._options.hub, digest), MAX_CHUNK_BYTES)
                 if blake3(body).hexdigest() != digest:
-                    raise WeightsFault(f"{self._options.hub} gave another chunk than {digest[:8]}")
+                    raise WeightsFault(f"{self._options.hub} sent a chunk that does not match the digest {digest[:8]}")
                 await in_thread(self._cache.put, digest, body)
             self._verified.add(digest)
             try:
@@ -203,7 +203,7 @@ class Relay:
         return await get_bounded(self._http, url, self._options.headers, limit)
 
     async def _once(self, key: str, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a fetch; concurrent requests with one key share one fetch."""
+        """Return the result of a fetch. Concurrent requests with the same key share one fetch."""
         task = self._flights.get(key)
         if task is None:
             task = self._flights[key] = asyncio.create_task(work)

@@ -1,7 +1,7 @@
-"""Sends weights to callers: reads and sends piece by piece, at the speed of the reader.
+"""Sends weights to callers in pieces, as fast as the receiver reads.
 
-Memory is bounded over all downloads, a download without progress is aborted, and each token has a limited share of the
-downloads, so that a slow reader does not block other callers.
+The memory of all downloads together is bounded, and a download without progress is aborted. Each token has a limited
+share of the downloads, so that a slow receiver does not block other callers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from baton.weights.storage import ByteReader
 MAX_DOWNLOADS = 256
 MAX_DOWNLOADS_PER_TOKEN = 64
 QUEUE_S = 20.0
-"""A request that waits longer for a download slot gets HTTP 503."""
+"""Seconds that a request waits for a download slot before it gets HTTP 503."""
 PIECE_BYTES = 2**18
 STALL_S = 30.0
-"""A connection whose reader does not accept a piece in this time is reset."""
+"""Seconds after which a connection is reset if its receiver does not accept a piece."""
 
 
 class Downloads:
@@ -36,26 +36,27 @@ class Downloads:
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[None]:
-        """Hold a download slot of a token, after waiting for it. Raises HTTPServiceUnavailable after `QUEUE_S`."""
+        """Wait for a download slot of a token and hold it. Raises HTTPServiceUnavailable after `QUEUE_S`."""
         share = self._shares.setdefault(key, asyncio.Semaphore(MAX_DOWNLOADS_PER_TOKEN))
         taken: list[asyncio.Semaphore] = []
         try:
             try:
                 async with asyncio.timeout(QUEUE_S):
-                    # the token's share first, so that its waiting requests do not hold slots that other tokens could
+                    # the token's share first: its waiting requests must not hold slots that others could
                     # use
                     for one in (share, self._places):
                         await one.acquire()
                         taken.append(one)
             except TimeoutError as error:
-                raise web.HTTPServiceUnavailable(text="too many downloads just now: try again") from error
+                raise web.HTTPServiceUnavailable(text="too many downloads are running: try again") from error
             yield
         finally:
             for one in taken:
                 one.release()
 
     async def send(self, request: web.Request, body: ByteReader) -> tuple[web.StreamResponse, int]:
-        """Send a body and return the number of bytes sent; the connection is reset if only a part was sent."""
+        """Send a body. Return the response and the number of bytes sent. If only a part was sent, reset the
+        connection."""
         response, sent_bytes = web.StreamResponse(), 0
         response.content_type, response.content_length = "application/octet-stream", body.size
         transport = request.transport
@@ -65,7 +66,7 @@ class Downloads:
                 size = min(PIECE_BYTES, body.size - sent_bytes)
                 piece = await in_thread(body.read, sent_bytes, size)
                 if not piece:
-                    raise ConnectionAbortedError("what is sent has become shorter")
+                    raise ConnectionAbortedError("the file became shorter while it was sent")
                 async with asyncio.timeout(STALL_S):
                     await response.write(piece)
                 sent_bytes += len(piece)

@@ -1,4 +1,4 @@
-"""The status of a hub, for `baton status` and Prometheus."""
+"""The status of a hub, for `baton status` and for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from prometheus_client.core import GaugeMetricFamily
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker."""
+    """The status of one worker."""
 
     name: str
     worker_class: str
     address: str
     state: str
-    """`serving`, `fetching`, `waiting` (for its first version), `cut off`."""
+    """State: `serving`, `fetching`, `waiting` (for its first version) or `cut off` (not connected)."""
     version: int | None
     slots: int
     leases: int
@@ -25,23 +25,23 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     decoded_tokens: int
     fetched_bytes: int
     fault: str
-    """Error of its last fetch; empty if it succeeded."""
+    """Error of the last fetch; empty if the fetch succeeded."""
     is_trusted: bool
     checked: int
-    """Trajectories of it that were scored again."""
+    """Number of its trajectories that were scored again."""
 
 
 class QuarantineStatus(msgspec.Struct, frozen=True):
-    """One quarantined worker."""
+    """The status of a quarantined worker."""
 
     name: str
     reason: str
     trained_steps: tuple[int, ...]
-    """Train steps whose batches contain trajectories of it."""
+    """Train steps whose batches contain trajectories of the worker."""
     num_trained: int
-    """Trajectories of it in these batches."""
+    """Number of the worker's trajectories in these batches."""
     num_revoked: int
-    """Trajectories that are generated again."""
+    """Number of trajectories that are generated again."""
 
 
 class HubStatus(msgspec.Struct, frozen=True):
@@ -50,38 +50,38 @@ class HubStatus(msgspec.Struct, frozen=True):
     run: str
     lineage: str
     version: int | None
-    """The latest published version."""
+    """Number of the latest published version; None before the first."""
     versions: tuple[int, ...]
-    """The retained versions."""
+    """Numbers of the retained versions."""
     step: int
-    """Completed train steps."""
+    """Number of completed train steps."""
     workers: tuple[WorkerStatus, ...]
     tasks: int
-    """Trajectories to be generated."""
+    """Number of trajectories that are neither finished nor aborted."""
     waiting: int
-    """Tasks without a lease."""
+    """Number of tasks without a lease."""
     wasted_tokens: Mapping[str, int]
-    """By cause."""
+    """Number of discarded tokens, by cause."""
     staleness: Mapping[str, float]
     """Share of the last batch's tokens, by staleness in versions."""
     publication: Mapping[str, float]
-    """Of the last version: bytes, density, seconds."""
+    """Bytes, density and seconds of the last published version."""
     bytes_out: Mapping[str, int]
-    """By route."""
+    """Bytes sent, by route."""
     provisioning: str
-    """The provisioning rule in a sentence."""
+    """Result of the provisioning rule as a sentence."""
     rule: Mapping[str, float]
-    """The provisioning rule in numbers."""
+    """Quantities of the provisioning rule."""
     quarantine: tuple[QuarantineStatus, ...]
     denied: int
-    """Requests without a valid token."""
+    """Number of requests without a valid token."""
     malformed: int
-    """Connections ended because of an invalid message."""
+    """Number of connections ended because of an invalid message."""
     loop_delay_s: float
-    """Maximum delay of the hub's event loop."""
+    """Maximum delay of the hub's event loop, in seconds."""
     notes: tuple[str, ...] = ()
     not_inspected: int = 0
-    """Trajectories that were selected to be scored again and could not be."""
+    """Number of trajectories that were selected to be scored again, but could not be scored."""
 
 
 class _StatusCollector:
@@ -124,7 +124,7 @@ def prometheus(status: HubStatus) -> str:
 
 
 def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label: str = "") -> Metric:
-    """samples: one value, or values by label value."""
+    """Return a gauge. samples: one value, or values by label value."""
     if not isinstance(samples, Mapping):
         return GaugeMetricFamily(f"baton_{name}", meaning, value=samples)
     gauge = GaugeMetricFamily(f"baton_{name}", meaning, labels=[label])

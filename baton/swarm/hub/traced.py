@@ -1,4 +1,4 @@
-"""The hub's events in the trace: leases, transfers of versions to workers, checks."""
+"""Records the hub's events in the trace: leases, transfers of versions to workers, and checks of trajectories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.types import Lease, Report, Retry, Trajectory
 
 
 class TracedLeaseBroker(LeaseBroker):
-    """A `LeaseBroker` that traces when leases begin and end, and when a version reaches a worker."""
+    """A `LeaseBroker` that traces the start and end of leases, and the arrival of versions at workers."""
 
     def __init__(self, table: LeaseTable, check: ReportCheck, clock: Callable[[], float], trace: LeaseTrace) -> None:
         def check_and_trace(lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
@@ -29,7 +29,7 @@ class TracedLeaseBroker(LeaseBroker):
         self._trace = trace
         self._names: dict[int, str] = {}
         self._served: dict[int, tuple[int | None, float]] = {}
-        """Worker → (version that it serves, time since when)."""
+        """(version, time since which it is served), by worker."""
 
     def join(
         self,
@@ -91,7 +91,7 @@ class TracedLeaseBroker(LeaseBroker):
 
 
 class TracedLogprobScorer(LogprobScorer):
-    """A scorer that traces its computation time."""
+    """A scorer that traces its computing time."""
 
     def __init__(self, scorer: LogprobScorer, tracer: Tracer) -> None:
         self._scorer, self._tracer = scorer, tracer

@@ -1,4 +1,4 @@
-"""The hub's end of one worker's connection: receives and sends frames, and closes within a deadline."""
+"""The hub's side of a worker's connection: receives and sends frames, and closes the connection within a deadline."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Heartbeat, Hello
 
 SEND_DEADLINE_S = 60.0
 PREPARE_DEADLINE_S = 1800.0
-"""Maximum time for a worker to fetch a base model and build its engine."""
+"""Maximum seconds for a worker to fetch a base model and to build its engine."""
 PREPARE_SILENCE_S = 120.0
-"""Maximum gap between heartbeats while preparing."""
+"""Maximum seconds between heartbeats while the worker prepares."""
 CLOSE_S = 2.0
-"""Maximum time to send the queued frames when the connection ends."""
+"""Maximum seconds to send the queued frames when the connection ends."""
 
 
 class ReceiveTimeout(Exception):
-    """Nothing arrived for too long. This is no evidence of a faulty worker: its network or its machine may be down."""
+    """Raised when no message has arrived in time. This is no evidence of a faulty worker: its network or machine may be
+    down."""
 
 
 class WorkerConnection:
@@ -39,7 +40,8 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """on_sent: called with the bytes of each frame. delay_s: returns how long to delay the frame just received."""
+        """on_sent: called with the number of bytes of each frame. delay_s: returns the seconds by which to delay the
+        frame just received."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
@@ -68,8 +70,8 @@ class WorkerConnection:
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when the connection has ended. Raises Malformed and ReceiveTimeout.
 
-        The wait is cut into slices, each of which counts as its own length only. If this process is paused, the pause
-        counts as one slice, and messages that arrived in the meantime are read in the next.
+        The wait consists of slices, each of which is measured separately. A pause of this process therefore counts as
+        one slice, and messages that arrived during the pause are read in the next slice.
         """
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
@@ -79,16 +81,16 @@ class WorkerConnection:
     async def _read(self, deadline_s: float) -> FromWorker | None:
         async with asyncio.timeout(deadline_s):  # wait_for may swallow a cancellation
             frame = await self._socket.receive()
-        await asyncio.sleep(self._delay_s())  # rate limit: nothing is read from the connection during this time
+        await asyncio.sleep(self._delay_s())  # rate limit: the hub reads no frame from the connection during this time
         if frame.type is WSMsgType.TEXT:
-            raise Malformed("a text where a message was expected")
+            raise Malformed("a text frame instead of a binary message")
         if frame.type is WSMsgType.ERROR and not isinstance(frame.data, OSError | ClientConnectionError):
-            raise Malformed(f"no message: {frame.data}")  # for example, too long
+            raise Malformed(f"not a message: {frame.data}")  # for example, too long
         return decode_from_worker(frame.data) if frame.type is WSMsgType.BINARY else None
 
     async def read_hello(self, say: Callable[[str], None]) -> Hello | None:
-        """Wait until the worker is ready; it sends heartbeats in the meantime. None if it disconnects or its engine
-        fails.
+        """Wait for the worker's Hello; while it prepares, the worker sends heartbeats. Return None if it disconnects or
+        its engine fails.
 
         Raises Malformed and ReceiveTimeout.
         """
@@ -100,7 +102,7 @@ class WorkerConnection:
                 case Heartbeat():
                     continue
                 case Fault(kind=kind, text=text):
-                    say(f"a worker could not be built: {visible(f'{kind}: {text[:500]}', keep='')}")
+                    say(f"a worker could not build its engine: {visible(f'{kind}: {text[:500]}', keep='')}")
                     return None
                 case None:
                     return None
@@ -116,7 +118,7 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Bytes that wait to be sent; 0 for a TLS transport that has ended, which has no buffer and raises
+    """Return the number of bytes that wait to be sent; 0 for a closed TLS transport, which has no buffer and raises
     AttributeError."""
     try:
         return transport.get_write_buffer_size()

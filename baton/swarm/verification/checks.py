@@ -1,8 +1,9 @@
-"""Checks of a report alone, without a model: shapes, ranges, versions, budgets, ends.
+"""Checks a report without a model: shapes, ranges, versions, budgets and ends.
 
-Pure, and strict: every engine that follows `rollout/engines/slot_table.py` passes. Repeated and late reports are a
-matter of the network; the lease broker drops them by their offset, and only reports about to be appended come here. The
-cheapest checks come first, so that an oversized report costs no more than the check of its length.
+The checks are pure functions. Every engine that follows `rollout/engines/slot_table.py` passes them. The lease broker
+drops repeated and late reports by their offset, because a correct worker may send them after a network failure. Only
+reports that are about to be appended reach these checks. The cheapest checks come first, so an oversized report costs
+only the check of its length.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from baton.rollout.engines.slot_table import StopText
 from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory
 
 MAX_LOGPROB = 1e-4
-"""A log-probability may exceed 0 by this much because of rounding."""
+"""Maximum of a reported log-probability; above 0 because of rounding."""
 MAX_SHOWN = 60
-"""Maximum characters of a worker's value in a message."""
+"""Maximum number of characters of a worker's value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,16 @@ class ReportLimits:
     """Limits that all engines of a run share."""
 
     vocabulary: int
-    """Token ids are below this."""
+    """Size of the vocabulary; token ids are below this number."""
     max_context_tokens: int
-    """Prompt plus response."""
+    """Maximum number of tokens of prompt and response together."""
     end_ids: tuple[int, ...] = ()
-    """Ids that end a trajectory, in addition to a lease's own stop_token_ids."""
+    """Ids that end a trajectory, in addition to the lease's stop_token_ids."""
     routing_bytes: int = 0
     """Bytes of routing per token; 0 if the engines report none."""
     max_segments: int = 64
-    """Per report: one per version that a worker may serve between two reports of a trajectory."""
+    """Maximum number of segments of a report. A report has one segment for each version that the worker has served
+    since the last report."""
 
 
 def check_report(
@@ -49,8 +51,8 @@ def check_report(
 ) -> str | None:
     """Return a sentence that names the violation, or None if a correct worker can have sent this report.
 
-    grown: the lease's trajectory before the report. newest_version: the newest published one. text: converts ids to
-    text, with special tokens; called only if the lease has stop strings.
+    grown: the lease's trajectory before the report. newest_version: number of the newest published version. text:
+    converts ids to text with special tokens; called only if the lease has stop strings.
     """
     budget = max_length(lease, limits)
     num_new = sum(len(segment.token_ids) for segment in report.segments)
@@ -65,25 +67,25 @@ def check_report(
 
 
 def max_length(lease: Lease, limits: ReportLimits) -> int:
-    """Number of tokens after the prompt at which a lease's trajectory ends because of its length."""
+    """Return the number of tokens after the prompt at which a lease's trajectory ends because of its length."""
     return min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
 
 
 def _wrong_place(lease: Lease, report: Report, grown: Trajectory) -> str | None:
     if report.lease_id != lease.lease_id:
-        return f"a report of lease {report.lease_id} came for lease {lease.lease_id}"
+        return f"the report names lease {report.lease_id} instead of lease {lease.lease_id}"
     if grown.finish_reason is not None:
-        return f"trajectory {grown.name} is finished ({grown.finish_reason}) and takes no more reports"
+        return f"trajectory {grown.name} is finished ({grown.finish_reason}), so a further report is not allowed"
     if report.token_offset != grown.num_tokens:
-        return f"the report begins at token {report.token_offset} of a trajectory of {grown.num_tokens}"
+        return f"the report begins at token {report.token_offset}, but the trajectory has {grown.num_tokens} tokens"
     return None
 
 
 def _too_much(report: Report, limits: ReportLimits, length: int, budget: int) -> str | None:
     if len(report.segments) > limits.max_segments:
-        return f"the report has {len(report.segments)} segments, allowed are {limits.max_segments}"
+        return f"the report has {len(report.segments)} segments; at most {limits.max_segments} are allowed"
     if report.segments and length > budget:
-        return f"the trajectory would have {length} tokens, its budget is {budget}"
+        return f"the trajectory would have {length} tokens; its budget is {budget}"
     return None
 
 
@@ -91,11 +93,13 @@ def _wrong_segments(report: Report, limits: ReportLimits) -> str | None:
     place = report.token_offset
     for segment in report.segments:
         if segment.author is not Author.POLICY:
-            return f"the segment at token {place} is by the {segment.author}; a worker reports the policy's own"
+            return (
+                f"the segment at token {place} has the author {segment.author}; a worker may report only the policy's"
+            )
         if not segment.token_ids or len(segment.token_ids) != len(segment.behavior_logprobs):
             return (
                 f"the segment at token {place} has {len(segment.token_ids)} ids and "
-                f"{len(segment.behavior_logprobs)} behavior logprobs; it needs as many, and at least one"
+                f"{len(segment.behavior_logprobs)} behavior logprobs; it needs equally many, and at least one"
             )
         if violation := _wrong_values(segment, limits, place):
             return violation
@@ -106,15 +110,15 @@ def _wrong_segments(report: Report, limits: ReportLimits) -> str | None:
 def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | None:
     for i, token in enumerate(segment.token_ids):
         if type(token) is not int or not 0 <= token < limits.vocabulary:
-            return f"token {place + i} has the id {_shown(token)}, allowed are 0 to {limits.vocabulary - 1}"
+            return f"token {place + i} has the id {_shown(token)}; allowed are 0 to {limits.vocabulary - 1}"
     for i, logprob in enumerate(segment.behavior_logprobs):
         if not (math.isfinite(logprob) and logprob <= MAX_LOGPROB):
-            return f"token {place + i} has the behavior logprob {_shown(logprob)}, allowed are finite ones up to 0"
+            return f"token {place + i} has the behavior logprob {_shown(logprob)}; allowed are finite values up to 0"
     needed = len(segment.token_ids) if limits.routing_bytes else 0
     if len(segment.routing) not in {0, needed}:
-        return f"the segment at token {place} has the routing of {len(segment.routing)} tokens, allowed are {needed}"
+        return f"the segment at token {place} has the routing of {len(segment.routing)} tokens; allowed are {needed}"
     if any(len(routing) != limits.routing_bytes for routing in segment.routing):
-        return f"the segment at token {place} has routing that is not {limits.routing_bytes} bytes for each token"
+        return f"the segment at token {place} has routing data that is not {limits.routing_bytes} bytes for each token"
     return None
 
 
@@ -123,7 +127,7 @@ def _wrong_versions(lease: Lease, report: Report, grown: Trajectory, newest_vers
     for segment in report.segments:
         version = segment.policy_version
         if lease.is_exact and version != lease.version:
-            return f"tokens of version {_shown(version)} on a lease of exactly version {lease.version}"
+            return f"tokens of version {_shown(version)} on a lease that requires exactly version {lease.version}"
         if not lease.version <= version <= newest_version:
             return (
                 f"tokens of version {_shown(version)}; the lease allows versions {lease.version} to {newest_version}"
@@ -138,7 +142,7 @@ def _wrong_versions(lease: Lease, report: Report, grown: Trajectory, newest_vers
 def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, budget: int) -> str | None:
     reason = report.finish_reason
     if reason is FinishReason.ENVIRONMENT:
-        return "finished by the environment, which is not a worker's to say"
+        return "finished by the environment, which a worker cannot report"
     if reason is not None and report.is_aborted:
         return f"both finished ({reason}) and aborted"
     ids = [token for segment in report.segments for token in segment.token_ids]
@@ -149,19 +153,19 @@ def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, 
     if at is not None and reason is not FinishReason.STOP:
         return f"the trajectory ends with the end id {ids[at]}, but is reported as {reason or 'unfinished'}"
     if reason is FinishReason.STOP and at is None and not (ids and lease.sampling.stop):
-        return "finished by stop, but its last token is no end id" + (", and there is none" if not ids else "")
+        return "finished by stop, but " + ("its last token is no end id" if ids else "the report has no token")
     if reason is FinishReason.LENGTH and length < budget:
         return f"finished by length at {length} tokens of a budget of {budget}"
     if reason is None and length >= budget:
-        return f"its budget of {budget} tokens is spent, but it is not reported as finished"
+        return f"the trajectory has used its budget of {budget} tokens, but is not reported as finished"
     return None
 
 
 def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Search for stop strings as an engine does, token by token: the first token that completes one must be the
-    last."""
+    """Search for stop strings token by token, as an engine does. The first token that completes a stop string must be
+    the last."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)
@@ -170,7 +174,7 @@ def _wrong_stop(
     for i, token in enumerate(ids):
         is_complete, is_last = watch.ends_with(token), i == len(ids) - 1
         if is_complete and not (is_last and report.finish_reason is FinishReason.STOP):
-            return f"token {report.token_offset + i} completes a stop string, but is not the last of a stopped answer"
+            return f"token {report.token_offset + i} completes a stop string, but is not the last token"
         if not is_complete and is_last and report.finish_reason is FinishReason.STOP and token not in end_ids:
             return "finished by stop, but its last token is no end id and completes no stop string"
     return None

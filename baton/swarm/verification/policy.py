@@ -1,14 +1,15 @@
-"""Decides which finished trajectories are checked, and what follows from the results. Events in, commands out.
+"""Decides which finished trajectories are checked, and acts on the results. Receives events and returns commands.
 
-    TrajectoryFinished ─┬─▶ not drawn: nothing
+    TrajectoryFinished ─┬─▶ not selected: nothing
                         └─▶ CheckTrajectory ─▶ held ──TrajectoryJudged──▶ ReleaseTrajectory, QuarantineWorker
                                                 └──CheckFailed, too late──▶ RemakeTrajectory or ReleaseTrajectory
 
-A worker that falsifies the share c of its trajectories remains undetected after n of them with probability
-(1 − p·c)^n, where p is the share that is checked. It cannot predict which ones are: the draw depends on a secret.
+If the share p of the trajectories is checked, a worker that falsifies the share c of its trajectories remains
+undetected after n of them with probability (1 − p·c)^n. The worker cannot predict which trajectories are checked,
+because the draw depends on a secret.
 
 A held trajectory is not used for training before its result, so a trajectory that fails its check is never trained on.
-A trajectory that cannot be checked is generated again, at most `MAX_REMADE` times; after that, or if all its authors
+A trajectory that cannot be checked is generated again, at most `MAX_REMADE` times. After that, or if all its authors
 are trusted, it is released.
 """
 
@@ -30,60 +31,60 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""Maximum wait for the result on a trajectory, and the addition per token."""
+"""Maximum seconds of the wait for a result: a constant, and an addition per token of the trajectory."""
 MAX_REMADE = 2
 """Maximum number of times that a trajectory that cannot be checked is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Trajectories for which these repetitions are counted."""
+"""Number of trajectories for which these repetitions are counted."""
 REMEMBERED_OPEN = 100_000
-"""Finished trajectories kept per worker until they are trained on."""
+"""Maximum number of finished trajectories of a worker that are tracked until they are trained on."""
 REMEMBERED_TRAINED = 10_000
-"""Trained trajectories listed per worker."""
+"""Maximum number of trained trajectories that are listed per worker."""
 
 
 class InspectionSettings(Settings):
-    """[inspection] how much of the workers' output is scored again."""
+    """[inspection] the share of the workers' output that is scored again."""
 
     share: float = Field(default=0.05, ge=0, le=1)
     """Share of an untrusted worker's finished trajectories that is checked."""
     trusted_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of a trusted worker's finished trajectories that is checked; these calibrate the tolerances of its
+    """Share of a trusted worker's finished trajectories that is checked. The results calibrate the tolerances of its
     class."""
     first: int = Field(default=8, ge=0)
-    """Number of a new worker's first finished trajectories that are all checked."""
+    """Number of the first finished trajectories of a new worker, all of which are checked."""
     after_suspect: int = Field(default=16, ge=0)
-    """Number of trajectories that are all checked after a suspect one."""
+    """Number of trajectories after a suspect one, all of which are checked."""
     own: bool = False
-    """Also check the workers that the run has started itself: those of `--workers`, and those of a cluster."""
+    """True to also check the workers that the run has started itself, with `--workers` or on a cluster."""
     device: str = "cpu"
     """Device on which trajectories are scored again. The default keeps the trainer's accelerator free."""
     remembered: int = Field(default=64, ge=1)
-    """Number of a worker's newest checked trajectories that are evaluated together."""
+    """Number of the newest checked trajectories of a worker that are evaluated together."""
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True):
-    """The quarantine of one worker, with the evidence."""
+    """The quarantine of a worker, with the evidence."""
 
     worker: str
-    """Its id, from `identity.WorkerKeys`."""
+    """Id of the worker, from `identity.WorkerKeys`."""
     name: str
-    """The trajectory whose check was decisive."""
+    """Name of the trajectory whose check was decisive."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """Its finished trajectories that were not trained on: they are generated again by other workers."""
+    """The worker's finished trajectories that were not trained on. Other workers generate them again."""
     trained: tuple[tuple[str, int], ...]
-    """(trajectory, train step) of those that were trained on; the newest `REMEMBERED_TRAINED`."""
+    """(trajectory, train step) of the trajectories that were trained on: the newest `REMEMBERED_TRAINED`."""
     num_trained: int
     num_checked: int
     num_finished: int
     token: str = ""
-    """Digest of its token; empty in old files, where `worker` is the token's name."""
+    """Digest of the worker's token; empty in old files, whose field `worker` contains the token's name."""
     label: str = ""
-    """Name of the worker for display."""
+    """Name of the worker shown to users."""
 
     @property
     def shown(self) -> str:
-        """For display: its label, and the id with which a quarantine is lifted."""
+        """Name shown to users: the label, and the id with which a user ends the quarantine."""
         return f"{self.label} ({self.worker})" if self.label else self.worker
 
 
@@ -91,15 +92,15 @@ class SegmentAuthor(msgspec.Struct, frozen=True):
     """The worker that generated a part of a trajectory."""
 
     worker: str
-    """Its id, from `identity.WorkerKeys`."""
+    """Id of the worker, from `identity.WorkerKeys`."""
     grant: AccessGrant
     label: str
-    """For display."""
+    """Name of the worker shown to users."""
     worker_class: WorkerClass
 
 
 Part = tuple[SegmentAuthor, int, int]
-"""(author, first token, end)"""
+"""(author, first token, end): a range of tokens that one worker generated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,13 +110,13 @@ class Case:
     key: Key
     claim: Claim
     parts: tuple[Part, ...]
-    """The parts to check."""
+    """Parts that are checked."""
     is_trusted: bool
-    """Whether all its authors are trusted: only then may it calibrate tolerances."""
+    """True if all authors are trusted. Only such a trajectory may calibrate tolerances."""
 
     @property
     def name(self) -> str:
-        """For display and for the draw."""
+        """Name of the trajectory, shown to users and used in the draw."""
         return name_of(self.key)
 
 
@@ -123,24 +124,25 @@ class Case:
 
 
 class TrajectoryFinished(msgspec.Struct, frozen=True):
-    """A trajectory is complete."""
+    """A trajectory is finished."""
 
     at_s: float
     key: Key
     claim: Claim
     parts: tuple[Part, ...]
     banned: frozenset[str] = frozenset()
-    """Quarantined workers, and workers whose token is quarantined."""
+    """Ids of the authors that are quarantined, or whose token is quarantined."""
 
 
 class TrajectoryJudged(msgspec.Struct, frozen=True):
-    """A check has results on the parts of a trajectory."""
+    """A check has returned results on the parts of a trajectory."""
 
     case: Case
     verdicts: tuple[tuple[SegmentAuthor, VerificationResult, Tolerance], ...]
-    """The tolerance is that of the author's class; the author's newest results are also evaluated together under it."""
+    """(author, result, tolerance of the author's class). The author's newest results are also evaluated together under
+    this tolerance."""
     is_whole: bool = True
-    """Whether all its versions could be scored."""
+    """True if the tokens of all versions could be scored."""
 
 
 class CheckFailed(msgspec.Struct, frozen=True):
@@ -151,7 +153,7 @@ class CheckFailed(msgspec.Struct, frozen=True):
 
 
 class ReportViolated(msgspec.Struct, frozen=True):
-    """A report violates a rule of `checks.py`; the trajectory may be unfinished."""
+    """A report violates a rule of `checks.py`. The trajectory may be unfinished."""
 
     author: SegmentAuthor
     name: str
@@ -166,7 +168,7 @@ class BatchConsumed(msgspec.Struct, frozen=True):
 
 
 class QuarantineLifted(msgspec.Struct, frozen=True):
-    """A user has ended the quarantine of workers; they are treated as new."""
+    """A user has ended the quarantine of workers, which then count as new."""
 
     workers: tuple[str, ...]
 
@@ -176,7 +178,7 @@ class VerificationTick(msgspec.Struct, frozen=True):
 
     at_s: float
     delay_s: float = 0.0
-    """Delay of this tick, which extends the deadlines of all checks."""
+    """Delay of this tick in seconds, which extends the deadlines of all checks."""
 
 
 VerificationEvent = (
@@ -193,7 +195,7 @@ VerificationEvent = (
 
 
 class CheckTrajectory(msgspec.Struct, frozen=True):
-    """Hold a trajectory back from training, and score it."""
+    """Hold a trajectory back from training and score it."""
 
     case: Case
 
@@ -229,39 +231,40 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 class _CheckedWorker:
     verdicts: deque[VerificationResult]
     checks_owed: int
-    """Number of its next finished trajectories that are checked whatever the draw."""
+    """Number of the worker's next finished trajectories that are checked without a draw."""
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)
-    """Finished, and neither trained on nor discarded."""
+    """Names of the worker's finished trajectories that are neither trained on nor discarded."""
     trained: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TRAINED))
     num_trained: int = 0
 
 
 class VerificationPolicy:
-    """The checks of one run."""
+    """The decisions about the checks of one run."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
-        """secret: the run's own, unknown to workers; the draws of a restarted hub are the same with the same secret."""
+        """secret: random bytes of the run, unknown to workers. After a restart with the same secret, the draws are the
+        same."""
         self.num_unchecked = 0
-        """Trajectories that were selected for a check, and were not checked or only in part."""
+        """Number of trajectories that were selected for a check, but were not checked or only in part."""
         self._settings = settings
         self._secret = secret
         self._workers: dict[str, _CheckedWorker] = {}
         self._owner: dict[str, str] = {}
-        """Author of each open trajectory."""
+        """Author of each open trajectory, by name."""
         self._quarantined: set[str] = set()
         self._held: dict[Key, tuple[Case, float]] = {}
-        """Trajectory → (its check, deadline of the result)."""
+        """(check, deadline in seconds) of each held trajectory."""
         self._remade: OrderedDict[Key, int] = OrderedDict()
-        """Trajectory → how many times it was generated again because it could not be checked."""
+        """Number of times that a trajectory was generated again because it could not be checked."""
 
     def restore(self, workers: Iterable[str]) -> None:
-        """Restore the quarantine from before a restart; called before the first event."""
+        """Restore the quarantine from before a restart. Called before the first event."""
         self._quarantined.update(workers)
 
     def handle(self, event: VerificationEvent) -> list[VerificationCommand]:
-        """Apply one event; return commands in the order of execution."""
+        """Apply one event and return the resulting commands in order."""
         return list(self._decide(event))
 
     def _decide(self, event: VerificationEvent) -> Iterator[VerificationCommand]:
@@ -293,7 +296,7 @@ class VerificationPolicy:
                 for key, (case, until_s) in list(self._held.items()):
                     self._held[key] = case, until_s + delay_s
                     if at_s > until_s + delay_s:
-                        yield from self._give_up([case], "its verdict has not come in time")
+                        yield from self._give_up([case], "the result did not arrive in time")
             case _:
                 assert_never(event)
 
@@ -302,7 +305,7 @@ class VerificationPolicy:
     def _finished(self, event: TrajectoryFinished) -> Iterator[VerificationCommand]:
         key, excluded = event.key, self._quarantined | event.banned
         chosen: dict[str, bool] = {}
-        for author, _, _ in event.parts:  # an author of several parts has finished one trajectory
+        for author, _, _ in event.parts:  # an author of several parts still counts as one trajectory
             if author.worker not in chosen and author.worker not in excluded and self._concerns(author.grant):
                 chosen[author.worker] = self._is_drawn(author, name_of(key)) or key in self._remade
         wanted = tuple(part for part in event.parts if chosen.get(part[0].worker))
@@ -332,12 +335,12 @@ class VerificationPolicy:
             yield RemakeTrajectory(case.key)
         names = ", ".join(case.name for case in late[:4])
         yield WarnUser(
-            f"warning: {len(late)} trajectories ({names}) were not inspected: {cause}; {remade} of them are made "
-            f"again, {len(late) - remade} are used as they are; {self.num_unchecked} so far ([inspection])"
+            f"warning: {len(late)} trajectories ({names}) could not be checked: {cause}; {remade} of them are "
+            f"generated again, {len(late) - remade} are used unchecked; {self.num_unchecked} so far ([inspection])"
         )
 
     def _is_held(self, case: Case) -> bool:
-        """Whether a result of this check decides: a trajectory that was generated again has a new check."""
+        """Return whether a result of this check still counts. A trajectory that was generated again has a new check."""
         held = self._held.get(case.key)
         return held is not None and held[0] is case
 
@@ -349,7 +352,7 @@ class VerificationPolicy:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _concerns(self, grant: AccessGrant) -> bool:
-        """Whether the workers of a token are checked; the run's own only if `own` is set."""
+        """Return whether the workers of a token are checked. The run's own workers are checked only if `own` is set."""
         return self._settings.own or not grant.is_own
 
     def _is_drawn(self, author: SegmentAuthor, name: str) -> bool:
@@ -357,7 +360,7 @@ class VerificationPolicy:
         account = self._of(author.worker)
         self._taken(name)
         self._owner[name] = author.worker
-        # no event reports trajectories of filtered groups, so the oldest are dropped
+        # trajectories of filtered groups are never reported as consumed, so the oldest ones are removed
         while len(account.open) >= REMEMBERED_OPEN:
             self._taken(next(iter(account.open)))
         account.open[name] = None
@@ -399,7 +402,7 @@ class VerificationPolicy:
         return QuarantineWorker(quarantine_record)
 
     def _taken(self, name: str) -> _CheckedWorker | None:
-        """Remove a trajectory that was trained on or never will be; return the state of its author."""
+        """Remove a trajectory that was trained on or never will be. Return the state of its author."""
         owner = self._owner.pop(name, None)
         account = None if owner is None else self._workers.get(owner)
         if account is not None:
@@ -418,6 +421,6 @@ class VerificationPolicy:
 
 
 def name_of(key: Key) -> str:
-    """Return a trajectory's name; the noise seed distinguishes evaluations."""
+    """Return a trajectory's name. The noise seed distinguishes training and evaluations."""
     noise_seed, group_id, sample_index = key
     return f"{group_id}/{sample_index}@{noise_seed}"

@@ -1,9 +1,9 @@
-"""The quarantine: a file of JSON lines in the run's directory, which survives a restart.
+"""Stores the quarantine of a run: a file of JSON lines in the run's directory, which survives a restart.
 
     hub ──QuarantineRecord──▶ quarantine.jsonl ◀──LiftRecord── baton token unquarantine
           └────────── follow, at every tick ──────┘
 
-The file is append-only. A line `LiftRecord` ends the preceding records of its workers.
+The file is append-only. A `LiftRecord` ends the earlier records of its workers.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from baton.swarm.verification.policy import QuarantineRecord
 logger = logging.getLogger(__name__)
 
 MAX_QUARANTINED = 3
-"""Number of quarantined workers of one token at which the token is quarantined: a worker that discards its key joins
-again as a new one."""
+"""Number of quarantined workers of one token at which the whole token is quarantined. Otherwise a worker could discard
+its key and join again as a new worker."""
 
 
 class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A user has ended the quarantine of workers."""
 
     lifted: tuple[str, ...]
-    """Ids, as in `QuarantineRecord.worker`."""
+    """Ids of the workers, as in `QuarantineRecord.worker`."""
     at: float
-    """Unix seconds, UTC."""
+    """Time in Unix seconds, UTC."""
 
 
 class Quarantine:
     """The quarantine records that are in force."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if it exists. Raises UserError if it is damaged."""
+        """Read the file if it exists. Raises UserError if it is damaged."""
         self._path = path
         self._size = 0
         self.quarantine_records: list[QuarantineRecord] = []
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
-        """Read the file again if it has changed; return the workers that are no longer quarantined."""
+        """Read the file again if it has changed. Return the workers that are no longer quarantined."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size == self._size:
             return ()
@@ -56,31 +56,31 @@ class Quarantine:
         return tuple(sorted(before - {one.worker for one in self.quarantine_records}))
 
     def add(self, quarantine_record: QuarantineRecord) -> None:
-        """Add a record, and write it to the file."""
+        """Add a record and write it to the file."""
         self.quarantine_records.append(quarantine_record)
         self._size += self._append(
             quarantine_record
         )  # if another process also wrote, `_size` is less than the file's and `follow` reads it again
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End the quarantine of one worker, given its id or label, or of all workers of a token, given its name; return
-        their ids.
+        """End the quarantine of a worker, given its id or label, or of all workers of a token, given the token's name.
+        Return the ids of these workers.
 
         at: Unix seconds. Raises UserError if no quarantined worker has this name.
         """
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.quarantine_records if name in _names(one)))
         if not found:
-            known = ", ".join(dict.fromkeys(one.shown for one in self.quarantine_records)) or "nobody"
-            raise UserError(f"{name!r} is not in quarantine in {self._path}; in quarantine: {known}")
+            known = ", ".join(dict.fromkeys(one.shown for one in self.quarantine_records)) or "none"
+            raise UserError(f"{self._path} has no worker {name!r} in quarantine; workers in quarantine: {known}")
         self._append(LiftRecord(found, at))
         self.follow()
         return found
 
     def reason(self, grant: AccessGrant, worker: str = "") -> str | None:
-        """Return why a worker, or its whole token, is quarantined; None if it is not."""
+        """Return why a worker or its whole token is quarantined; None if neither is."""
         for one in self.quarantine_records:
-            # an old file names tokens instead of workers; these never include the run's own
+            # an old file contains names of tokens instead of workers, never those of the run's own workers
             is_old = not one.token and not grant.is_own
             if one.worker == worker or (is_old and one.worker == grant.name):
                 return f"in quarantine: {one.verdict.reason}"
@@ -88,7 +88,7 @@ class Quarantine:
         if len(of_token) < MAX_QUARANTINED:
             return None
         last = [*of_token.values()][-1].verdict.reason
-        return f"in quarantine: {len(of_token)} workers of this token are; the last: {last}"
+        return f"in quarantine: {len(of_token)} workers of this token are quarantined; the last: {last}"
 
     def _append(self, line: QuarantineRecord | LiftRecord) -> int:
         data = msgspec.json.encode(line) + b"\n"
@@ -109,15 +109,16 @@ def _names(one: QuarantineRecord) -> tuple[str, ...]:
 
 
 def unquarantine(run: Path, name: str) -> tuple[str, ...]:
-    """Lift the quarantine of a run's workers of this name and record it in the audit log; return them.
+    """End the quarantine of a run's workers of this name, and write it to the audit log. Return the ids of these
+    workers.
 
-    Raises UserError where there are none.
+    Raises UserError if the run has no such workers.
     """
     if not run.is_dir():
-        raise UserError(f"there is no directory {run}: give the directory of a run, such as runs/NAME")
+        raise UserError(f"the directory {run} does not exist: give the directory of a run, such as runs/NAME")
     kept = run / "quarantine.jsonl"
     if not kept.exists():
-        raise UserError(f"no worker of {run} is in quarantine: there is no {kept}")
+        raise UserError(f"no worker of {run} is in quarantine: {kept} does not exist")
     lifted = Quarantine(kept).lift(name, time.time())
     Audit(run / "audit.jsonl").record("unquarantined", 0, ", ".join(lifted), "", "baton token unquarantine", name)
     return lifted
@@ -132,8 +133,10 @@ def _read(path: Path) -> list[QuarantineRecord]:
             record = _decoded(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if _is_whole(line):
-                raise UserError(f"{path}, line {number}, is no record of a quarantine: {error}; remove it") from error
-            logger.warning("%s, line %d, was cut off while it was written, and is passed over", path, number)
+                raise UserError(
+                    f"{path}, line {number}, is not a quarantine record: {error}; remove the line"
+                ) from error
+            logger.warning("%s, line %d, is incomplete because writing was interrupted; it is ignored", path, number)
             continue
         if isinstance(record, LiftRecord):
             found = [one for one in found if one.worker not in record.lifted]

@@ -1,10 +1,11 @@
-"""Scores workers' trajectories again in a thread of its own, and executes the decisions of `policy.py`.
+"""Scores workers' trajectories again in a separate thread, and executes the decisions of `policy.py`.
 
     hub's thread                          this thread          hub's thread
       finished ─▶ VerificationPolicy ─▶ queue ─▶ score, judge ─▶ VerificationPolicy ─▶ release, remake, quarantine
 
-Each segment is scored under its own version; the last versions are kept here. With `keep`, weights change under running
-trajectories, so no single version explains their tokens: only trusted workers are admitted, and nothing is scored.
+Each segment is scored under its own version; the service keeps the last versions. With `keep`, weights change under
+running trajectories, so no single version explains their tokens. In that case only trusted workers are admitted, and no
+trajectory is scored.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from baton.swarm.verification.verify import Calibration, judge
 from baton.types import Lease, PolicyVersion, Trajectory
 
 MAX_BATCH = 64
-"""Trajectories that are scored together."""
+"""Maximum number of trajectories that are scored together."""
 
 
 class LogprobScorer(Protocol):
@@ -58,13 +59,12 @@ class LogprobScorer(Protocol):
         ...
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Score the claims' tokens of the loaded version."""
+        """Return the scores of the claims' tokens of the loaded version."""
         ...
 
 
 class VerificationClient(Protocol):
-    """The interface of the hub for commands of the policy. All methods but `call` must be called in the hub's
-    thread."""
+    """Interface of the hub for the policy's commands. Every method except `call` must be called in the hub's thread."""
 
     say: Callable[[str], None]
 
@@ -81,7 +81,7 @@ class VerificationClient(Protocol):
         ...
 
     def quarantined(self, quarantine_record: QuarantineRecord) -> None:
-        """Exclude a worker that was quarantined."""
+        """Exclude a quarantined worker."""
         ...
 
 
@@ -96,7 +96,8 @@ class VerificationCounters:
 
 
 class VerificationService:
-    """The checks of one hub. All methods but `published`, `consumed` and `close` must be called in the hub's thread."""
+    """The checks of one hub. Every method except `published`, `consumed` and `close` must be called in the hub's
+    thread."""
 
     def __init__(
         self,
@@ -108,10 +109,8 @@ class VerificationService:
         keep_versions: int,
         noise_seed: int,
     ) -> None:
-        """make_scorer: called in the service's thread before the first check. noise_seed: that of training batches.
-
-        keep_versions: number of versions kept for scoring; 0 scores nothing.
-        """
+        """make_scorer: called in the service's thread before the first check. keep_versions: number of versions kept
+        for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
         self._make_scorer, self._keep, self._noise_seed = make_scorer, keep_versions, noise_seed
@@ -123,13 +122,13 @@ class VerificationService:
         verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
 
     def attach(self, hub: VerificationClient) -> None:
-        """Set the hub that executes commands; called before any other method."""
+        """Set the hub that executes commands. Called before any other method."""
         self._hub = hub
 
     # ---- from the controller and the publisher -----------------------------------------------------------------------
 
     def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
-        """Keep a version for scoring; the oldest beyond the bound is dropped."""
+        """Keep a version for scoring, and drop the oldest version beyond the limit."""
         if not self._keep:
             return
         self._tensors[version.number] = tensors
@@ -137,7 +136,7 @@ class VerificationService:
             self._tensors.popitem(last=False)
 
     def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
-        """Record that a train step has consumed these trajectories, given as (group id, sample index)."""
+        """Record that a train step has consumed trajectories, given as (group id, sample index)."""
         if not self._keep:
             return
         names = tuple(name_of((self._noise_seed, *pair)) for pair in trajectories)
@@ -150,7 +149,7 @@ class VerificationService:
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
     def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[Part]) -> bool:
-        """Handle a complete trajectory; return whether it is held back for a check."""
+        """Handle a finished trajectory. Return whether it is held back for a check."""
         if not self._keep:
             return False
         key = key_of(lease)
@@ -159,13 +158,13 @@ class VerificationService:
         return bool(self._handle_event(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
 
     def violated(self, author: SegmentAuthor, sentence: str, name: str) -> QuarantineRecord | None:
-        """Handle a report that could not come from a correct worker; return the record of the worker's quarantine, if
-        new."""
+        """Handle a report that a correct worker cannot send. Return the record if the worker is newly quarantined,
+        otherwise None."""
         found = self._handle_event(ReportViolated(author, name, sentence))
         return next((command.quarantine_record for command in found if isinstance(command, QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Apply deadlines of checks and lifted quarantines. delay_s: delay of the hub's tick."""
+        """Apply the deadlines of checks and lifted quarantines. delay_s: delay of the hub's tick."""
         if lifted := self.quarantine.follow():
             self._handle_event(QuarantineLifted(lifted))
         self._handle_event(VerificationTick(time.monotonic(), delay_s))
@@ -203,7 +202,7 @@ class VerificationService:
             try:
                 self._scorer = self._scorer or self._make_scorer()
                 self._examine(self._scorer, cases)
-            except Exception as error:  # noqa: BLE001  # for example, a device out of memory: no reason to end the run
+            except Exception as error:  # noqa: BLE001  # an error such as a device out of memory need not end the run
                 cause = f"scoring them again failed: {type(error).__name__}: {error}"[:500]
                 self._tell_from_thread(CheckFailed(tuple(cases), cause))
             self.counters.seconds += time.monotonic() - begin_s
@@ -230,7 +229,7 @@ class VerificationService:
         for case, found in zip(cases, scores, strict=True):
             known = len({rescored.version for rescored in found})
             if not known:
-                self._tell_from_thread(CheckFailed((case,), "none of their versions is kept any more"))
+                self._tell_from_thread(CheckFailed((case,), "none of its versions is kept any more"))
                 continue
             self.counters.checked += 1
             self.counters.tokens += sum(len(rescored.places) for rescored in found)

@@ -1,14 +1,15 @@
-"""Decides from rescored tokens whether they agree with the policy and the keyed noise.
+"""Decides from rescored tokens whether a worker's tokens agree with the policy and with the keyed noise.
 
     claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ VerificationResult ──▶ policy.py
 
-The hub assigns prompts and noise, so a reported token can be wrong in two ways: its logprob is not that of the weights,
-or the keyed draw does not select it. Both are measured as differences in nats; for a correct worker both are of the
-size of rounding errors. Their distribution depends on the worker's class and is learned from trusted workers. One token
-slightly beyond a tolerance has no consequence; one that rounding cannot explain leads to quarantine.
+The hub assigns prompts and noise, so a reported token can be wrong in two ways. Its logprob may not be the logprob
+under the weights, or the keyed draw may not select the token. Both errors are measured as differences in nats; for a
+correct worker, both are rounding errors. The distribution of these rounding errors depends on the worker's class and is
+estimated from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding
+cannot explain leads to quarantine.
 
-Differences are multiplied by min(1, temperature), because sampling at a lower temperature divides logits, and so their
-rounding errors, by it.
+Differences are multiplied by min(1, temperature): sampling at a lower temperature divides the logits, and therefore
+their rounding errors, by the temperature.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from baton.rollout.engine import OWN_NOISE
 from baton.rollout.rescored import Rescored
 
 HEADROOM = 1.5
-"""A calibrated tolerance is this multiple of the observed quantile."""
+"""Ratio of a calibrated tolerance to the observed quantile."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Upper bounds on the probability that a correct trajectory is classified so because of its number of tokens beyond a
-tolerance."""
+"""Upper bounds on the probability that a correct trajectory is classified as suspect or bad because of its number of
+tokens beyond a tolerance."""
 _MAX_FACTOR = 10.0
 """Maximum ratio between a calibrated tolerance and the default of its dtype, in both directions."""
 _FLOAT32_ROUNDING = 1e-6
-"""Nats: logprobs in float32 differ by up to this much without cause."""
+"""Difference in nats between logprobs in float32 that rounding alone can cause."""
 _TYPICAL_QUANTILE = 0.8
-"""Quantile of honest tokens' differences that gives `Tolerance.typical`, before the headroom."""
+"""Quantile of the differences of correct workers that gives `Tolerance.typical`, before the headroom."""
 
 
 class WorkerClass(msgspec.Struct, frozen=True):
     """The properties of a worker that determine its rounding."""
 
     device: str
-    """The full name of the processor or GPU, not just "cpu": its kernels determine the order of sums."""
+    """Full name of the processor or GPU, not just "cpu", because its kernels determine the order of sums."""
     dtype: str
-    """Of weights and KV cache."""
+    """Dtype of weights and KV cache."""
     engine: str
-    """The kind of engine; for those in `OWN_NOISE` only logprobs are compared."""
+    """Kind of engine. For the kinds in `OWN_NOISE`, only logprobs are compared."""
 
     @property
     def noise(self) -> str | None:
-        """Equal for workers that generate the same tokens from the same noise; None for engines with noise of their
-        own."""
+        """Kind in `WorkerJoined`: equal for workers that generate the same tokens from the same noise; None for engines
+        with noise of their own."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:
@@ -61,26 +62,27 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed differences between a correct worker's tokens and their rescoring."""
+    """Allowed differences between a correct worker's tokens and their rescoring. Differences of logprobs are in
+    nats."""
 
     logprob: float
-    """Nats: |behavior − rescored logprob| of one token, exceeded by the share `beyond` of honest tokens."""
+    """|behavior − rescored logprob| that the share `beyond` of a correct worker's tokens exceeds."""
     draw_gap: float
-    """Nats: distance of one token from what its draw selects, with the same share."""
+    """Distance of a token from the token that its draw selects, which the share `beyond` exceeds."""
     typical: float = math.inf
-    """Nats: |behavior − rescored logprob| of one token, exceeded by less than the share `often` of honest tokens.
-    Infinite, which disables the test, until a class is calibrated: it depends on the exact order of sums."""
+    """|behavior − rescored logprob| that less than the share `often` of a correct worker's tokens exceeds. Infinite
+    until a class is calibrated, which disables the test, because the value depends on the exact order of sums."""
     beyond: float = 0.002
     """Share of a correct worker's tokens that may exceed `logprob`, and that may exceed `draw_gap`."""
     often: float = 0.4
-    """Share that may exceed `typical`."""
+    """Share of a correct worker's tokens that may exceed `typical`."""
     wild: float = 5.0
     """Multiple of a tolerance beyond which rounding cannot explain a token."""
     judges_draws: bool = True
-    """Whether the keyed noise must select the sampled tokens. Greedy tokens must be the likeliest in any case."""
+    """True if the keyed noise must select the sampled tokens. Greedy tokens must be the likeliest in any case."""
     tail: float = 1e-9
-    """Minimum tail mass (`Rescored.tail_masses`) of a token that the draw does not exactly select. One of 1 / tail
-    honest tokens is below it."""
+    """Minimum tail mass (`Rescored.tail_masses`) of a token that the draw does not exactly select. A correct worker's
+    token is below this minimum with probability `tail`."""
 
 
 DEFAULTS = {
@@ -96,39 +98,39 @@ class CheckOutcome(StrEnum):
 
     HONEST = "honest"
     SUSPECT = "suspect"
-    """Unlikely for a correct worker, but possible: more of its trajectories are checked."""
+    """Unlikely for a correct worker, but possible. More of its trajectories are checked."""
     BAD = "bad"
 
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 """The decisive test. unlikely: a token of very low probability that its draw does not select. typical: too many tokens
-differ by more than most honest tokens, none by much, as under slightly different weights."""
+differ slightly, as under slightly different weights."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
-    """The result on one trajectory, or on several together, with the numbers that it is based on."""
+    """The result on one trajectory or on several together, with the numbers behind it."""
 
     outcome: CheckOutcome
     reason: str
-    """A sentence; empty if the result is honest."""
+    """Reason as a sentence; empty if the outcome is honest."""
     test: Test | None = None
     num_tokens: int = 0
     beyond_logprob: int = 0
-    """Tokens whose logprob difference exceeds the tolerance."""
+    """Number of tokens whose logprob difference exceeds `Tolerance.logprob`."""
     beyond_draw: int = 0
-    """Tokens whose draw gap exceeds the tolerance."""
+    """Number of tokens whose draw gap exceeds `Tolerance.draw_gap`."""
     beyond_typical: int = 0
-    """Tokens whose logprob difference exceeds `Tolerance.typical`."""
+    """Number of tokens whose logprob difference exceeds `Tolerance.typical`."""
     worst_place: int | None = None
-    """Token position after the prompt, if one token is decisive."""
+    """Position of the decisive token after the prompt; None if no single token is decisive."""
 
 
 def judge(
     scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None
 ) -> VerificationResult:
-    """Check one trajectory by its rescored tokens, those of all its versions together.
+    """Check one trajectory by its rescored tokens of all versions together.
 
-    first, end: check only the tokens at places first … end − 1, if other workers generated the rest.
+    first, end: check only the token positions first … end − 1, if other workers generated the other tokens.
     """
     num_tokens = beyond_logprob = beyond_draw = beyond_typical = 0
     for rescored in scores:
@@ -149,7 +151,8 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Check several trajectories of one worker together: small differences that are not significant in one add up."""
+    """Check several trajectories of one worker together: small differences that are not significant in one trajectory
+    add up."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -167,7 +170,7 @@ def violation(sentence: str) -> VerificationResult:
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return a token's draw gap; 0 for a sampled token whose noise only the worker knows."""
+    """Return a token's draw gap; 0 for a sampled token with noise that only the worker knows."""
     return rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
 
 
@@ -186,16 +189,16 @@ def _wild_token(
     if not difference <= tolerance.wild * tolerance.logprob:
         test = "logprob"
         said = (
-            f"is reported with the logprob {rescored.behavior_logprobs[i]:.6g} and has {rescored.logprobs[i]:.6g}; "
+            f"was reported with the logprob {rescored.behavior_logprobs[i]:.6g}, but has {rescored.logprobs[i]:.6g}; "
             f"tolerance {tolerance.logprob:.2g}"
         )
     elif not gap <= tolerance.wild * tolerance.draw_gap:
         test = "draw"
-        said = f"is {gap:.3g} nats away from what its draw selects; tolerance {tolerance.draw_gap:.2g}"
+        said = f"is {gap:.3g} nats away from the token that its draw selects; tolerance {tolerance.draw_gap:.2g}"
     elif rescored.draw_gaps[i] > 0 and rescored.tail_masses[i] < tolerance.tail:
         test = "unlikely"
         said = (
-            f"is not what its draw selects, and a token as unlikely is drawn once in "
+            f"is not the token that its draw selects, and a token this unlikely is drawn once in "
             f"{1 / max(rescored.tail_masses[i], 1e-30):.1g} times"
         )
     else:
@@ -210,23 +213,29 @@ def _decided(
     numbers = num_tokens, beyond_logprob, beyond_draw, beyond_typical
     tests: tuple[tuple[Test, int, float, str], ...] = (
         ("logprob", beyond_logprob, tolerance.beyond, "have another logprob than reported"),
-        ("draw", beyond_draw, tolerance.beyond, "are not what their draws select"),
-        ("typical", beyond_typical, tolerance.often, f"have a logprob more than {tolerance.typical:.2g} nats off"),
+        ("draw", beyond_draw, tolerance.beyond, "are not the tokens that their draws select"),
+        (
+            "typical",
+            beyond_typical,
+            tolerance.often,
+            f"have a logprob more than {tolerance.typical:.2g} nats from the reported one",
+        ),
     )
     for test, beyond, share, said in tests:
         chance = chance_of_beyond(beyond, num_tokens, share)
         if chance < SUSPECT_CHANCE:
             outcome = CheckOutcome.BAD if chance < BAD_CHANCE else CheckOutcome.SUSPECT
-            reason = f"{what}: {beyond} of {num_tokens} tokens {said}; by rounding once in {1 / chance:.1g} times"
+            causes = f"rounding causes this once in {1 / chance:.1g} trajectories"
+            reason = f"{what}: {beyond} of {num_tokens} tokens {said}; {causes}"
             return VerificationResult(outcome, reason, test, *numbers)
     return VerificationResult(CheckOutcome.HONEST, "", None, *numbers)
 
 
 def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
-    """Return the probability that at least `beyond` of `num_tokens` tokens exceed a tolerance, each with probability
-    `share`.
+    """Return an upper bound on the probability that at least `beyond` of `num_tokens` tokens exceed a tolerance, each
+    with probability `share`.
 
-    The Chernoff bound exp(−n · KL(beyond / n ‖ share)), an upper bound; 1 if `beyond` does not exceed the mean.
+    This is the Chernoff bound exp(−n · KL(beyond / n ‖ share)); 1 if `beyond` does not exceed the mean.
     """
     if not num_tokens or beyond <= share * num_tokens:
         return 1.0
@@ -237,22 +246,23 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """Rescored tokens of trusted workers of one class."""
+    """The rescored tokens of trusted workers of one class."""
 
     differences: list[float] = field(default_factory=list)
-    """A uniform sample of |behavior − rescored logprob|."""
+    """Uniform sample of |behavior − rescored logprob|, in nats."""
     gaps: list[float] = field(default_factory=list)
-    """Draw gaps of the same tokens."""
+    """Draw gaps of the same tokens, in nats."""
     num_tokens: int = 0
     sum_mismatch: float = 0.0
     """Σ e^r − 1 − r with r = rescored − behavior logprob: an estimate of KL(behavior ‖ rescored), never negative."""
 
 
 class Calibration:
-    """Tolerances of worker classes, learned from the trajectories of trusted workers."""
+    """Estimates the tolerances of worker classes from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: number of tokens of a class before its tolerance is calibrated. sample: values kept per class."""
+        """min_tokens: number of tokens of a class before its tolerance is calibrated. sample: number of values kept per
+        class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
@@ -270,7 +280,7 @@ class Calibration:
                 self._keep(seen, scale * abs(ratio), scale * _gap(rescored, i, judges_draws=judges_draws))
 
     def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
-        # Reservoir sampling: every token so far is in the sample with the same probability.
+        # reservoir sampling: every token so far is in the sample with the same probability
         if len(seen.differences) < self._sample:
             seen.differences.append(difference)
             seen.gaps.append(gap)
@@ -278,13 +288,12 @@ class Calibration:
             seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return a class's tolerance: the default of its dtype until enough tokens are known, then within a factor of
-        it.
+        """Return a class's tolerance: the default of its dtype until enough tokens are known, afterwards a calibrated
+        value within a limited factor of the default.
 
-        The tolerance is `HEADROOM` times the quantile that all but the share `beyond` of the tokens do not exceed. A
-        draw
-        gap lies between two bounds that rounding may move in opposite directions, so its tolerance is at least twice
-        the logprob's.
+        The calibrated tolerance is `HEADROOM` times the quantile that all tokens except the share `beyond` do not
+        exceed. A draw gap lies between two bounds that rounding may move in opposite directions, so its tolerance is at
+        least twice the tolerance of the logprob.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
@@ -303,36 +312,37 @@ class Calibration:
         )
 
     def num_tokens(self, worker_class: WorkerClass) -> int:
-        """Number of tokens observed for a class."""
+        """Return the number of tokens observed for a class."""
         return self._seen[worker_class].num_tokens if worker_class in self._seen else 0
 
     def mismatch_kl(self, worker_class: WorkerClass) -> float | None:
-        """KL(behavior ‖ rescored) in nats per token, at staleness 0; None before the first token."""
+        """Return KL(behavior ‖ rescored) in nats per token at staleness 0; None before the first token."""
         seen = self._seen.get(worker_class)
         return seen.sum_mismatch / seen.num_tokens if seen is not None and seen.num_tokens else None
 
     def refusal(self, worker_class: WorkerClass) -> str | None:
-        """Return why a class is not admitted, or None: its trusted workers' policy differs too much from the trained
-        one."""
+        """Return why a class is not admitted, or None. A class is refused if its trusted workers' policy differs too
+        much from the trained policy."""
         mismatch = self.mismatch_kl(worker_class)
         if mismatch is None or self.num_tokens(worker_class) < self._min_tokens or mismatch <= self._max_mismatch_kl:
             return None
         return (
             f"workers of the class {worker_class} are not admitted: at staleness 0 their mismatch KL is {mismatch:.2g} "
-            f"nats a token, allowed {self._max_mismatch_kl:.2g}"
+            f"nats per token; allowed is {self._max_mismatch_kl:.2g}"
         )
 
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
-    """Return why untrusted workers of a class are not admitted, or None: their engine's draws cannot be checked.
+    """Return why untrusted workers of a class are not admitted, or None. They are refused if their engine's draws
+    cannot be checked.
 
     kind: the recipe's engine.kind. A recipe that names such an engine accepts its unchecked draws.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
         return None
     return (
-        f"what the engine {worker_class.engine} draws cannot be checked: this run takes it from trusted workers (baton "
-        f'token create --role worker --trusted), or from all if its recipe says engine.kind = "{worker_class.engine}"'
+        f"the draws of the engine {worker_class.engine} cannot be checked: only trusted workers may use it (baton "
+        f'token create --role worker --trusted), unless the recipe has engine.kind = "{worker_class.engine}"'
     )
 
 

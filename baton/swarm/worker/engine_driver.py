@@ -1,8 +1,9 @@
-"""Drives a worker's engine: generates the tokens of its leases and switches versions between two tokens.
+"""Drives a worker's engine: generates the tokens of its leases, and switches versions between two tokens.
 
-`EngineThread` runs the driver in a thread of its own, so that the network loop never waits for the engine. The run's
-`on_new_version` determines what happens to running trajectories at a switch: with `resume` they are aborted, prefilled
-under the new weights and continued under the same lease; with `keep` they continue in flight; with `drain` none run.
+`EngineThread` runs the driver in a separate thread, so that the network loop never waits for the engine. The run's
+`on_new_version` determines what happens to running trajectories at a switch. With `resume`, they are aborted, prefilled
+under the new weights and continued under the same lease. With `keep`, they continue in flight. With `drain`, no
+trajectory runs.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from baton.types import FromWorker, Lease, PolicyVersion, Report, ends_lease
 
 
 class EngineDriver:
-    """One engine and its leases."""
+    """An engine and its leases."""
 
     def __init__(self, engine: Engine, on_new_version: str) -> None:
         self._engine, self._resumes = engine, on_new_version == "resume"
         self._leases: dict[int, Lease] = {}
-        """Each with its trajectory up to the last report."""
+        """Leases by id, each with its trajectory up to the last report."""
         self._aborting: set[int] = set()
-        """Leases that the hub has aborted, until the engine has ended them."""
+        """Leases that the hub has aborted and that the engine has not ended yet."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has leases."""
+        """True if the driver has leases."""
         return bool(self._leases)
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's counters."""
+        """Counters of the engine."""
         return self._engine.stats
 
     def lease(self, lease: Lease) -> None:
-        """Start a trajectory; no effect if the lease is already known."""
+        """Start a trajectory. No effect if the lease is already known."""
         if lease.lease_id not in self._leases:
             self._leases[lease.lease_id] = lease
             self._engine.submit(lease)
 
     def abort(self, lease_id: int) -> None:
-        """Abort a lease; the next `step` reports its last tokens."""
+        """Abort a lease. The next `step` reports its last tokens."""
         if lease_id in self._leases:
             self._aborting.add(lease_id)
             self._engine.abort(lease_id)
@@ -58,7 +59,8 @@ class EngineDriver:
         self._aborting.discard(lease_id)
         self._engine.abort(lease_id)
         if not self._leases:
-            self._engine.step()  # `EngineThread` does not step an idle driver, so the engine would never free the slot
+            # `EngineThread` does not step an idle driver, so without this step the slot would stay occupied
+            self._engine.step()
 
     def drop_all(self) -> None:
         """Discard every lease."""
@@ -66,7 +68,7 @@ class EngineDriver:
             self.drop(lease_id)
 
     def step(self) -> list[FromWorker]:
-        """Decode one token for every running lease; return the reports."""
+        """Decode one token for every running lease and return the reports."""
         return self._taken(self._engine.step())
 
     def flush(self) -> list[FromWorker]:
@@ -78,7 +80,7 @@ class EngineDriver:
         self._engine.close()
 
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:
-        """Serve another version from the next token on; return reports of tokens of the old version."""
+        """Switch to another version, and return the reports of tokens of the old version."""
         carried: list[int] = []
         reports: list[FromWorker] = []
         if self._resumes:
@@ -95,7 +97,7 @@ class EngineDriver:
         return reports
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Abort leases in the engine that this worker resumes; their reports to the hub are not marked as aborted."""
+        """Abort leases that this worker resumes. Their reports to the hub are not marked as aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:
@@ -106,7 +108,7 @@ class EngineDriver:
         return self._taken(reports)
 
     def _taken(self, messages: list[FromWorker]) -> list[FromWorker]:
-        """Add reported tokens to the leases, and leave out messages about discarded leases."""
+        """Add reported tokens to the leases, and omit messages about discarded leases."""
         found = []
         for message in messages:
             lease = self._leases.get(message.lease_id)
@@ -123,7 +125,7 @@ class EngineDriver:
 
 
 class EngineThread:
-    """Runs a driver in a thread of its own. Actions are submitted with `do` and run between two tokens."""
+    """Runs a driver in a separate thread. Actions are submitted with `do` and run between two tokens."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class EngineThread:
     ) -> None:
         """Both callbacks run in the engine's thread."""
         self.driver: EngineDriver | None = None
-        """Created and used by actions only."""
+        """The driver, created and used by actions only."""
         self.report_every_s = report_every_s
         self._on_reports, self._on_fault = on_reports, on_fault
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -141,16 +143,16 @@ class EngineThread:
         self._thread.start()
 
     def do(self, action: Callable[[], None]) -> None:
-        """Run an action in the engine's thread; actions run in order."""
+        """Run an action in the engine's thread, in the order of the calls."""
         self._actions.put(action)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End after the current token, and close the engine. May be called twice."""
+        """End the thread after the current token, and close the engine. May be called twice."""
         self._actions.put(None)
         self._thread.join(timeout_s)
 
     def report(self, reports: list[FromWorker]) -> None:
-        """Send reports; called by actions."""
+        """Send reports. Called by actions."""
         if reports and self.driver is not None:
             self._on_reports(reports, self.driver.stats)
 
@@ -174,7 +176,7 @@ class EngineThread:
                 self.driver.close()
 
     def _act(self) -> bool:
-        """Run the submitted actions, waiting for one only if no lease is running; return False at the end."""
+        """Run the submitted actions. Wait for an action only if no lease is running. Return False at the end."""
         while True:
             is_idle = self.driver is None or not self.driver.is_busy
             try:

@@ -1,4 +1,4 @@
-"""The worker's end of its connection to the hub: receives and sends messages; every wait has a deadline."""
+"""The worker's side of its connection to the hub: receives and sends messages. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEND_DEADLINE_S = 30.0
 
 
 class ConnectionLost(Exception):
-    """The connection to the hub has ended; the worker may reconnect."""
+    """Raised when the connection to the hub has ended. The worker may reconnect."""
 
 
 LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
@@ -27,7 +27,7 @@ class HubConnection:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.is_open = False
-        """Whether Hello has been sent; before that, reports wait in the outbox."""
+        """True if Hello has been sent; before that, reports wait in the outbox."""
         self._socket = socket
         self._outgoing: asyncio.Queue[FromWorker] = asyncio.Queue()
 
@@ -38,24 +38,24 @@ class HubConnection:
     async def receive(self, deadline_s: float) -> FromHub:
         """Return the hub's next message. Raises ConnectionLost."""
         message = None
-        # in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one slice
+        # wait in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one slice
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s / SILENT_HEARTBEATS):  # wait_for may swallow a cancellation
                     message = await self._socket.receive()
                     break
         if message is None:
-            raise ConnectionLost(f"the hub has said nothing for {deadline_s:.0f} s")
+            raise ConnectionLost(f"the hub has sent no message for {deadline_s:.0f} s")
         if message.type is not aiohttp.WSMsgType.BINARY:
-            raise ConnectionLost(f"the hub hung up ({message.type.name.lower()})")
+            raise ConnectionLost(f"the hub closed the connection ({message.type.name.lower()})")
         try:
             return decode_from_hub(message.data)
         except Malformed as error:
-            raise ConnectionLost(f"the hub said what is no message: {error}") from error
+            raise ConnectionLost(f"the hub sent an invalid message: {error}") from error
 
     async def send_all(self) -> None:
-        """Send queued messages until cancelled. Raises ConnectionLost after a Fault, which is the worker's last
-        message."""
+        """Send queued messages until cancelled. Raises ConnectionLost after a Fault, which is the last message of a
+        worker."""
         while True:
             message = await self._outgoing.get()
             async with asyncio.timeout(SEND_DEADLINE_S):
@@ -64,9 +64,9 @@ class HubConnection:
                 raise ConnectionLost(message.text)
 
     async def drain(self) -> None:
-        """Wait until everything is sent, the connection is closed, or the deadline has passed."""
+        """Wait until all messages are sent, the connection is closed, or the deadline has passed."""
         begin_s = time.monotonic()
         while not (self._outgoing.empty() or self._socket.closed) and time.monotonic() - begin_s < SEND_DEADLINE_S:
             await asyncio.sleep(0.01)
-        # The queue is empty before the last frame is on the socket.
+        # the queue becomes empty before the last frame is written to the socket
         await asyncio.sleep(0.05)

@@ -1,5 +1,4 @@
-"""Updates a worker's weights: fetches and verifies the wanted version while the old one serves, then switches the
-engine."""
+"""Updates a worker's weights: fetches and verifies the wanted version while the old version serves, then switches."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ FETCH_DEADLINE_S = 3600.0
 
 
 class WeightsUpdater:
-    """Executes the commands of `VersionSync`, in the event loop; fetches run in a thread."""
+    """Executes the commands of `VersionSync` in the event loop. Fetches run in a thread."""
 
     def __init__(
         self,
@@ -30,9 +29,10 @@ class WeightsUpdater:
         activate: Callable[[PolicyVersion, Mapping[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
-        """source: returns the source for a relay's URL, or for the hub if None. near: sources that are tried first.
+        """source: returns the source for a relay's URL, or the hub's source for None. near: sources that are tried
+        first.
 
-        activate: has the engine switch to a version, and calls `activated` afterwards.
+        activate: starts the engine's switch to a version. `activated` must be called after the switch.
         """
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
@@ -46,30 +46,30 @@ class WeightsUpdater:
 
     @property
     def have(self) -> PolicyVersion | None:
-        """The version that the engine serves."""
+        """Version that the engine serves; None before the first."""
         return self._have_want.have
 
     @property
     def fetching(self) -> int | None:
-        """Number of the version being fetched."""
+        """Number of the version that is being fetched; None if no fetch is running."""
         return None if self._have_want.fetching is None else self._have_want.fetching.number
 
     @property
     def fault(self) -> str:
-        """Why the last fetch failed; empty if it succeeded."""
+        """Error of the last fetch; empty if the fetch succeeded."""
         return self._have_want.last_cause
 
     async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
-        """Return the tensors of the base model of published adapters."""
+        """Fetch and return the tensors of the base model of published adapters."""
         return await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
 
     def want(self, want: Want) -> None:
-        """Handle a version that the hub announces."""
+        """Handle an announcement of the hub."""
         self._shared, self._relays = want.shared, want.relays
         self._consider(hw.VersionWanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:
-        """Handle the end of a switch: the engine serves this version."""
+        """Handle the end of a switch: the engine now serves this version."""
         self._consider(hw.Activated(time.monotonic(), version))
 
     def _consider(self, event: hw.Event) -> None:
@@ -91,7 +91,7 @@ class WeightsUpdater:
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
             tensors = await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
-        except Exception as error:  # noqa: BLE001  # no failure is permanent: any error leads to a retry
+        except Exception as error:  # noqa: BLE001  # any error leads to a retry
             self._say(f"version {version.number} could not be fetched: {error}")
             self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
             return

@@ -1,4 +1,4 @@
-"""A worker: one engine, and one connection that the worker opens itself.
+"""A worker: one engine, and one connection to the hub that the worker opens.
 
 | task / thread | consumes             | produces               | waits for            | unblocked by           |
 |---------------|----------------------|------------------------|----------------------|------------------------|
@@ -8,9 +8,9 @@
 | fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline           |
 | engine thread | leases, versions     | reports                | an action, when idle | any task with an action |
 
-The end of a connection ends the first three; the engine continues, and its reports are kept until the hub confirms
-them. The worker reconnects with increasing delays. A hub that was restarted has another incarnation: leases of the old
-one are discarded.
+The end of a connection ends the first three tasks. The engine continues, and its reports are kept until the hub
+confirms them. The worker reconnects after increasing delays. A restarted hub has another incarnation, and leases of the
+old incarnation are discarded.
 """
 
 from __future__ import annotations
@@ -62,61 +62,62 @@ from baton.weights.store import Store
 
 CONNECT_DEADLINE_S = 30.0
 LONGEST_WAIT_S = 30.0
-"""Between two attempts to connect."""
+"""Maximum seconds between two attempts to connect."""
 GOODBYE_S = 10.0
-"""Maximum time for a leaving worker to report its tokens, and again for its engine to close."""
+"""Maximum seconds for a leaving worker to report its tokens, and again for its engine to close."""
 
 MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
-"""(welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base) → the engine."""
+"""Function of (welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base model)
+that builds the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How a worker reaches its hub, and what it runs."""
+    """The address of the hub and the options of the worker."""
 
     url: str
     token: str
     ssl: SSLContext | aiohttp.Fingerprint | None = None
-    """How to verify the hub's certificate: by an authority, or against one fingerprint."""
+    """Verification of the hub's certificate: by an authority, or against one fingerprint."""
     slots: int | None = None
-    """Overrides the recipe's engine.slots."""
+    """Number of slots; None uses the recipe's engine.slots."""
     store: str | None = None
-    """The run's weights.store, if this machine can read it directly: a directory or a bucket."""
+    """The run's weights.store (a directory or a bucket), if this machine can read it directly."""
     device: str = "cpu"
-    """For display, and part of the class within which logprobs are compared."""
+    """Name of the device, shown to users and part of the class within which logprobs are compared."""
     engine: str | None = None
-    """The kind of engine; None uses the recipe's. Also part of the class."""
+    """Kind of engine, also part of the class; None uses the recipe's."""
     reconnect_timeout_s: float | None = None
-    """Seconds without a hub after which the worker ends with DeadlineExceeded; None disables the limit."""
+    """Seconds without a hub after which the worker ends with DeadlineExceeded; None for no limit."""
     say: Callable[[str], None] = say
 
 
 class SwarmWorker:
-    """One worker process."""
+    """A worker process."""
 
     def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
         self._options, self._make_engine = options, make_engine
         self.key = ""
-        """Issued by the hub; kept in memory until the process ends."""
+        """Key that the hub has issued; kept in memory until the process ends."""
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
         self._line: HubConnection | None = None
         self._fault: Exception | None = None
         self._was_served = False
-        """Whether the last connection reached Hello."""
+        """True if the last connection reached Hello."""
         self._is_leaving = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
-        """Serve the hub until `leave`, or until the hub refuses this worker (UserError).
+        """Serve the hub until `leave` is called or the hub refuses this worker (UserError).
 
         Raises EngineFault if the engine has failed, and DeadlineExceeded if no hub is reachable for too long.
         """
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
-        # a connection kept from before an outage may be dead: chunks of one transfer share a connection, later ones do
+        # a connection from before an outage may be dead: chunks of one transfer share a connection, later chunks do
         # not
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
@@ -143,7 +144,9 @@ class SwarmWorker:
                         waiting_s = retry_wait_s(failures, first_s=0.5, longest_s=LONGEST_WAIT_S)
                         waiting_s *= random.uniform(0.5, 1.0)
                         cause = str(error) or type(error).__name__
-                        self._options.say(f"no connection to {self._options.url} ({cause}); again in {waiting_s:.1f} s")
+                        self._options.say(
+                            f"no connection to {self._options.url} ({cause}); next attempt in {waiting_s:.1f} s"
+                        )
                         with suppress(TimeoutError):
                             async with asyncio.timeout(waiting_s):
                                 await self._is_leaving.wait()
@@ -157,10 +160,11 @@ class SwarmWorker:
     def _check_reconnect_timeout(self, silent_s: float) -> None:
         timeout_s = self._options.reconnect_timeout_s
         if timeout_s is not None and silent_s >= timeout_s:
-            raise DeadlineExceeded(f"there has been no hub at {self._options.url} for {silent_s:.0f} s: giving up")
+            raise DeadlineExceeded(f"no hub has answered at {self._options.url} for {silent_s:.0f} s; the worker ends")
 
     def leave(self) -> None:
-        """Discard what runs, report its tokens, and end within `GOODBYE_S`. Called from the event loop."""
+        """Report the tokens of all leases, discard the leases, and end within `GOODBYE_S`. Called from the event
+        loop."""
         if self._running is not None and not self._is_leaving.is_set():
             self._loop.call_later(GOODBYE_S if self._line is not None else 0.0, self._running.cancel)
         self._is_leaving.set()
@@ -187,7 +191,7 @@ class SwarmWorker:
             if isinstance(welcome, Rejected):
                 self._rejected(welcome)
             if not isinstance(welcome, Welcome):
-                raise ConnectionLost("the hub did not welcome this worker")
+                raise ConnectionLost("the first message of the hub is not Welcome")
             check_protocol(welcome)
             tasks: list[asyncio.Task[Any]] = [
                 asyncio.create_task(line.send_all()),
@@ -210,9 +214,9 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """Raise the error that ended the engine, if any: a new connection could not succeed."""
+        """Raise the error that ended the engine, if any; a new connection could not succeed."""
         if self._fault is not None:
-            raise EngineFault(f"the engine cannot go on: {type(self._fault).__name__}: {self._fault}") from self._fault
+            raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
     async def _listen(self, line: HubConnection, welcome: Welcome) -> None:
         await self._prepare(welcome)
@@ -258,7 +262,7 @@ class SwarmWorker:
     # ---- messages from the hub ---------------------------------------------------------------------------------------
 
     def _source(self, relay: str | None) -> HttpSource:
-        """The relay at a URL, or the hub if None."""
+        """Return the source for a relay's URL, or the hub's source for None."""
         if relay is None:
             return HttpSource(self._http, self._loop, self._options.url, self._options.token)
         secret = "" if self._welcome is None else self._welcome.relay_secret
@@ -288,21 +292,23 @@ class SwarmWorker:
                 self._options.say("the run is complete")
                 self.leave()
             case Welcome():
-                raise ConnectionLost("the hub welcomed this worker twice")
+                raise ConnectionLost("the hub sent Welcome twice")
 
     def _rejected(self, message: Rejected) -> None:
         if message.is_final:
-            raise UserError(f"the hub does not want this worker: {message.reason}")
+            raise UserError(f"the hub refuses this worker: {message.reason}")
         raise ConnectionLost(message.reason)
 
     async def _prepare(self, welcome: Welcome) -> None:
-        """Build the engine that the hub describes, if there is none; discard leases of another incarnation of the
+        """Build the engine that the hub describes, unless it exists. Discard the leases of another incarnation of the
         hub."""
         known, self._welcome = self._welcome, welcome
         if known is not None and known.incarnation != welcome.incarnation:
             await self._forget_all()
         if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
-            raise UserError("the hub now serves another model or engine than this worker was built for: start it again")
+            raise UserError(
+                "the hub now serves another model or engine than this worker was built for: restart the worker"
+            )
         if self._engine is not None:
             return
         packed = await fetch_model(self._http, self._options.url, self._options.token, welcome.model_digest)
@@ -323,14 +329,14 @@ class SwarmWorker:
         self._options.say(f"ready: {welcome.run}")
 
     async def _forget_all(self) -> None:
-        """Discard all leases. Nothing more may be reported of them: leases of another hub may have the same ids."""
+        """Discard all leases without a report: leases of another incarnation may have the same ids."""
         engine = self._engine
         if engine is not None:
             await self._done_by(engine, lambda: None if engine.driver is None else engine.driver.drop_all())
         self._outbox.clear()
 
     async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
-        """Run an action in the engine's thread, and wait until it is done or the engine has failed."""
+        """Run an action in the engine's thread. Wait until it is done or the engine has failed."""
         done = asyncio.Event()
 
         def act() -> None:
@@ -350,17 +356,17 @@ class SwarmWorker:
         if engine is not None:
 
             def act() -> None:
-                assert engine.driver is not None, "an engine is asked before it is built"
+                assert engine.driver is not None, "the engine is used before it is built"
                 action(engine.driver)
 
             engine.do(act)
 
     def _on_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
-        """Called in the engine's thread."""
+        """Pass reports to the event loop. Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._take_reports, reports, stats)
 
     def _on_fault(self, error: Exception) -> None:
-        """Called in the engine's thread, which ends."""
+        """Pass the engine's error to the event loop. Called in the engine's thread, which then ends."""
         self._loop.call_soon_threadsafe(self._take_fault, error)
 
     def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
@@ -383,7 +389,7 @@ class SwarmWorker:
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine
-        assert engine is not None, "a version is fetched before there is an engine"
+        assert engine is not None, "a version is activated before the engine exists"
 
         def act() -> None:
             assert engine.driver is not None, "a version is activated before the engine is built"
