@@ -45,7 +45,7 @@ from baton.simulator.result import Result
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Idle
 from baton.swarm.hub.status import HubStatus
-from baton.tasks.listing import ListedTask
+from baton.tasks.gym import ListedTask
 from baton.views.pages.plan_page import write_plan_page
 from baton.views.pages.simulation import write_result_page
 from baton.views.terminal.algorithms import print_algorithms

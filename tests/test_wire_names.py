@@ -35,7 +35,7 @@ from baton.recipe import keys
 from baton.recipe import presets as algorithms_shown
 from baton.records import evaluation, journal, run_lock
 from baton.records import run_directory as runs
-from baton.records.trace.spans import Span
+from baton.records.trace import Span
 from baton.rewards import calls
 from baton.rollout import events as rollout_events
 from baton.rollout.processes import protocol

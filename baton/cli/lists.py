@@ -25,7 +25,7 @@ def tasks(
     as_json: Json = False,
 ) -> None:
     """List the tasks of reasoning-gym, each with an example."""
-    from baton.tasks.listing import list_tasks
+    from baton.tasks.gym import list_tasks
     from baton.views.terminal.tasks import print_tasks
 
     show(list_tasks(name), print_tasks, as_json=as_json)

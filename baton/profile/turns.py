@@ -28,7 +28,8 @@ from baton.profile.engine import REPEATS, Say
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.records.journal import Journal, StreamCursor
-from baton.records.trace import LeaseTrace, Span
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import Span
 from baton.rollout.controller import RolloutController
 from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings

@@ -11,8 +11,7 @@ from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
 from baton.recipe.sections import CheckpointSettings, EvalSettings, FleetSettings, RunSettings
 from baton.recipe.support import check_support
 from baton.records.metrics import LogSettings
-from baton.rewards.scorer import RewardSettings
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.settings import Settings

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import UserError
-from baton.rewards.calls import Call, CallFailure, CallValue, Outcome, Signature, failed
-from baton.rewards.columns import find_reference
+from baton.rewards.dataset_columns import find_reference
+from baton.rewards.scorer_protocol import Call, CallFailure, CallValue, Outcome, Signature, failed
 from baton.types import FailureCause, Message
 
 RewardFunction = Callable[..., Any]

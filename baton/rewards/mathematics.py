@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from baton.errors import UserError
-from baton.rewards.calls import CallFailure, CallValue, Outcome
+from baton.rewards.scorer_protocol import CallFailure, CallValue, Outcome
 from baton.types import FailureCause
 
 

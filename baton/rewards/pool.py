@@ -23,8 +23,8 @@ import msgspec
 
 import baton
 from baton.errors import UserError
-from baton.rewards.calls import (
-    HEADER_BYTES,
+from baton.rewards.isolation import environment
+from baton.rewards.scorer_protocol import (
     Call,
     CallResult,
     FromWorker,
@@ -33,14 +33,13 @@ from baton.rewards.calls import (
     ScorerReady,
     ScorerSetup,
     failed,
-    frame,
 )
-from baton.rewards.isolation import environment
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
+HEADER_BYTES = 4
 KILL_S = 5.0
 """What a keeper gets to kill its judge and all that it started, before it is killed itself."""
 GRACE_S = 1.0
@@ -59,7 +58,7 @@ class WorkerPool:
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.workers)
         self._idle: list[_ScorerProcess] = []
-        self._launched: set[asyncio.Task[_ScorerProcess]] = set()
+        self._launches: list[asyncio.Task[_ScorerProcess]] = []
         self._shared: asyncio.Task[_ScorerProcess] | None = None
         self._unloadable: str | None = None
         self._isolation = ""
@@ -80,8 +79,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Kill every worker process and wait until they are gone."""
-        launched = await asyncio.gather(*self._launched, return_exceptions=True)
-        for worker in launched:
+        for worker in await asyncio.gather(*self._launches, return_exceptions=True):
             if isinstance(worker, _ScorerProcess):
                 worker.kill()
                 await worker.ended()
@@ -90,9 +88,8 @@ class WorkerPool:
 
     async def _ask_alone(self, spec: int, calls: Calls, deadline_s: float) -> Outcomes:
         async with self._slots:
-            worker = (
-                next((w for w in iter(self._take_idle, None) if w.is_alive), None) or await self._start_worker_process()
-            )
+            self._idle = [worker for worker in self._idle if worker.is_alive]
+            worker = self._idle.pop() if self._idle else await self._start_worker_process()
             try:
                 outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
             except TimeoutError:
@@ -106,9 +103,6 @@ class WorkerPool:
             self._idle.append(worker)
             return outcomes
 
-    def _take_idle(self) -> _ScorerProcess | None:
-        return self._idle.pop() if self._idle else None
-
     async def _shared_worker(self) -> _ScorerProcess:
         if self._shared is None or (self._shared.done() and not self._shared.result().is_alive):
             self._shared = asyncio.create_task(self._start_worker_process())
@@ -118,7 +112,8 @@ class WorkerPool:
         if self._unloadable:
             raise UserError(self._unloadable)
         launch = asyncio.create_task(_ScorerProcess.launch(self._settings))
-        self._launched = {task for task in self._launched if not _is_over(task)} | {launch}
+        running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
+        self._launches = [*running, launch]
         worker = await asyncio.shield(launch)  # asyncio may hang where the start of a process is cancelled; see close
         timeout_s = self._settings.load_timeout_s
         try:
@@ -133,10 +128,6 @@ class WorkerPool:
             worker.kill()
             raise UserError(self._unloadable)
         return worker
-
-
-def _is_over(launch: asyncio.Task[_ScorerProcess]) -> bool:
-    return launch.done() and (launch.exception() is not None or not launch.result().is_alive)
 
 
 class _ScorerProcess:
@@ -210,7 +201,8 @@ class _ScorerProcess:
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(frame(message))
+        body = msgspec.msgpack.encode(message)
+        self.process.stdin.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
 
     async def _read(self) -> None:
         stream = self.process.stdout

@@ -10,8 +10,8 @@ import asyncio
 import aiohttp
 import msgspec
 
-from baton.rewards.calls import Call, CallFailure, Outcome
 from baton.rewards.functions import malformed, number
+from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
 from baton.types import FailureCause
 
 BUSY = frozenset({408, 425, 429})

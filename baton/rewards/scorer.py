@@ -16,14 +16,15 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pydantic import Field, model_validator
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards.answer import AnswerFormat, extract_answer, meets_format
-from baton.rewards.calls import (
+from baton.rewards.functions import MAX_REWARD, call_here, detect_signature, import_function, is_async, number, told
+from baton.rewards.mathematics import check_installed
+from baton.rewards.scorer_protocol import (
     Call,
     CallFailure,
     CallValue,
@@ -32,71 +33,20 @@ from baton.rewards.calls import (
     Outcome,
     ScoredTask,
     ScorerSetup,
-    Signature,
     Spec,
 )
-from baton.rewards.functions import MAX_REWARD, call_here, detect_signature, import_function, is_async, number, told
-from baton.rewards.mathematics import check_installed
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.rewards.warnings import RewardWarnings
-from baton.settings import Settings
 from baton.types import FailureCause, Group, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
-    from baton.rewards.background import Background
+    from baton.rewards.scoring_thread import ScoringThread
 
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 MAX_UNANSWERED = 32
 """Calls in a row that one judge may leave unanswered (hung, crashed, unreachable) before it is asked what it can surely
 answer: responses may do this to a judge, and then the run goes on; a judge that is out of order ends it."""
-
-
-class RewardSettings(Settings):
-    """[[reward]] one part of the reward; the reward is the weighted sum of the parts."""
-
-    kind: Literal["correct", "score", "exact", "format", "math", "function", "http"]
-    """correct: 1 for a full score of the task's scorer, else 0. score: the scorer's value with its partial credit.
-    exact: 1 when the answer equals the reference as text. format: 1 when the answer format is met. math: 1 when the
-    answer equals the reference by math-verify. function: your own function. http: a scorer behind a URL."""
-    name: str = ""
-    """Name in metrics; the default is the kind, or the name of the function."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of this part in the sum."""
-    function: str | None = None
-    """`module:name` or `file.py:name`, for kind = "function"."""
-    signature: Signature | None = None
-    """Calling convention of the function; the default is detected from its name and parameters."""
-    isolate: bool = True
-    """Whether the function runs in a worker process that can be killed. False runs it in the controller process without
-    a deadline: only for functions that always return."""
-    url: str | None = None
-    """URL to POST to, for kind = "http"."""
-    deadline_s: float | None = Field(default=None, gt=0)
-    """Maximum seconds of one call; the default is judge.deadline_s."""
-    concurrency: int = Field(default=32, ge=1)
-    """Maximum concurrent calls of an async function or a remote scorer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, data: Any) -> Any:
-        if isinstance(data, dict) and not data.get("name"):
-            function = data.get("function")
-            name = function.rpartition(":")[2] if isinstance(function, str) else data.get("kind")
-            return {**data, "name": name or ""}
-        return data
-
-    @model_validator(mode="after")
-    def _fits_its_kind(self) -> RewardSettings:
-        if (self.kind == "function") != (self.function is not None):
-            raise ValueError('function = "module:name" belongs to kind = "function", and only to it')
-        if (self.kind == "http") != (self.url is not None):
-            raise ValueError('url = "http://…" belongs to kind = "http", and only to it')
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
-        if self.kind != "function" and (self.signature is not None or not self.isolate):
-            raise ValueError('signature and isolate belong to kind = "function"')
-        return self
 
 
 Calls = tuple[Call, ...]
@@ -142,7 +92,7 @@ class RewardScorer:
         self._tasks, self._rewards, self._format = tasks, rewards, answer_format
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
-        self._background_: Background | None = None
+        self._thread: ScoringThread | None = None
         self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
             queue.SimpleQueue()
         )
@@ -168,7 +118,7 @@ class RewardScorer:
         """
         if not self._specs:
             return ""
-        return self._background().run(self._background().start_call()).result(self.patience_s)
+        return self._scoring_thread().run(self._scoring_thread().start_worker()).result(self.patience_s)
 
     def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> RewardResult:
         """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
@@ -227,7 +177,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """Kill the worker processes and forget what is being judged. The next call starts them again."""
-        background, self._background_ = self._background_, None
+        background, self._thread = self._thread, None
         self._waiting.clear()
         if background is not None:
             background.close()
@@ -254,7 +204,7 @@ class RewardScorer:
                 outcomes[name] = judge.ask(calls)
         if not asked:
             return self._judgements(calls, outcomes)
-        return self._background().run(self._ask_all(calls, outcomes, asked))
+        return self._scoring_thread().run(self._ask_all(calls, outcomes, asked))
 
     async def _ask_all(
         self, calls: Calls, outcomes: dict[str, Outcomes], asked: dict[str, _Asked]
@@ -388,8 +338,8 @@ class RewardScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
 
         async def ask(calls: Calls) -> Outcomes:
-            background = self._background()
-            return await background.remote_call(url, calls[0], deadline_s, concurrency=reward.concurrency)
+            background = self._scoring_thread()
+            return await background.call_remote(url, calls[0], deadline_s, concurrency=reward.concurrency)
 
         return _Asked(f"the judge at {url}", ask)
 
@@ -414,18 +364,18 @@ class RewardScorer:
                 prompt = calls[0].prompt
                 prompt = msgspec.structs.replace(prompt, metadata=portable(prompt.metadata))
                 calls = tuple(msgspec.structs.replace(call, prompt=prompt) for call in calls)
-            return await self._background().worker_call(place, calls, deadline_s, concurrency=concurrency)
+            return await self._scoring_thread().call_worker(place, calls, deadline_s, concurrency=concurrency)
 
         sees_groups = isinstance(spec, FunctionSpec) and spec.signature == "trl"
         return _Asked(who, ask, sees_groups, needs_answer)
 
-    def _background(self) -> Background:
-        if self._background_ is None:
-            from baton.rewards.background import Background  # brings aiohttp, which most recipes never need
+    def _scoring_thread(self) -> ScoringThread:
+        if self._thread is None:
+            from baton.rewards.scoring_thread import ScoringThread  # brings aiohttp, which most recipes never need
 
             setup = ScorerSetup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
-            self._background_ = Background(setup, self._settings)
-        return self._background_
+            self._thread = ScoringThread(setup, self._settings)
+        return self._thread
 
     def _longest_call_s(self) -> float:
         """Longest that everything may go without one judgement, however long the queue: something is always running."""

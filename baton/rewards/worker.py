@@ -21,7 +21,9 @@ from typing import TypeVar
 
 import msgspec
 
-from baton.rewards.calls import (
+from baton.rewards.functions import call_function, import_function, told
+from baton.rewards.isolation import keep
+from baton.rewards.scorer_protocol import (
     Call,
     CallResult,
     FunctionSpec,
@@ -33,8 +35,6 @@ from baton.rewards.calls import (
     Spec,
     failed,
 )
-from baton.rewards.functions import call_function, import_function, told
-from baton.rewards.isolation import keep
 from baton.types import FailureCause
 
 Judge = Callable[[tuple[Call, ...]], Awaitable[tuple[Outcome, ...]]]

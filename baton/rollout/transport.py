@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from baton.records.trace import LeaseTrace, TraceWriter
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import TraceWriter
 from baton.rollout.engine import Engine, EngineStats
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 

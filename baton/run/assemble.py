@@ -24,10 +24,11 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
+from baton.records.lease_trace import LeaseTrace
 from baton.records.metrics import MetricsWriter
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
-from baton.records.trace import BEGIN, LeaseTrace, StageTimer, TraceWriter
+from baton.records.trace import BEGIN, StageTimer, TraceWriter
 from baton.rewards.scorer import RewardScorer, require_judged
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import Engine

@@ -25,7 +25,8 @@ from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton,
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.recipe import Recipe
-from baton.records.trace import LeaseTrace, Tracer
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import Tracer
 from baton.rollout.engines.embedded.rescore import Rescorer
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Role, TokenFile, write_private

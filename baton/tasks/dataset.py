@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import UserError
-from baton.rewards.calls import MathSpec, Scorer
-from baton.rewards.columns import REFERENCE_COLUMNS, find_reference, lookup, messages_of
+from baton.rewards.dataset_columns import REFERENCE_COLUMNS, find_reference, lookup, messages_of
+from baton.rewards.scorer_protocol import MathSpec, Scorer
 from baton.tasks.rows import Row, read_rows
 from baton.tasks.task import Problem
 from baton.types import Message

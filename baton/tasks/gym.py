@@ -7,6 +7,7 @@ their seeds from a hash, 48 bits wide, and the train/held-out split never looks 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -16,13 +17,14 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from baton.errors import UserError
-from baton.rewards.calls import Score, Scorer, ScorerSpec
 from baton.rewards.functions import number
-from baton.tasks.compact import COMPACT_FORMS, canonical_problem
-from baton.tasks.guard import may_be_scored
+from baton.rewards.scorer_protocol import Score, Scorer, ScorerSpec
+from baton.tasks.gym_answer_filter import may_be_scored
+from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
@@ -91,7 +93,7 @@ class GymTask:
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Score with reasoning-gym's verifier; the entry is generated again from its seed and index.
 
-        An answer that the verifier must not see (`guard.py`) scores 0.
+        An answer that the verifier must not see (`gym_answer_filter.py`) scores 0.
         """
         if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
@@ -142,6 +144,45 @@ def gym_tasks() -> list[str]:
     _import_gym()
     datasets = importlib.import_module("reasoning_gym.factory").DATASETS
     return sorted(name for name in datasets if name != "composite")
+
+
+class ListedTask(msgspec.Struct, frozen=True):
+    """One task with an example."""
+
+    name: str
+    question: str
+    answer: str | None
+    compact: str | None
+    """The same example in the compact form, where there is one."""
+    params: dict[str, Any]
+    """Parameters with their defaults."""
+
+
+def list_tasks(name: str | None = None) -> list[ListedTask]:
+    """Describe one task or all; a task whose parts are not installed says so in place of its example."""
+    return [_describe(each) for each in ([name] if name else gym_tasks())]
+
+
+def _describe(name: str) -> ListedTask:
+    try:
+        task = GymTask(name, name, {}, is_compact=False)
+        problem = task.draw(0, 0)
+        compact = GymTask(name, name, {}, is_compact=True).draw(0, 0).question if name in COMPACT_FORMS else None
+    except UserError as error:
+        if name not in gym_tasks():
+            raise
+        return ListedTask(name, str(error), None, None, _defaults(name))
+    return ListedTask(name, problem.question, problem.answer, compact, _defaults(name))
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    config = importlib.import_module("reasoning_gym.factory").DATASETS[name][1]()
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        key: str(value) if not isinstance(value, (int, float, str, bool)) else value
+        for key, value in values.items()
+        if key not in ("seed", "size")
+    }
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 from blake3 import blake3
 
-from baton.rewards.calls import ScoredTask
+from baton.rewards.scorer_protocol import ScoredTask
 from baton.types import Message
 
 HELD_OUT_PERCENT = 10

@@ -22,7 +22,7 @@ from baton.records.evaluation import Evaluation
 from baton.records.journal import IssuedGroup, StreamCursor
 from baton.records.run_directory import RecordedEvaluation
 from baton.records.run_lock import LockHolder
-from baton.records.trace.spans import Span
+from baton.records.trace import Span
 from baton.rewards import calls
 from baton.rollout.processes import protocol
 from baton.run.loop import LoopState

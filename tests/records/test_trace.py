@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from baton.cli.main import app
+from baton.records.lease_trace import LeaseTrace
 from baton.records.run_directory import RunDirectory
-from baton.records.trace import ASIDE, LeaseTrace, Span, TraceWriter, chrome_trace, read_trace
-from baton.records.trace.file import trace_files
-from baton.records.trace.spans import GAP, actors_of, stretches
+from baton.records.trace import (
+    ASIDE,
+    GAP,
+    Span,
+    TraceWriter,
+    actors_of,
+    chrome_trace,
+    read_trace,
+    stretches,
+    trace_files,
+)
 from baton.rollout.traced import TracedTrajectoryScorer
 from baton.rollout.transport import LocalTransport
 from baton.swarm.hub.traced import TracedLeaseBroker

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from baton.rewards import pool
-from baton.rewards.scorer import RewardScorer, RewardSettings
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.types import FinishReason, Message, Prompt, ScoredTrajectory, Segment, Trajectory
 
 SOURCE = """

@@ -27,10 +27,10 @@ from judging_cases import (
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards import scorer as rewards
-from baton.rewards.calls import ScorerSpec
 from baton.rewards.pool import GRACE_S
-from baton.rewards.scorer import RewardScorer, RewardSettings
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.scorer_protocol import ScorerSpec
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.tasks.gym import GymTask
 from baton.types import FailureCause, Prompt, RewardResult
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from judging_cases import drain_past_deadlines, hand_clock, trajectory
 
-from baton.rewards.background import Background
-from baton.rewards.scorer import RewardScorer, RewardSettings
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.scoring_thread import ScoringThread
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.types import FailureCause, Prompt
 
@@ -89,13 +89,13 @@ def test_a_part_and_a_scorer_that_are_the_same_are_asked_once(
     judge: RewardScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    original = Background.worker_call
+    original = ScoringThread.call_worker
 
-    def counted(background: Background, spec: int, *arguments: object, **keys: object) -> object:
+    def counted(thread: ScoringThread, spec: int, *arguments: object, **keys: object) -> object:
         calls.append(spec)
-        return original(background, spec, *arguments, **keys)  # type: ignore[arg-type]
+        return original(thread, spec, *arguments, **keys)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Background, "worker_call", counted)
+    monkeypatch.setattr(ScoringThread, "call_worker", counted)
     judge.judge(asking_for("1/3"), "\\boxed{2/6}")
     assert len(calls) == 1
 

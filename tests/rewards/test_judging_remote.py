@@ -13,8 +13,8 @@ from urllib.parse import unquote
 import pytest
 from judging_cases import PROMPT, SomeTask, trajectory
 
-from baton.rewards.scorer import RewardScorer, RewardSettings
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.types import FailureCause, RewardResult
 
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]

@@ -10,7 +10,8 @@ import torch
 
 from baton.errors import UserError
 from baton.records.evaluation import Evaluation, evaluation_metrics
-from baton.rewards.scorer import RewardScorer, RewardSettings, failure_metrics, require_judged
+from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
+from baton.rewards.settings import RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from baton.records.evaluation import Z_95, share_interval
-from baton.rewards.scorer import RewardScorer, RewardSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.settings import RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout

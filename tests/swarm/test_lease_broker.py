@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.records.trace import LeaseTrace
+from baton.records.lease_trace import LeaseTrace
 from baton.swarm import lease_events as ev
 from baton.swarm.hub.traced import TracedLeaseBroker
 from baton.swarm.lease_broker import (

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from baton.errors import UserError
-from baton.rewards.scorer import RewardScorer, RewardSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.settings import RewardSettings
 from baton.tasks.dataset import FileTask
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.tasks.task import Problem

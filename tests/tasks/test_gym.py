@@ -12,8 +12,7 @@ import pytest
 from task_cases import FOUR
 
 from baton.errors import UserError
-from baton.tasks.gym import NEEDS_COMPILER, GymTask, gym_tasks
-from baton.tasks.listing import list_tasks
+from baton.tasks.gym import NEEDS_COMPILER, GymTask, gym_tasks, list_tasks
 
 NO_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Any of several solutions is right, so reasoning-gym gives no answer of its own."""
@@ -89,7 +88,7 @@ def test_no_answer_hangs_a_scorer_or_runs_as_code(tmp_path: Path) -> None:
     ],
 )
 def test_answers_in_the_form_that_a_task_asks_for_reach_its_scorer(name: str, answers: list[str]) -> None:
-    from baton.tasks.guard import may_be_scored
+    from baton.tasks.gym_answer_filter import may_be_scored
 
     assert all(may_be_scored(name, answer) for answer in answers)
 

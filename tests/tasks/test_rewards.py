@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from task_cases import mixture
 
 from baton.errors import UserError
-from baton.rewards.scorer import RewardScorer, RewardSettings
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.scorer import RewardScorer
+from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 from baton.types import FailureCause, Prompt
 

@@ -13,9 +13,9 @@ from task_cases import FOUR, mixture
 from baton.errors import TaskExhausted
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import WarmStart
-from baton.tasks.compact import canonical_problem
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
 from baton.tasks.gym import BLOCK, GymTask
+from baton.tasks.problem_forms import canonical_problem
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.tasks.task import HELD_OUT_PERCENT, Problem
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from baton.records.run_directory import RunDirectory
-from baton.records.trace import ASIDE, Span
-from baton.records.trace.spans import BEGIN
+from baton.records.trace import ASIDE, BEGIN, Span
 from baton.views.pages.report import render
 from baton.views.pages.slots import MAX_ROWS, MAX_WORKERS, busy_slots, ramp, slot_picture, slot_pictures
 from baton.views.pages.steps import Window, choose_windows, steps_of

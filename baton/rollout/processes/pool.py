@@ -23,7 +23,8 @@ import msgspec
 from baton.errors import DeadlineExceeded, EngineFault, Fault, UserError
 from baton.files import memory_directory
 from baton.frames import end_children, exit_code, ready, start_child
-from baton.records.trace import ASIDE, LeaseTrace, TraceWriter
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import ASIDE, TraceWriter
 from baton.rollout.engine import EngineStats
 from baton.rollout.processes.protocol import (
     MAX_FRAME_BYTES,

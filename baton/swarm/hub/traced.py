@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from baton.records.trace import ASIDE, LeaseTrace, Tracer
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import ASIDE, Tracer
 from baton.rollout.rescored import Claim, Rescored
 from baton.swarm import lease_events as ev
 from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck

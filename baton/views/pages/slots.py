@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.records.trace import ASIDE, Span
-from baton.records.trace.spans import actors_of
+from baton.records.trace import ASIDE, Span, actors_of
 from baton.views.pages.steps import Window, choose_windows
 
 WIDTH, LEFT, RIGHT = 1180.0, 132.0, 10.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.records.trace import ASIDE, Span
-from baton.records.trace.spans import stretches
+from baton.records.trace import ASIDE, Span, stretches
 
 WHOLE = 5
 """A trace of at most this many steps is shown whole."""

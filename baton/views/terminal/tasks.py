@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from baton.console import Console
-from baton.tasks.listing import ListedTask
+from baton.tasks.gym import ListedTask
 
 
 def print_tasks(console: Console, tasks: list[ListedTask]) -> None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
 from baton.errors import DeadlineExceeded
-from baton.rewards.calls import Call, CallFailure, ScorerSetup
 from baton.rewards.pool import Calls, Outcomes, WorkerPool
 from baton.rewards.remote import ask_remote
+from baton.rewards.scorer_protocol import Call, CallFailure, ScorerSetup
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
@@ -32,7 +34,7 @@ CLOSING_S = 10.0
 Result = TypeVar("Result")
 
 
-class Background:
+class ScoringThread:
     """Makes calls apart from the run's own thread. Methods ending in `_call` are coroutines of its loop."""
 
     def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
@@ -43,25 +45,19 @@ class Background:
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judging", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="scoring", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Begin a coroutine in the background."""
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
-    async def worker_call(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
+    async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
         """Ask a worker process, again after a crash. `concurrency` > 0: calls that may share one process."""
+        call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
+        return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
 
-        async def attempt() -> Outcomes:
-            if not concurrency:
-                return await self._pool.ask(spec, calls, deadline_s, may_share=False)
-            async with self._limits.setdefault(f"spec {spec}", asyncio.Semaphore(concurrency)):
-                return await self._pool.ask(spec, calls, deadline_s, may_share=True)
-
-        return await self._retrying(FailureCause.CRASHED)(attempt)
-
-    async def remote_call(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
+    async def call_remote(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
         """Ask a remote judge, again where it cannot be reached."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -69,13 +65,12 @@ class Background:
             )
         session = self._session
 
-        async def attempt() -> Outcomes:
-            async with self._limits.setdefault(url, asyncio.Semaphore(concurrency)):
-                return (await ask_remote(session, url, call, deadline_s),)
+        async def post() -> Outcomes:
+            return (await ask_remote(session, url, call, deadline_s),)
 
-        return await self._retrying(FailureCause.UNREACHABLE)(attempt)
+        return await self._retried(post, FailureCause.UNREACHABLE, url, concurrency)
 
-    async def start_call(self) -> str:
+    async def start_worker(self) -> str:
         """Start a worker process, and return what worker processes are kept from."""
         return await self._pool.start()
 
@@ -107,17 +102,28 @@ class Background:
         if self._session is not None:
             await self._session.close()
 
-    def _retrying(self, cause: FailureCause) -> AsyncRetrying:
+    async def _retried(
+        self, call: Callable[[], Awaitable[Outcomes]], cause: FailureCause, key: str, concurrency: int
+    ) -> Outcomes:
+        """Make a call again while it fails by `cause`. concurrency: of the calls with the same key; 0 sets no limit."""
+        limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
+
+        async def attempt() -> Outcomes:
+            async with limit:
+                return await call()
+
         def is_worth_a_retry(outcomes: Outcomes) -> bool:
             return any(isinstance(outcome, CallFailure) and outcome.cause is cause for outcome in outcomes)
 
-        def last(state: RetryCallState) -> Any:
-            assert state.outcome is not None
-            return state.outcome.result()
-
-        return AsyncRetrying(
+        retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + self._settings.retries),
             wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             retry=retry_if_result(is_worth_a_retry),
-            retry_error_callback=last,
+            retry_error_callback=_last_result,
         )
+        return await retrying(attempt)
+
+
+def _last_result(state: RetryCallState) -> Any:
+    assert state.outcome is not None
+    return state.outcome.result()

@@ -150,11 +150,3 @@ class CallResult(msgspec.Struct, frozen=True, tag="Answer"):
 
 
 FromWorker = ScorerReady | CallResult
-
-HEADER_BYTES = 4
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """Return a message with its length before it."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(HEADER_BYTES, "big") + body

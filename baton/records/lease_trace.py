@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.records.trace.spans import Tracer
+from baton.records.trace import Tracer
 from baton.types import Author, FromWorker, Lease, Retry
 
 

@@ -1,0 +1,268 @@
+"""The trace: which part of a run did what, when, and under which policy version. Numbers by step are in the metrics.
+
+A span is a period of work of one actor in one of its lanes; the spans of a lane never overlap. A live run and a
+simulation use the same names:
+
+    trainer                   wait_for_batch, train, publish, eval, checkpoint
+    judges                    judge: while at least one reward is pending
+    engine process 0, node#3  generate: one lease in one slot; in the lane for weights, fetch: transfer of a version
+    hub, examiner             publish, check
+
+`chrome_trace` exports to Perfetto and Chrome's tracing page; `views/pages/slots.py` draws the trace in `baton report
+--html`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import msgspec
+
+from baton.files import append, writing
+
+ASIDE = -1
+"""Lane of an actor's work outside its slots, such as weight transfer."""
+BEGIN, GAP = "begin", "gap"
+"""Names of marks, which have no duration: a process started; spans are missing here."""
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A period of work, or a mark if it has no duration."""
+
+    name: str
+    actor: str
+    lane: int
+    begin_s: float
+    """Live run: Unix time; simulation: time since its start."""
+    end_s: float
+    facts: dict[str, Any] = {}
+    """`generate` has group, sample, tokens, version (of the last token), versions (tokens by version, if several) and
+    ended (finish, abort, refused, dropped, lost); the trainer's spans have step."""
+
+
+class Tracer(Protocol):
+    """Receives spans."""
+
+    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
+        """Record a span."""
+
+
+def stretches(spans: Iterable[Span]) -> list[list[Span]]:
+    """Divide a trace at its marks into periods without a gap. Marks and empty periods are left out."""
+    found: list[list[Span]] = [[]]
+    for span in spans:
+        if span.name in (BEGIN, GAP):
+            found.append([])
+        else:
+            found[-1].append(span)
+    return [period for period in found if period]
+
+
+def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
+    """Return (other actors, workers), each sorted by name with numbers compared as numbers, the trainer first."""
+    found: dict[str, bool] = {}
+    for span in spans:
+        found[span.actor] = found.get(span.actor, False) or span.name == "generate"
+    names = sorted(found, key=lambda name: (name != "trainer", _by_number(name)))
+    return [name for name in names if not found[name]], [name for name in names if found[name]]
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(part or 0), "") if i % 2 else (0, part) for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
+_PART = "part"
+MAX_PENDING = 200_000
+"""Maximum number of spans until the next flush; further spans are dropped, and a gap is recorded."""
+
+
+class TraceWriter:
+    """Writes a live run's spans to its directory. Spans may come from any thread, on the clock of `time.monotonic`.
+
+        trace.jsonl ─full─▶ trace.last.jsonl ─full─▶ trace.before.jsonl ─full─▶ deleted
+         first half           a quarter                a quarter
+
+    A trace that exceeds the limit therefore keeps its beginning and its end.
+    """
+
+    def __init__(self, directory: Path | None = None, limit_bytes: int = 0) -> None:
+        """Without a directory nothing is recorded. No file is opened before the first `flush`."""
+        self._directory, self._limit = directory, limit_bytes
+        self._lock = Lock()
+        self._pending: list[Span] = []
+        self._is_overfull = False
+        self._offset_s = time.time() - time.monotonic()
+        self._path = Path()
+        self._size = self._room = self._part = 0
+
+    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
+        """Record a span; it is kept in memory until the next `flush`."""
+        if self._directory is None:
+            return
+        at_s = self._offset_s
+        made = Span(name, actor, lane, round(begin_s + at_s, 6), round(end_s + at_s, 6), facts)
+        with self._lock:
+            if len(self._pending) < MAX_PENDING:
+                self._pending.append(made)
+            elif not self._is_overfull:
+                self._is_overfull = True
+                self._pending.append(Span(GAP, actor, 0, made.begin_s, made.begin_s))
+
+    def mark(self, name: str, **facts: Any) -> None:
+        """Record an event that has no duration, at the current time."""
+        now_s = time.monotonic()
+        self.span(name, "trainer", 0, now_s, now_s, **facts)
+
+    def flush(self) -> None:
+        """Write the recorded spans to the operating system. Called by one thread. Raises OSError if the write fails."""
+        with self._lock:
+            spans, self._pending, self._is_overfull = self._pending, [], False
+        if self._directory is None or not spans:
+            return
+        if not self._room:
+            self._reopen(self._directory)
+        lines = bytearray()
+        for span in spans:
+            line = msgspec.json.encode(span) + b"\n"
+            if self._size + len(line) > self._room:
+                self._append(lines)
+                lines.clear()
+                self._turn(self._directory, span.end_s)
+            self._size += len(line)
+            lines += line
+        self._append(lines)
+
+    def _append(self, lines: bytearray) -> None:
+        append(self._path, bytes(lines))
+
+    def _reopen(self, directory: Path) -> None:
+        """Find the position where an earlier process ended, and terminate a line that it may have left incomplete."""
+        first, before, last = trace_files(directory)
+        self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
+        if last.exists():
+            self._part = next((s.facts[_PART] for s in _read(last) if s.name == _PART), 1)
+        elif before.exists():
+            before.unlink()
+        self._size = self._path.stat().st_size if self._path.exists() else 0
+        if self._size and not self._path.read_bytes().endswith(b"\n"):
+            self._append(bytearray(b"\n"))
+            self._size += 1
+
+    def _turn(self, directory: Path, at_s: float) -> None:
+        """Start the next file: the current one is full."""
+        _, before, last = trace_files(directory)
+        if last.exists():
+            last.replace(before)
+        self._part += 1
+        head = msgspec.json.encode(Span(_PART, "trace", 0, at_s, at_s, {_PART: self._part})) + b"\n"
+        with writing(last):
+            last.write_bytes(head)
+        self._path, self._room, self._size = last, self._limit // 4, len(head)
+
+
+def trace_files(directory: Path) -> tuple[Path, Path, Path]:
+    """Return the paths of a run's trace, the oldest first."""
+    return directory / "trace.jsonl", directory / "trace.before.jsonl", directory / "trace.last.jsonl"
+
+
+def read_trace(directory: Path) -> list[Span]:
+    """Return a run's spans in the order in which they ended, with GAP where a part was deleted; empty
+    without a trace."""
+    spans: list[Span] = []
+    part = 0
+    for path in trace_files(directory):
+        for span in _read(path):
+            if span.name != _PART:
+                spans.append(span)
+                continue
+            if span.facts[_PART] > part + 1:
+                spans.append(Span(GAP, "trace", 0, span.begin_s, span.begin_s))
+            part = span.facts[_PART]
+    return spans
+
+
+def _read(path: Path) -> Iterator[Span]:
+    """Yield the spans of one file, without incomplete lines."""
+    decoder = msgspec.json.Decoder(Span)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError:
+                continue
+
+
+@dataclass(slots=True)
+class StageTimer:
+    """Seconds by stage since the last `take`; each stage is also written to the trace."""
+
+    trace: TraceWriter = field(default_factory=TraceWriter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
+        """Add the duration of the context to a stage. `span` is the name in the trace if it differs."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            end_s = time.monotonic()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end_s - begin_s
+            self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by stage and reset them."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+_US = 1e6
+
+
+def chrome_trace(spans: Sequence[Span]) -> bytes:
+    """Return the JSON of a trace: actors are processes, lanes threads, spans complete events, marks instants.
+
+    Times are whole microseconds since the first span; both ends are rounded, so adjacent spans stay adjacent. Source:
+    "Trace Event Format", Chromium project.
+    """
+    others, workers = actors_of(spans)
+    pids = {actor: pid for pid, actor in enumerate([*others, *workers], start=1)}
+    zero_s = min((span.begin_s for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for actor, pid in pids.items():
+        events.append(_name("process_name", pid, 0, name=actor))
+        events.append(_name("process_sort_index", pid, 0, sort_index=pid))
+    for actor, lane in sorted({(span.actor, span.lane) for span in spans}, key=lambda at: (pids[at[0]], at[1])):
+        events.append(_name("thread_name", pids[actor], _tid(lane), name=_lane_name(actor in workers, lane)))
+        events.append(_name("thread_sort_index", pids[actor], _tid(lane), sort_index=_tid(lane)))
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        begin, end = round((span.begin_s - zero_s) * _US), round((span.end_s - zero_s) * _US)
+        place = {"name": span.name, "ts": begin, "pid": pids[span.actor], "tid": _tid(span.lane), "args": span.facts}
+        if span.end_s > span.begin_s:
+            events.append({**place, "ph": "X", "cat": "baton", "dur": end - begin})
+        else:
+            events.append({**place, "ph": "i", "s": "p"})
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _name(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _tid(lane: int) -> int:
+    return lane - ASIDE
+
+
+def _lane_name(is_worker: bool, lane: int) -> str:
+    if lane == ASIDE:
+        return "weights"
+    return f"slot {lane}" if is_worker else "at work" if not lane else f"lane {lane}"
