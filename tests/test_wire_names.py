@@ -36,7 +36,7 @@ from baton.recipe import presets as algorithms_shown
 from baton.records import evaluation, journal, run_lock
 from baton.records import run_directory as runs
 from baton.records.trace import Span
-from baton.rewards import calls
+from baton.rewards import scorer_protocol
 from baton.rollout import events as rollout_events
 from baton.rollout.processes import protocol
 from baton.run import dry_run as footprint
@@ -50,7 +50,7 @@ from baton.swarm import version_sync as have_want
 from baton.swarm.hub import relay, status
 from baton.swarm.verification import policy as verification_policy
 from baton.swarm.verification import quarantine
-from baton.tasks import listing
+from baton.tasks import gym
 from baton.trainer import checkpoint
 from baton.trainer.parallel import messages as ranks
 from baton.views.terminal.trajectories import ShownTrajectory
@@ -67,8 +67,8 @@ ROOTS: dict[str, Any] = {
     "hub to worker": messages.FromHub,
     "worker to hub": messages.FromWorker,
     "hub to relay": relay.RelayTicket,
-    "controller to reward process": calls.ScorerSetup | calls.ScoreRequest,
-    "reward process to controller": calls.FromWorker,
+    "controller to reward process": scorer_protocol.ScorerSetup | scorer_protocol.ScoreRequest,
+    "reward process to controller": scorer_protocol.FromWorker,
     "error of another process": Fault,
     "within a process": types.WorkLost | types.WorkRevoked,
     # logs of events and commands
@@ -108,7 +108,7 @@ ROOTS: dict[str, Any] = {
     "baton eval --json": evaluation.Evaluation,
     "baton show --json": ShownTrajectory,
     "baton keys --json": keys.RecipeKey,
-    "baton tasks --json": listing.ListedTask,
+    "baton tasks --json": gym.ListedTask,
     "baton algorithms --json": algorithms_shown.Algorithm,
     "baton bench --json": bench_rollout.BenchResult,
     "baton profile --json": measure.Profile,

@@ -1,12 +1,12 @@
-"""Where in a response the answer stands, by the format that the recipe names.
+"""Extracts the answer from a response, in the format that the recipe names.
 
-| format      | the answer is                                                   | used by                    |
-|-------------|-----------------------------------------------------------------|----------------------------|
-| `tags`      | inside the last `<answer>…</answer>`                            | R1-style recipes, ours     |
-| `boxed`     | inside the last `\\boxed{…}`, braces balanced                    | mathematics                |
-| `last_line` | the last line that is not empty, after `</think>` if there is one | models without instruction |
+| format      | the answer is                                                      | used by                        |
+|-------------|--------------------------------------------------------------------|--------------------------------|
+| `tags`      | inside the last `<answer>…</answer>`                               | R1-style and Baton's recipes   |
+| `boxed`     | inside the last `\\boxed{…}` with balanced braces                   | mathematics                    |
+| `last_line` | the last line that is not empty, after `</think>` if it is present | models without instructions    |
 
-A response that does not meet the format has no answer, and no answer scores 0.
+A response that does not follow the format has no answer; the task's scorer gives it 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ INSTRUCTIONS: dict[str, str] = {
     "boxed": "Think step by step, then put the final answer inside \\boxed{}.",
     "last_line": "Think step by step, then write only the final answer on the last line.",
 }
-"""System message that asks for each format; recipes for models that know it already switch it off."""
+"""System message that asks for a format, by format. `answer.instruct = false` omits the message."""
 
 
 def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
-    """Return the stripped answer of a response, or None where the format is not met."""
+    """Return the answer of a response without outer blanks; None if the response does not follow the format."""
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None
@@ -38,7 +38,7 @@ def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
 
 
 def meets_format(response: str, answer_format: AnswerFormat) -> bool:
-    """Whether a response has exactly one answer and, for `tags`, nothing after it."""
+    """Return whether a response has exactly one answer and, for `tags`, no text after the closing tag."""
     if answer_format == "tags":
         return response.count("<answer>") == 1 and response.rstrip().endswith("</answer>")
     if answer_format == "boxed":

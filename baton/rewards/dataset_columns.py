@@ -1,4 +1,4 @@
-"""What the columns of a row mean: the names that the field's datasets use for a prompt and its reference answer."""
+"""Columns of a dataset row: the usual names of the reference answer, nested columns, prompts of messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ REFERENCE_COLUMNS = (
     "reward_model.ground_truth",
     "reward_spec.ground_truth",
 )
-"""Where a reference answer stands, in order of preference; a dot leads into a nested column."""
+"""Columns that may hold the reference answer, in order of preference; a dot selects a nested column."""
 
 
 def lookup(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, None where it is absent; nested columns may be objects or their JSON text."""
+    """Return the value of a column; None if the row does not have it. A nested column is an object or its JSON text."""
     value: Any = row
     for part in (column,) if column in row else column.split("."):
         if isinstance(value, str):
@@ -31,14 +31,15 @@ def lookup(row: Mapping[str, Any], column: str) -> Any:
 
 
 def find_reference(row: Mapping[str, Any]) -> Any:
-    """Return the first reference that a row has under one of the field's names, or None."""
+    """Return the value of the first column of `REFERENCE_COLUMNS` that the row has; None if it has none."""
     return next((value for c in REFERENCE_COLUMNS if (value := lookup(row, c)) is not None), None)
 
 
 def messages_of(prompt: Any) -> tuple[Message, ...] | None:
-    """Read a prompt that is a conversation, or the JSON text of one. None for any other text.
+    """Return the messages of a prompt that is a conversation or its JSON text; None if the prompt is other text.
 
-    Raises ValueError that says what is wrong with it.
+    Raises ValueError for a conversation without messages, a message without role or content, or a last message of the
+    assistant.
     """
     if isinstance(prompt, str):
         if not prompt.lstrip().startswith("["):
@@ -54,7 +55,7 @@ def messages_of(prompt: Any) -> tuple[Message, ...] | None:
     if not turns or wrong is not None:
         raise ValueError(f"must be a text, or messages with role and content as texts; got {wrong!r}")
     if turns[-1]["role"] == "assistant":
-        raise ValueError("ends with the assistant's turn, which is what the policy has to write")
+        raise ValueError("ends with an assistant message, but the policy generates that message: remove it")
     return tuple(Message(turn["role"], turn["content"]) for turn in turns)
 
 

@@ -1,12 +1,13 @@
-"""Reward functions by import path, in the three conventions of the field, and what counts as a judgement.
+"""Import and call of reward functions in three calling conventions, and the check of the values that they return.
 
-| signature | called as                                                           | gives                              |
+| signature | called as                                                           | returns                            |
 |-----------|---------------------------------------------------------------------|------------------------------------|
 | `baton`   | f(prompt, response, answer)                                         | a number                           |
 | `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of numbers or None          |
 | `verl`    | f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)      | a number, or a dict with `score`   |
 
-Each may be `async`. A `trl` function is called once per group, with all of its responses; the others once per response.
+Each may be `async`. A `trl` function is called once per group with all responses of the group. Functions of the other
+conventions are called once per response.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from baton.types import FailureCause, Message
 
 RewardFunction = Callable[..., Any]
 MAX_REWARD = 1e6
-"""Largest magnitude of a reward and of each of its parts. Statistics of groups and batches are taken in float32, which
-has 7 digits: beyond this, rewards that differ by 0.1 are equal, and squares of much larger ones overflow at 1.8e19."""
+"""Maximum magnitude of a reward and of each reward part. Statistics are computed in float32, which has 7 digits. Above
+this limit, rewards that differ by 0.1 become equal; the square of a reward above 1.8e19 overflows."""
 
 
 @lru_cache(maxsize=64)
 def import_function(path: str) -> RewardFunction:
-    """Import `module:name` or `file.py:name`, from the current directory too. Raises UserError in one sentence."""
+    """Import `module:name` or `file.py:name`, also from the current directory. Raises UserError if it fails."""
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
         raise UserError(f"reward function: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
@@ -44,15 +45,18 @@ def import_function(path: str) -> RewardFunction:
         module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
         function = getattr(module, name)
     except Exception as error:
-        said = str(error) if isinstance(error, (ImportError, AttributeError, OSError)) else told(error)
-        raise UserError(f"reward function {path!r} cannot be imported: {said}") from error
+        reason = str(error) if isinstance(error, (ImportError, AttributeError, OSError)) else describe_error(error)
+        raise UserError(f"reward function {path!r} cannot be imported: {reason}") from error
     if not callable(function):
         raise UserError(f"reward function {path!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 
 def detect_signature(function: RewardFunction) -> Signature:
-    """Tell the convention: `compute_score` is verl's, parameters `prompts` and `completions` are TRL's, else ours."""
+    """Return the calling convention of a function, by its name and parameters.
+
+    `verl`: the name `compute_score`, or verl's parameters. `trl`: a parameter `completions`. `baton`: anything else.
+    """
     if getattr(function, "__name__", "") == "compute_score":
         return "verl"
     try:
@@ -65,41 +69,41 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling gives something to be awaited, so that many calls may wait at once."""
+    """Return whether a call of the function returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_here(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Call a function that is not async, in this thread."""
+def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
+    """Call a function that is not async in this thread. An exception of the function is returned as an outcome."""
     try:
-        result = _started(function, signature, calls)
+        result = _call(function, signature, calls)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
-        return failed(calls, FailureCause.RAISED, f"raised {told(error, function)}")
+        return failed(calls, FailureCause.RAISED, f"raised {describe_error(error, function)}")
     return _outcomes(result, signature, calls)
 
 
 async def call_function(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Call in a convention. Whatever the function does but hang or kill its process comes back as outcomes."""
+    """Call a function, async or not. An exception of the function is returned as an outcome."""
     try:
-        result = _started(function, signature, calls)
+        result = _call(function, signature, calls)
         if inspect.isawaitable(result):
             result = await result
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-        return failed(calls, FailureCause.RAISED, f"raised {told(error, function)}")
+        return failed(calls, FailureCause.RAISED, f"raised {describe_error(error, function)}")
     return _outcomes(result, signature, calls)
 
 
 def _outcomes(result: Any, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Read what a function of a convention returned: a finite number, or a failure that says what it was instead."""
+    """Return the outcome of each response from the result of a function; an invalid result becomes a failure."""
     if signature != "trl":
         return tuple(_outcome(result, signature) for _ in calls)
     try:
         if not isinstance(result, (list, tuple)) and not hasattr(result, "tolist"):
-            raise TypeError("is no list; a TRL reward function returns a list with one number per completion")
+            raise TypeError("is not a list; a TRL reward function returns a list with one number per completion")
         values = list(result) if isinstance(result, (list, tuple)) else result.tolist()
         if len(values) != len(calls):
             raise ValueError(f"has {len(values)} values for {len(calls)} completion(s)")
-    except Exception as error:  # noqa: BLE001 - what it returned may be anything too
+    except Exception as error:  # noqa: BLE001 - the result may be any object
         return (malformed(result, str(error)),) * len(calls)
     return tuple(CallValue(None) if value is None else _outcome(value, signature) for value in values)
 
@@ -109,22 +113,22 @@ def _outcome(result: Any, signature: Signature) -> Outcome:
         if signature == "verl" and isinstance(result, dict):
             return number(result["score"]) if "score" in result else malformed(result, "has no 'score'")
         return number(result)
-    except Exception as error:  # noqa: BLE001 - what it returned may be anything too
-        return malformed(result, f"cannot be read ({told(error)})")
+    except Exception as error:  # noqa: BLE001 - the result may be any object
+        return malformed(result, f"cannot be read ({describe_error(error)})")
 
 
 def number(result: Any) -> Outcome:
-    """Take numbers of Python, numpy and torch, and truth values as 0 or 1; anything else is malformed.
+    """Return the value of a result: a number of Python, numpy or torch, or a bool as 0 or 1.
 
-    So is what is not finite, or beyond `MAX_REWARD`.
+    Any other object, a number that is not finite and a number above `MAX_REWARD` in magnitude are malformed.
     """
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
-        result = result.item()  # numpy's and torch's numbers
+        result = result.item()  # a scalar of numpy or torch
     if not isinstance(result, Real):
-        return malformed(result, "is no number; return a float")
+        return malformed(result, "is not a number; return a float")
     try:
         value = float(result)
-    except OverflowError:  # an integer or a fraction beyond floats
+    except OverflowError:  # an integer or a fraction too large for a float
         value = math.inf
     else:
         if not math.isfinite(value):
@@ -135,34 +139,33 @@ def number(result: Any) -> Outcome:
 
 
 def malformed(result: Any, why: str) -> CallFailure:
-    """The failure of a judge that returned something, but no judgement."""
+    """Return the failure for an invalid result. why: what is wrong with it, such as `has no 'score'`."""
     try:
         shown = repr(result)
-    except Exception:  # noqa: BLE001 - such as an integer of more digits than Python prints
+    except Exception:  # noqa: BLE001 - such as an integer with more digits than Python prints
         shown = "a value that cannot be printed"
     shown = shown if len(shown) <= 80 else shown[:77] + "…"
     return CallFailure(FailureCause.MALFORMED, f"returned {shown} ({type(result).__name__}), which {why}")
 
 
-def told(error: BaseException, function: RewardFunction | None = None) -> str:
-    """One line about an error: its type, the first line of its text, and the line of code that raised it.
+def describe_error(error: BaseException, function: RewardFunction | None = None) -> str:
+    """Return a line about an error: its type, the first line of its text, and the file and line that raised it.
 
-    function: whose file is named where it is among the callers, else the innermost caller is.
+    function: the line in the file of this function is preferred to the innermost line of the traceback.
     """
     text = str(error).strip().splitlines()
-    first = (
-        "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[0][:200]) if text else ""
-    )  # may quote a response
-    said = f"{type(error).__name__}: {first}" if text else type(error).__name__
+    shown = type(error).__name__
+    if text:  # the text may quote a response, so control characters are escaped
+        shown += ": " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[0][:200])
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if "importlib" not in f.filename]
     own = getattr(getattr(function, "__code__", None), "co_filename", None)
     where = next((f for f in frames if f.filename == own), frames[0] if frames else None)
     if where is None or Path(where.filename).parent == Path(__file__).parent:
-        return said  # the call itself failed, as with wrong arguments
-    return f"{said} ({Path(where.filename).name}, line {where.lineno})"
+        return shown  # the call itself failed, for example because of wrong arguments
+    return f"{shown} ({Path(where.filename).name}, line {where.lineno})"
 
 
-def _started(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> Any:
+def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> Any:
     call = calls[0]
     prompt, columns = call.prompt, call.prompt.metadata
     assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
@@ -197,14 +200,14 @@ def _plain(message: Message) -> dict[str, str]:
 def _import_module(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # a command's own directory is not the user's
+        sys.path.append(here)  # for an installed command, sys.path[0] is the directory of the command
     return importlib.import_module(name)
 
 
 def _import_file(path: str) -> Any:
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {path!r} (seen from {Path.cwd()})")
+        raise FileNotFoundError(f"there is no file {path!r} (relative to {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(f"baton_reward_{file.stem}", file.resolve())
     assert spec is not None
     assert spec.loader is not None

@@ -1,15 +1,16 @@
-"""What keeps a judge to itself, as far as the platform allows. It bounds accidents; it is no sandbox for hostile code.
+"""Isolation of a scorer process, as far as the platform allows. It limits accidents and is no sandbox for hostile code.
 
-      run ══ pipes ══▶ keeper ──forks──▶ judge ──starts──▶ whatever a reward function starts
+      run ══ pipes ══▶ supervisor ──forks──▶ scorer ──starts──▶ processes that a reward function starts
 
-The keeper runs none of the user's code. It kills the judge and all that came of it when the run asks (SIGTERM), when
-the run is gone (the pipe closes) and when the judge ends:
+The supervisor process runs no user code. It kills the scorer and all descendants of the scorer when the run sends
+SIGTERM, when the run ends (the pipe closes) and when the scorer ends:
 
-* On Linux with user namespaces the judge is in a PID namespace of its own, whose end kills every process in it, also
-  those in sessions of their own. User, mount, IPC and, unless the recipe allows it, network namespaces come with it.
-* On Linux without them the keeper is the subreaper of its descendants: orphans become its children, and it kills
-  children until there are none.
-* Elsewhere it kills the judge's session.
+* On Linux with user namespaces, the scorer runs in its own PID namespace. The end of a PID namespace kills every
+  process in it, also processes in other sessions. The scorer also gets user, mount and IPC namespaces, and a network
+  namespace unless the recipe allows the network.
+* On Linux without user namespaces, the supervisor is the subreaper of its descendants. Orphans become its children, and
+  it kills children until none is left.
+* On other platforms, the supervisor kills the scorer's session.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON\w*|COVERAGE_\w+|"
     r"(OMP|MKL|OPENBLAS|NUMEXPR|CUDA|NVIDIA|TRANSFORMERS|XDG)_\w+|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_\w+)|NLTK_DATA"
 )
-"""Variables of the run's environment that every judge gets; they say where things are, and hold no secret."""
+"""Environment variables that every scorer process gets: paths and settings, no secrets."""
 MAX_FILE_BYTES = 2**30
 MAX_OPEN_FILES = 4096
 
@@ -45,18 +46,18 @@ _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What a judge is kept from."""
+    """The isolation of a scorer process."""
 
     scratch: Path
-    """Its working directory, which goes with it."""
+    """Working directory of the scorer; deleted when it ends."""
     description: str
-    """One line for people."""
+    """One line for the user."""
 
 
 def environment(names: Iterable[str], run: Mapping[str, str]) -> dict[str, str]:
-    """Return what a judge gets of the run's environment: where things are, and the variables that the recipe names.
+    """Return the environment of a scorer process: the allowed variables of the run, and those named by `names`.
 
-    Raises UserError for a named variable that is not set.
+    Raises UserError if a variable of `names` is not set.
     """
     missing = [name for name in names if name not in run]
     if missing:
@@ -66,7 +67,7 @@ def environment(names: Iterable[str], run: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep(*, network: bool) -> Isolation:
-    """Split this process: the keeper stays in here and ends with what it keeps; the judge returns."""
+    """Fork: the parent becomes the supervisor and exits with the scorer's exit code; the child, the scorer, returns."""
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)
     if sys.platform == "linux":
@@ -85,7 +86,7 @@ def keep(*, network: bool) -> Isolation:
     if refusal is None:
         _mount_proc()
         child = os.fork()
-        if child:  # the first process of the namespace: takes in orphans, and takes all along when it ends
+        if child:  # the first process of the namespace: it adopts orphans, and its end kills the whole namespace
             os._exit(_reap(child))
         _die_with_the_parent()
     else:
@@ -95,23 +96,23 @@ def keep(*, network: bool) -> Isolation:
 
 
 def _described(refusal: str | None, *, network: bool) -> str:
-    reach = "with network" if network else "without network (judge.network = true opens it)"
+    reach = "with network" if network else "without network (judge.network = true allows it)"
     if refusal is None:
         return (
-            f"judges: in namespaces of their own, {reach}, without the secrets of the run's environment; what they "
-            "start ends with them"
+            f"reward scorers run in their own namespaces, {reach}, without the secrets of the run's environment; "
+            "processes that they start end with them"
         )
     return (
-        f"judges: no namespaces here ({refusal}), so the network is open to them; they get no secrets of the run's "
-        "environment, and what they start is killed with them"
+        f"reward scorers run without namespaces ({refusal}), so they can use the network; they get no secrets of the "
+        "run's environment, and processes that they start are killed with them"
     )
 
 
-# ---- the keeper ------------------------------------------------------------------------------------------------------
+# ---- the supervisor process ------------------------------------------------------------------------------------------
 
 
 def _wake_on_signals() -> int:
-    """Have SIGTERM and the end of a child make a file descriptor readable; return it."""
+    """Return a file descriptor that becomes readable on SIGTERM and at the end of a child."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -127,9 +128,9 @@ def _forget_signals() -> None:
 
 
 def _wait(child: int, wake: int) -> int:
-    """Wait for the child's end, or kill it when the run asks or is gone; return its exit code, 128 + n for a signal."""
+    """Return the child's exit code, or 128 + n after signal n. Kill the child on SIGTERM and when the run ends."""
     poll = select.poll()
-    poll.register(0, 0)  # only whether the other end has closed: the judge reads it
+    poll.register(0, 0)  # reports only that the other end has closed: the scorer reads the data
     poll.register(wake, select.POLLIN)
     while True:
         while True:
@@ -149,7 +150,7 @@ def _wait(child: int, wake: int) -> int:
 
 
 def _kill_descendants(session: int) -> None:
-    """Kill until nobody is left: the orphans of those that are killed become children of this process."""
+    """Kill until no process is left: the children of a killed process become children of this process."""
     while True:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGKILL)
@@ -163,7 +164,7 @@ def _kill_descendants(session: int) -> None:
 
 
 def _children() -> list[int]:
-    """Children of this process, from /proc."""
+    """Return the process ids of this process's children, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -187,11 +188,11 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-# ---- what the platform has -------------------------------------------------------------------------------------------
+# ---- functions of the platform ---------------------------------------------------------------------------------------
 
 
 def _enter_namespaces(*, network: bool) -> str | None:
-    """Enter new namespaces; return why there are none, where there are none. The next fork begins the PID namespace."""
+    """Enter new namespaces; return None, or why they are not available. The next fork starts the PID namespace."""
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     uid, gid = os.getuid(), os.getgid()
@@ -210,7 +211,7 @@ def _enter_namespaces(*, network: bool) -> str | None:
 
 
 def _raise_loopback() -> None:
-    """Let the judge's processes reach each other by 127.0.0.1."""
+    """Enable 127.0.0.1 in the new network namespace, so that processes of the scorer can connect to each other."""
     import fcntl
     import socket
     import struct
@@ -220,7 +221,7 @@ def _raise_loopback() -> None:
 
 
 def _mount_proc() -> None:
-    """Show the namespace's own processes in /proc. A container may forbid it; then /proc shows those outside."""
+    """Mount a /proc that shows only the namespace's processes. If a container forbids it, /proc shows all processes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)

@@ -1,4 +1,4 @@
-"""Mathematical equality by math-verify. Only for the main thread of a process that somebody else may kill."""
+"""Mathematical equality by math-verify. Call it only in the main thread of a process that can be killed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from baton.types import FailureCause
 
 
 def check_installed() -> None:
-    """Raise UserError with the command that installs math-verify, where it is missing."""
+    """Raise UserError with the installation command if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise UserError("math-verify is not installed: run `pip install 'baton-rl[math]'`")
 
 
 def load() -> None:
-    """Import math-verify, so that no call's deadline pays for it."""
+    """Import math-verify before the first call, so that the import does not count towards a call's deadline."""
     check_installed()
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off: ours is on
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses its warning about disabled timeouts
     _parsed("1")
 
 
 def math_score(answer: str | None, reference: str | None) -> Outcome:
-    """1 when the answer equals the reference as mathematics, else 0; `1/2` equals `\\frac{1}{2}`.
+    """Return 1 if the answer equals the reference as mathematics, else 0; `1/2` equals `\\frac{1}{2}`.
 
-    A reference that math-verify cannot read is a failure: nobody's answer could equal it.
+    A reference that math-verify cannot read is a failure, because no answer could equal it.
     """
     if answer is None:
         return CallValue(0.0)
@@ -41,7 +41,7 @@ def math_score(answer: str | None, reference: str | None) -> Outcome:
     gold = _parsed(reference)
     if not gold:
         return CallFailure(FailureCause.MALFORMED, f"cannot read the reference {reference[:80]!r} as mathematics")
-    # its own timeouts use signal.alarm and swallow what they interrupt; the deadline of the worker process rules
+    # math-verify's timeouts use signal.alarm and hide the interrupted error; the call's deadline kills the process
     return CallValue(float(math_verify.verify(gold, _parsed(answer), timeout_seconds=None, raise_on_error=True)))
 
 

@@ -1,11 +1,11 @@
-"""The run's side of its worker processes: few, started when first needed, killed when a call outstays its deadline.
+"""The run's side of the worker processes of reward scorers. They start when first needed and are killed at a deadline.
 
-Why not a library's process pool: measured, one (pebble 5.2) breaks as a whole when an idle worker dies, cannot say why
-a worker does not load, and leaves the processes that a killed judge had started.
+A synchronous scorer has a worker process to itself during each call, so the scorer that hangs or crashes is known.
+Asynchronous scorers share one worker process. If that process is killed, each of its unfinished calls is made again in
+a process of its own, which shows the call at fault. All code of this file runs in the thread of one event loop.
 
-Synchronous judges have a process to themselves for each call, so what hangs or crashes is known. Asynchronous ones
-share one process; when that has to be killed, each call it held is made again alone, and the culprit finds itself.
-Everything here runs in the thread of one event loop.
+A process pool of a library does not do this. pebble 5.2 was measured: the whole pool breaks when an idle worker dies,
+the cause of a failed import is lost, and processes that a killed scorer had started keep running.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import baton
 from baton.errors import UserError
 from baton.rewards.isolation import environment
 from baton.rewards.scorer_protocol import (
+    HEADER_BYTES,
     Call,
     CallResult,
     FromWorker,
@@ -33,25 +34,25 @@ from baton.rewards.scorer_protocol import (
     ScorerReady,
     ScorerSetup,
     failed,
+    frame,
 )
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
-HEADER_BYTES = 4
 KILL_S = 5.0
-"""What a keeper gets to kill its judge and all that it started, before it is killed itself."""
+"""Seconds for a supervisor process to kill its scorer and the scorer's children; then the supervisor is killed."""
 GRACE_S = 1.0
-"""What a shared process gets beyond a call's deadline to say itself that it is over."""
+"""Seconds after a call's deadline in which a shared process reports the timeout itself, before it is killed."""
 
 
-class _Lost(Exception):
-    """A worker process ended with calls in its hands."""
+class _WorkerExited(Exception):
+    """A worker process ended before it answered."""
 
 
 class WorkerPool:
-    """Makes calls in worker processes."""
+    """The worker processes of a run, and the calls that they execute."""
 
     def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
         self._setup = setup
@@ -64,21 +65,24 @@ class WorkerPool:
         self._isolation = ""
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
-        """Make one call. Raises UserError when a worker process cannot load what it is to judge with."""
+        """Make one call. Raises UserError if a worker process cannot load a scorer.
+
+        spec: index in `ScorerSetup.specs`. may_share: whether other calls may run in the same process meanwhile.
+        """
         if may_share:
             worker = await self._shared_worker()
-            with contextlib.suppress(_Lost, TimeoutError):
+            with contextlib.suppress(_WorkerExited, TimeoutError):
                 return await worker.ask(spec, calls, deadline_s, deadline_s + GRACE_S)
             worker.kill()
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a process, and return what it is kept from. Raises UserError as `ask` does."""
+        """Start a process; return its isolation as a line for the user. Raises UserError as `ask` does."""
         self._idle.append(await self._start_worker_process())
         return self._isolation
 
     async def close(self) -> None:
-        """Kill every worker process and wait until they are gone."""
+        """Kill every worker process and wait until all have ended."""
         for worker in await asyncio.gather(*self._launches, return_exceptions=True):
             if isinstance(worker, _ScorerProcess):
                 worker.kill()
@@ -95,7 +99,7 @@ class WorkerPool:
             except TimeoutError:
                 worker.kill()
                 return failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
-            except _Lost as lost:
+            except _WorkerExited as lost:
                 return failed(calls, FailureCause.CRASHED, str(lost))
             except asyncio.CancelledError:
                 worker.kill()
@@ -114,15 +118,15 @@ class WorkerPool:
         launch = asyncio.create_task(_ScorerProcess.launch(self._settings))
         running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
         self._launches = [*running, launch]
-        worker = await asyncio.shield(launch)  # asyncio may hang where the start of a process is cancelled; see close
+        worker = await asyncio.shield(launch)  # asyncio may hang if the start of a process is cancelled; see close
         timeout_s = self._settings.load_timeout_s
         try:
             ready = await asyncio.wait_for(worker.set_up(self._setup), timeout_s)
             self._unloadable, self._isolation = ready.error, ready.isolation
         except TimeoutError:
             names = ", ".join(map(str, self._setup.specs))
-            self._unloadable = f"a worker process has not loaded {names} within judge.load_timeout_s = {timeout_s:g} s"
-        except _Lost as lost:
+            self._unloadable = f"a worker process did not load {names} within judge.load_timeout_s = {timeout_s:g} s"
+        except _WorkerExited as lost:
             self._unloadable = f"a worker process that loads {', '.join(map(str, self._setup.specs))} {lost}"
         if self._unloadable:
             worker.kill()
@@ -131,7 +135,7 @@ class WorkerPool:
 
 
 class _ScorerProcess:
-    """One process and the calls in its hands."""
+    """One worker process and its unfinished calls."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -163,46 +167,48 @@ class _ScorerProcess:
         return cls(process)
 
     def set_up(self, setup: ScorerSetup) -> Awaitable[ScorerReady]:
-        """Send what it will be asked about. The result raises _Lost when the process ends first."""
+        """Send the scorers to load. The result raises _WorkerExited if the process ends first."""
         self._send(setup)
         return self._ready
 
-    async def ask(self, spec: int, calls: Calls, deadline_s: float, patience_s: float) -> Outcomes:
-        """Make one call. Raises _Lost when the process ends, TimeoutError when it says nothing for `patience_s`."""
+    async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
+        """Make one call. Raises _WorkerExited if the process ends, TimeoutError if no answer arrives in `timeout_s`.
+
+        deadline_s: limit that the worker process applies itself, to asynchronous scorers only.
+        """
         if not self.is_alive:
-            raise _Lost("is gone")
+            raise _WorkerExited("has ended")
         self._next_id += 1
         call_id = self._next_id
         future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
             self._send(ScoreRequest(call_id, spec, calls, deadline_s))
-            return await asyncio.wait_for(future, patience_s)
+            return await asyncio.wait_for(future, timeout_s)
         finally:
             self._waiting.pop(call_id, None)
 
     def kill(self) -> None:
-        """Kill the process and everything it started: its keeper does, on SIGTERM."""
+        """Send SIGTERM to the supervisor process, which kills the scorer and every process that it started."""
         if not self.is_alive:
             return
         self.is_alive = False
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGTERM)  # asyncio's own terminate() may take the exit code from itself
-        asyncio.get_running_loop().call_later(KILL_S, self._kill_keeper)
+            os.kill(self.process.pid, signal.SIGTERM)  # asyncio's terminate() may lose the exit code
+        asyncio.get_running_loop().call_later(KILL_S, self._kill_supervisor)
 
-    def _kill_keeper(self) -> None:
+    def _kill_supervisor(self) -> None:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def ended(self) -> None:
-        """Wait until a killed process is gone."""
+        """Wait until a killed process has ended."""
         await self._reader
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self.process.stdin is not None
-        body = msgspec.msgpack.encode(message)
-        self.process.stdin.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
+        self.process.stdin.write(frame(message))
 
     async def _read(self) -> None:
         stream = self.process.stdout
@@ -216,13 +222,13 @@ class _ScorerProcess:
             pass
         self.kill()
         code = await self.process.wait()
-        number = -code if code < 0 else code - 128
+        number = -code if code < 0 else code - 128  # the supervisor passes a signal on as 128 + number
         is_signal = number in signal.valid_signals()
         how = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
         unanswered: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
         for future in unanswered:
             if not future.done():
-                future.set_exception(_Lost(how))
+                future.set_exception(_WorkerExited(how))
 
     def _on_reply(self, message: FromWorker) -> None:
         if isinstance(message, ScorerReady):

@@ -1,4 +1,4 @@
-"""Judges behind a URL: a reward model, a sandbox that runs code, anything that takes JSON and gives a number.
+"""Remote reward scorers: a reward model, a sandbox that runs code, or any other server that returns a number as JSON.
 
 POST {"task", "messages", "response", "answer", "reference", "metadata"}  ──▶  0.5, {"reward": 0.5} or {"score": 0.5}
 """
@@ -15,13 +15,13 @@ from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
 from baton.types import FailureCause
 
 BUSY = frozenset({408, 425, 429})
-"""Statuses below 500 that ask to come again."""
+"""HTTP statuses below 500 after which a call is repeated."""
 
 
-async def ask_remote(session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float) -> Outcome:
-    """Make one call. Whatever the other side does comes back as an outcome."""
+async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float) -> Outcome:
+    """Make one call. Failures of the server or the connection are returned as an outcome, not raised."""
     prompt = call.prompt
-    question = {
+    request = {
         "task": prompt.task,
         "messages": prompt.messages,
         "response": call.response,
@@ -32,16 +32,14 @@ async def ask_remote(session: aiohttp.ClientSession, url: str, call: Call, deadl
     try:
         async with (
             asyncio.timeout(deadline_s),
-            session.post(
-                url, data=msgspec.json.encode(question), headers={"Content-Type": "application/json"}
-            ) as reply,
+            session.post(url, data=msgspec.json.encode(request), headers={"Content-Type": "application/json"}) as reply,
         ):
             body = await reply.read()
             status = reply.status
     except TimeoutError:
         return CallFailure(FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s")
     except aiohttp.ClientResponseError as error:
-        return CallFailure(FailureCause.MALFORMED, f"does not speak HTTP: {error.message}")
+        return CallFailure(FailureCause.MALFORMED, f"sent no valid HTTP response: {error.message}")
     except (aiohttp.ClientError, OSError) as error:
         return CallFailure(FailureCause.UNREACHABLE, f"cannot be reached: {error or type(error).__name__}")
     shown = body[:80].decode(errors="replace")
@@ -50,12 +48,12 @@ async def ask_remote(session: aiohttp.ClientSession, url: str, call: Call, deadl
     if status >= 300:
         return CallFailure(FailureCause.RAISED, f"refused with status {status}: {shown!r}")
     try:
-        said = msgspec.json.decode(body)
+        answer = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        return CallFailure(FailureCause.MALFORMED, f"answered {shown!r}, which is no JSON")
-    if isinstance(said, dict):
-        key = next((k for k in ("reward", "score") if k in said), None)
+        return CallFailure(FailureCause.MALFORMED, f"answered {shown!r}, which is not JSON")
+    if isinstance(answer, dict):
+        key = next((k for k in ("reward", "score") if k in answer), None)
         if key is None:
-            return malformed(said, "has neither 'reward' nor 'score'")
-        said = said[key]
-    return number(said)
+            return malformed(answer, "has neither 'reward' nor 'score'")
+        answer = answer[key]
+    return number(answer)

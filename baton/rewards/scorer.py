@@ -1,8 +1,8 @@
-"""From a response to a judgement: weighted reward parts, and accuracy beside them.
+"""Scores responses: the reward, which is the weighted sum of the reward parts, and whether the answer is correct.
 
-What surely returns at once is judged in place. Everything else is asked in the background while the run generates on,
-with a deadline for each call; a call that hangs, crashes or gives nonsense leaves the trajectory without a judgement,
-which is recorded with its cause and is neither a reward of zero nor a wrong answer.
+Scorers that always return at once are called inline. All other scorers are called in a background thread while the run
+generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
+reward: the cause is recorded, and the trajectory counts neither as a reward of zero nor as a wrong answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import msgspec
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards.answer import AnswerFormat, extract_answer, meets_format
-from baton.rewards.functions import MAX_REWARD, call_here, detect_signature, import_function, is_async, number, told
+from baton.rewards.functions import (
+    MAX_REWARD,
+    call_sync,
+    describe_error,
+    detect_signature,
+    import_function,
+    is_async,
+    number,
+)
 from baton.rewards.mathematics import check_installed
 from baton.rewards.scorer_protocol import (
     Call,
@@ -45,36 +53,36 @@ if TYPE_CHECKING:
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 MAX_UNANSWERED = 32
-"""Calls in a row that one judge may leave unanswered (hung, crashed, unreachable) before it is asked what it can surely
-answer: responses may do this to a judge, and then the run goes on; a judge that is out of order ends it."""
-
+"""Consecutive calls without an answer (timeout, crash, unreachable) after which a scorer is tested with a call that it
+has answered before. If the scorer answers the test, the responses were the cause and the run continues."""
 
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A judge that is asked in the background."""
+class _BackgroundScorer:
+    """A scorer that is called in the background thread."""
 
-    who: str
-    ask: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
+    name: str
+    """Name in messages."""
+    call: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
     sees_groups: bool = False
-    """Whether it is asked about all responses of a group in one call; else about each alone."""
+    """Whether one call has all responses of a group; otherwise each response has its own call."""
     needs_answer: bool = False
-    """Whether a response without an answer is worth 0, which nobody needs to be asked about."""
+    """Whether a response without an answer scores 0 without a call."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
-    """A judge that surely returns at once."""
+class _InlineScorer:
+    """A scorer that always returns at once."""
 
-    ask: Callable[[Calls], Outcomes]
+    call: Callable[[Calls], Outcomes]
     sees_groups: bool = False
 
 
 class RewardScorer:
-    """Judges responses of all tasks of a recipe. Nothing is started before a call needs it; `close` ends it all."""
+    """Scores responses of all tasks of a recipe. Threads and processes start with the first call that needs them."""
 
     def __init__(
         self,
@@ -83,12 +91,12 @@ class RewardScorer:
         answer_format: AnswerFormat,
         settings: JudgeSettings | None = None,
     ) -> None:
-        """Import the reward functions. Raises UserError when one cannot be found or no part is given."""
+        """Import the reward functions. Raises UserError if an import fails or the recipe has no reward part."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
         if len(set(names)) < len(names):
-            raise UserError(f"[[reward]]: two parts have the same name, got {names}; give each a name of its own")
+            raise UserError(f"[[reward]]: two parts have the same name, got {names}; give each a different name")
         self._tasks, self._rewards, self._format = tasks, rewards, answer_format
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
@@ -100,54 +108,55 @@ class RewardScorer:
         self._next_id = 0
         self._unanswered: dict[str, int] = {}
         self.warnings = RewardWarnings()
-        """Of all that was collected."""
+        """Warnings about all rewards that were collected."""
         self._answered: dict[str, Calls] = {}
-        """The last that each judge answered."""
-        self._last_sign_s = 0.0
+        """The last call that each scorer answered, by the scorer's name."""
+        self._last_result_s = 0.0
         self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
         self._parts = {r.name: self._part(r) for r in rewards}
-        self.patience_s = self._longest_call_s()
-        """Without a judgement, after which a wait ends."""
+        self.timeout_s = self._longest_call_s()
+        """Seconds without any new reward after which a wait fails."""
         self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
-        """Whether all trajectories of a group are to be submitted together: a reward function compares them."""
+        """Whether the trajectories of a group must be submitted together, because a reward function compares them."""
 
     def start(self) -> str:
-        """Start a worker process where one will be needed; return in a line what those are kept from, else nothing.
+        """Start a worker process if a scorer needs one; return its isolation as a line for the user, or an empty text.
 
-        Raises UserError when it cannot load what it is to judge with.
+        Raises UserError if the process cannot load a scorer.
         """
         if not self._specs:
             return ""
-        return self._scoring_thread().run(self._scoring_thread().start_worker()).result(self.patience_s)
+        return self._scoring_thread().run(self._scoring_thread().start_worker()).result(self.timeout_s)
 
-    def judge(self, prompt: Prompt, response: str, token_ids: Sequence[int] = ()) -> RewardResult:
-        """Judge one finished response and wait for it. Accuracy means a full score, whatever the parts give besides."""
-        begun = self._submit_calls(prompt, [response], [token_ids])
+    def score(self, prompt: Prompt, response: str) -> RewardResult:
+        """Score one response and wait for the result."""
+        pending = self._submit_calls(prompt, [response], [()])
         try:
-            return (begun if isinstance(begun, list) else begun.result(self.patience_s))[0]
+            return (pending if isinstance(pending, list) else pending.result(self.timeout_s))[0]
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._judges()} gave no judgement within {self.patience_s:.0f} s") from error
+            raise DeadlineExceeded(f"{self._names()} returned no reward within {self.timeout_s:.0f} s") from error
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        """Have finished trajectories of one prompt judged: the whole group where `sees_groups`, else as they finish.
+        """Submit finished trajectories of one prompt: the whole group if `sees_groups`, otherwise each as it finishes.
 
-        `collect` or `drain` gives them back in any order, but those that were submitted together together.
+        `collect` and `drain` return trajectories in any order; those submitted together are returned together.
         """
         if not self._waiting:
-            self._last_sign_s = time.monotonic()
-        places = list(range(self._next_id, self._next_id + len(trajectories)))
+            self._last_result_s = time.monotonic()
+        ids = list(range(self._next_id, self._next_id + len(trajectories)))
         self._next_id += len(trajectories)
-        self._waiting.update(zip(places, trajectories, strict=True))
-        begun = self._submit_calls(prompt, responses, [t.token_ids for t in trajectories])
-        if isinstance(begun, list):
-            self._finished.put((places, begun))
+        self._waiting.update(zip(ids, trajectories, strict=True))
+        pending = self._submit_calls(prompt, responses, [t.token_ids for t in trajectories])
+        if isinstance(pending, list):
+            self._finished.put((ids, pending))
         else:
-            begun.add_done_callback(lambda done: self._finished.put((places, done)))
+            pending.add_done_callback(lambda done: self._finished.put((ids, done)))
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
-        """Return what has been judged, waiting at most `timeout_s` for the first.
+        """Return the trajectories that have been scored. Waits at most `timeout_s` seconds for the first.
 
-        Raises UserError where a judge cannot work at all, and DeadlineExceeded naming who gave no sign for too long.
+        Raises UserError if a scorer answers no call at all, and DeadlineExceeded, which names the scorers, if no
+        result arrives for `self.timeout_s` seconds.
         """
         found: list[ScoredTrajectory] = []
         while self._waiting:
@@ -155,28 +164,28 @@ class RewardScorer:
                 finished = self._finished.get(timeout=0.0 if found else timeout_s)
             except queue.Empty:
                 break
-            self._last_sign_s = time.monotonic()
+            self._last_result_s = time.monotonic()
             found += self._collect_finished(finished)
-        silent_for_s = time.monotonic() - self._last_sign_s
-        if not found and self._waiting and silent_for_s > self.patience_s:
+        waited_s = time.monotonic() - self._last_result_s
+        if not found and self._waiting and waited_s > self.timeout_s:
             some = ", ".join(t.name for t in list(self._waiting.values())[:4])
             raise DeadlineExceeded(
-                f"{self._judges()} gave no judgement for {silent_for_s:.0f} s while {len(self._waiting)} trajectories "
-                f"wait for it (first: {some})"
+                f"{self._names()} returned no reward for {waited_s:.0f} s while {len(self._waiting)} trajectories "
+                f"wait for a reward (first: {some})"
             )
         return found
 
     def drain(self, check: Callable[[], None] = lambda: None) -> Iterator[ScoredTrajectory]:
-        """Yield all that was submitted and not yet collected, waiting for it as `collect` does.
+        """Yield all submitted trajectories that were not collected yet. Waits and raises as `collect`.
 
-        check: called about once a second; what it raises ends the wait.
+        check: called about once a second; an exception that it raises ends the wait.
         """
         while self._waiting:
             check()
-            yield from self.collect(min(1.0, self.patience_s))
+            yield from self.collect(min(1.0, self.timeout_s))
 
     def close(self) -> None:
-        """Kill the worker processes and forget what is being judged. The next call starts them again."""
+        """Kill the worker processes and drop all pending calls. The next call starts the processes again."""
         background, self._thread = self._thread, None
         self._waiting.clear()
         if background is not None:
@@ -196,73 +205,78 @@ class RewardScorer:
             for response, ids in zip(responses, token_ids, strict=True)
         )
         outcomes: dict[str, Outcomes] = {}
-        asked: dict[str, _Asked] = {}
-        for name, judge in (("", self._scorers[prompt.task]), *self._parts.items()):
-            if isinstance(judge, _Asked):
-                asked[name] = judge
-            elif judge is not None:
-                outcomes[name] = judge.ask(calls)
-        if not asked:
-            return self._judgements(calls, outcomes)
-        return self._scoring_thread().run(self._ask_all(calls, outcomes, asked))
+        background: dict[str, _BackgroundScorer] = {}
+        for name, scorer in (("", self._scorers[prompt.task]), *self._parts.items()):
+            if isinstance(scorer, _BackgroundScorer):
+                background[name] = scorer
+            elif scorer is not None:
+                outcomes[name] = scorer.call(calls)
+        if not background:
+            return self._results(calls, outcomes)
+        return self._scoring_thread().run(self._call_all(calls, outcomes, background))
 
-    async def _ask_all(
-        self, calls: Calls, outcomes: dict[str, Outcomes], asked: dict[str, _Asked]
+    async def _call_all(
+        self, calls: Calls, outcomes: dict[str, Outcomes], background: dict[str, _BackgroundScorer]
     ) -> list[RewardResult]:
-        once = {judge.who: judge for judge in asked.values()}  # `math` may be both the scorer and a part
-        said = dict(zip(once, await asyncio.gather(*(self._ask(j, calls) for j in once.values())), strict=True))
-        return self._judgements(calls, outcomes | {name: said[judge.who] for name, judge in asked.items()})
+        once = {scorer.name: scorer for scorer in background.values()}  # `math` may be both the scorer and a part
+        found = dict(zip(once, await asyncio.gather(*(self._call(s, calls) for s in once.values())), strict=True))
+        return self._results(calls, outcomes | {name: found[scorer.name] for name, scorer in background.items()})
 
-    async def _ask(self, judge: _Asked, calls: Calls) -> Outcomes:
-        if judge.sees_groups:
-            return await self._watched(judge, calls)
-        return tuple(chain.from_iterable(await asyncio.gather(*(self._watched(judge, (call,)) for call in calls))))
+    async def _call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
+        if scorer.sees_groups:
+            return await self._checked_call(scorer, calls)
+        return tuple(
+            chain.from_iterable(await asyncio.gather(*(self._checked_call(scorer, (call,)) for call in calls)))
+        )
 
-    async def _watched(self, judge: _Asked, calls: Calls) -> Outcomes:
-        """Ask a judge; after too many calls without an answer see whether it is the judge or the responses."""
-        if judge.needs_answer and calls[0].answer is None:
+    async def _checked_call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
+        """Call a scorer. After too many calls without an answer, test the scorer with a call that it can answer.
+
+        Raises UserError if the scorer does not answer the test.
+        """
+        if scorer.needs_answer and calls[0].answer is None:
             return (CallValue(0.0),)
-        outcomes = await judge.ask(calls)
+        outcomes = await scorer.call(calls)
         if _is_answered(outcomes):
-            self._unanswered[judge.who], self._answered[judge.who] = 0, calls
+            self._unanswered[scorer.name], self._answered[scorer.name] = 0, calls
             return outcomes
-        count = self._unanswered[judge.who] = self._unanswered.get(judge.who, 0) + 1
+        count = self._unanswered[scorer.name] = self._unanswered.get(scorer.name, 0) + 1
         if count >= MAX_UNANSWERED:
-            self._unanswered[judge.who] = 0
-            known = self._answered.get(judge.who)
+            self._unanswered[scorer.name] = 0
+            known = self._answered.get(scorer.name)
             prompt = calls[0].prompt
             probe = known or (Call(prompt, prompt.answer or "", prompt.answer),) * len(calls)
-            said = await judge.ask(probe)
-            if not _is_answered(said) and isinstance(refusal := said[0], CallFailure):
-                what = "what it had answered before" if known else "the reference answer as a response"
+            tested = await scorer.call(probe)
+            if not _is_answered(tested) and isinstance(failure := tested[0], CallFailure):
+                test = "a call that it had answered before" if known else "the reference answer as a response"
                 raise UserError(
-                    f"{judge.who} left {count} calls in a row unanswered, and then {what}, which {refusal.detail}; "
-                    "make it work alone, or raise judge.deadline_s, then go on with --resume"
+                    f"{scorer.name} did not answer {count} consecutive calls, then failed for {test}: it "
+                    f"{failure.detail}; test it separately, or raise judge.deadline_s, then continue with --resume"
                 )
         return outcomes
 
-    def _judgements(self, calls: Calls, outcomes: dict[str, Outcomes]) -> list[RewardResult]:
+    def _results(self, calls: Calls, outcomes: dict[str, Outcomes]) -> list[RewardResult]:
         return [
-            self._judgement(call, {name: said[index] for name, said in outcomes.items()})
+            self._result(call, {name: values[index] for name, values in outcomes.items()})
             for index, call in enumerate(calls)
         ]
 
-    def _judgement(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
-        """Put the outcomes together: those of the parts by name, the scorer's under the empty name."""
+    def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
+        """Combine the outcomes of one response: of the parts by name, of the task's scorer under the empty name."""
         score = outcomes.get("")
-        failure = _first_failure(self._who("", call), score)
+        failure = _failure(self._name("", call), score)
         parts: dict[str, float] = {}
         for reward in self._rewards:
             outcome = score if reward.kind in NEEDS_SCORER else outcomes[reward.name]
-            failure = failure or _first_failure(self._who(reward.name, call), outcome)
+            failure = failure or _failure(self._name(reward.name, call), outcome)
             if isinstance(outcome, CallValue) and outcome.value is not None:
                 parts[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
         if failure is None and not parts:
             failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
         total = sum(r.weight * parts.get(r.name, 0.0) for r in self._rewards)
         if failure is None and not abs(total) <= MAX_REWARD:
-            said = f"the weighted sum of the reward parts is {total:g}, beyond {MAX_REWARD:g} in magnitude"
-            failure = FailureCause.MALFORMED, f"{said}: lower the weights in [[reward]]"
+            text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
+            failure = FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]"
         if failure is not None:
             return RewardResult(0.0, parts, False, call.answer, failure[1], failure[0])
         if isinstance(score, CallValue):
@@ -271,38 +285,39 @@ class RewardScorer:
             is_correct = all(parts.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
         return RewardResult(total, parts, is_correct, call.answer)
 
-    def _who(self, name: str, call: Call) -> str:
-        judge = self._parts.get(name) if name else self._scorers[call.prompt.task]
-        if isinstance(judge, _Asked):
-            return judge.who
+    def _name(self, name: str, call: Call) -> str:
+        """Return the name, for messages, of a part's scorer; of the task's scorer if `name` is empty."""
+        scorer = self._parts.get(name) if name else self._scorers[call.prompt.task]
+        if isinstance(scorer, _BackgroundScorer):
+            return scorer.name
         reward = next((r for r in self._rewards if r.name == name), None)
         if reward is None or reward.function is None:
             return f"the scorer of task {call.prompt.task!r}"
         return f"reward function {reward.function!r}"
 
-    def _scorer(self, task: ScoredTask) -> _Asked | _Here | None:
+    def _scorer(self, task: ScoredTask) -> _BackgroundScorer | _InlineScorer | None:
         scorer = task.scorer
         if scorer is None:
-            wanting = next((r for r in self._rewards if r.kind in NEEDS_REFERENCE), None)
-            if wanting is not None:
+            part = next((r for r in self._rewards if r.kind in NEEDS_REFERENCE), None)
+            if part is not None:
                 raise UserError(
-                    f'[[reward]] kind = "{wanting.kind}" needs a reference answer, but task {task.name!r} has '
-                    'scorer = "none": name its answer_column, or judge by functions only'
+                    f'[[reward]] kind = "{part.kind}" needs a reference answer, but task {task.name!r} has '
+                    'scorer = "none": name its answer_column, or use reward functions only'
                 )
             return None
         if scorer != "inline":
-            return self._in_worker(scorer, str(scorer), needs_answer=True, portable=task.portable)
+            return self._in_worker(scorer, needs_answer=True, portable=task.portable)
 
         def score_here(call: Call) -> Outcome:
             try:
                 return number(task.score(call.answer, call.prompt.answer, call.prompt.metadata))
-            except Exception as error:  # noqa: BLE001 - an answer may break a verifier in any way
-                return CallFailure(FailureCause.RAISED, f"raised {told(error)}")
+            except Exception as error:  # noqa: BLE001 - a verifier may raise anything for some answers
+                return CallFailure(FailureCause.RAISED, f"raised {describe_error(error)}")
 
         return _each(score_here)
 
-    def _part(self, reward: RewardSettings) -> _Asked | _Here | None:
-        """Who says the value of a part; None where the scorer does."""
+    def _part(self, reward: RewardSettings) -> _BackgroundScorer | _InlineScorer | None:
+        """Return the scorer of a part; None if the task's scorer gives its value."""
         match reward.kind:
             case "exact":
                 return _each(
@@ -313,7 +328,7 @@ class RewardScorer:
             case "format":
                 return _each(lambda call: CallValue(float(meets_format(call.response, self._format))))
             case "math":
-                return self._in_worker(MathSpec(), str(MathSpec()), reward, needs_answer=True)
+                return self._in_worker(MathSpec(), reward, needs_answer=True)
             case "http":
                 return self._remote(reward)
             case "function":
@@ -321,106 +336,106 @@ class RewardScorer:
             case "correct" | "score":
                 return None
 
-    def _function(self, reward: RewardSettings) -> _Asked | _Here:
+    def _function(self, reward: RewardSettings) -> _BackgroundScorer | _InlineScorer:
         path = reward.function or ""
         function = import_function(path)
         signature = reward.signature or detect_signature(function)
         if reward.isolate:
             spec = FunctionSpec(path, signature)
-            return self._in_worker(spec, str(spec), reward, concurrency=reward.concurrency if is_async(function) else 0)
+            return self._in_worker(spec, reward, concurrency=reward.concurrency if is_async(function) else 0)
         if is_async(function):
-            raise UserError(f"reward function {path!r} is async, and isolate = false is for functions that are not")
+            raise UserError(
+                f"reward function {path!r} is async, but isolate = false allows only functions that are not"
+            )
         if signature == "trl":
-            return _Here(lambda calls: call_here(function, signature, calls), sees_groups=True)
-        return _each(lambda call: call_here(function, signature, (call,))[0])
+            return _InlineScorer(lambda calls: call_sync(function, signature, calls), sees_groups=True)
+        return _each(lambda call: call_sync(function, signature, (call,))[0])
 
-    def _remote(self, reward: RewardSettings) -> _Asked:
+    def _remote(self, reward: RewardSettings) -> _BackgroundScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
 
-        async def ask(calls: Calls) -> Outcomes:
-            background = self._scoring_thread()
-            return await background.call_remote(url, calls[0], deadline_s, concurrency=reward.concurrency)
+        async def call_url(calls: Calls) -> Outcomes:
+            return await self._scoring_thread().call_remote(url, calls[0], deadline_s, concurrency=reward.concurrency)
 
-        return _Asked(f"the judge at {url}", ask)
+        return _BackgroundScorer(f"the reward scorer at {url}", call_url)
 
     def _in_worker(
         self,
         spec: Spec,
-        who: str,
         reward: RewardSettings | None = None,
         *,
         needs_answer: bool = False,
         concurrency: int = 0,
         portable: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    ) -> _Asked:
+    ) -> _BackgroundScorer:
         if isinstance(spec, MathSpec):
             check_installed()
         deadline_s = (reward and reward.deadline_s) or self._settings.deadline_s
         self._specs.append(spec)
-        place = len(self._specs) - 1
+        index = len(self._specs) - 1
 
-        async def ask(calls: Calls) -> Outcomes:
+        async def call_process(calls: Calls) -> Outcomes:
             if portable is not None:
                 prompt = calls[0].prompt
                 prompt = msgspec.structs.replace(prompt, metadata=portable(prompt.metadata))
                 calls = tuple(msgspec.structs.replace(call, prompt=prompt) for call in calls)
-            return await self._scoring_thread().call_worker(place, calls, deadline_s, concurrency=concurrency)
+            return await self._scoring_thread().call_worker(index, calls, deadline_s, concurrency=concurrency)
 
         sees_groups = isinstance(spec, FunctionSpec) and spec.signature == "trl"
-        return _Asked(who, ask, sees_groups, needs_answer)
+        return _BackgroundScorer(str(spec), call_process, sees_groups, needs_answer)
 
     def _scoring_thread(self) -> ScoringThread:
         if self._thread is None:
-            from baton.rewards.scoring_thread import ScoringThread  # brings aiohttp, which most recipes never need
+            from baton.rewards.scoring_thread import ScoringThread  # imports aiohttp, which most recipes do not need
 
             setup = ScorerSetup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
             self._thread = ScoringThread(setup, self._settings)
         return self._thread
 
     def _longest_call_s(self) -> float:
-        """Longest that everything may go without one judgement, however long the queue: something is always running."""
+        """Return the maximum seconds between two results, independent of the queue: a call is always running."""
         deadline_s = max([self._settings.deadline_s, *(r.deadline_s or 0.0 for r in self._rewards)])
         return self._settings.load_timeout_s + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
 
-    def _judges(self) -> str:
-        judges = [*self._scorers.values(), *self._parts.values()]
-        return ", ".join(dict.fromkeys(j.who for j in judges if isinstance(j, _Asked)))
+    def _names(self) -> str:
+        scorers = [*self._scorers.values(), *self._parts.values()]
+        return ", ".join(dict.fromkeys(s.name for s in scorers if isinstance(s, _BackgroundScorer)))
 
     def _collect_finished(
         self, finished: tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]
     ) -> list[ScoredTrajectory]:
-        places, said = finished
-        trajectories = [self._waiting.pop(place) for place in places]
-        judgements = said if isinstance(said, list) else said.result()
-        for judgement in judgements:
-            self.warnings.count(judgement)
-        return [ScoredTrajectory(t, j) for t, j in zip(trajectories, judgements, strict=True)]
+        ids, pending = finished
+        trajectories = [self._waiting.pop(number) for number in ids]
+        results = pending if isinstance(pending, list) else pending.result()
+        for result in results:
+            self.warnings.count(result)
+        return [ScoredTrajectory(t, result) for t, result in zip(trajectories, results, strict=True)]
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
-    """Raise UserError with the first cause when not one trajectory could be judged: something is wrong with a judge."""
+    """Raise UserError with the first cause if no trajectory has a reward: then a scorer does not work."""
     failures = [member.judgement.failure for group in groups for member in group.members]
     if failures and all(failure is not None for failure in failures):
-        raise UserError(f"none of the {len(failures)} trajectories of {what} could be judged: {failures[0]}")
+        raise UserError(f"none of the {len(failures)} trajectories of {what} could be scored: {failures[0]}")
 
 
 def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return how many trajectories have no judgement, in all and by each cause that occurred."""
+    """Return the number of trajectories without a reward, in total and by cause."""
     causes = [m.judgement.cause for g in groups for m in g.members if not m.judgement.is_judged]
     counts = Counter(cause for cause in causes if cause is not None)
     return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
 
 
-def _each(score: Callable[[Call], Outcome]) -> _Here:
-    """A judge of each response alone."""
-    return _Here(lambda calls: tuple(score(call) for call in calls))
+def _each(score: Callable[[Call], Outcome]) -> _InlineScorer:
+    """Return an inline scorer that calls `score` for each response."""
+    return _InlineScorer(lambda calls: tuple(score(call) for call in calls))
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
-    """Whether a judge has answered, be it that it raised, rather than hung, crashed or been away."""
+    """Return whether a scorer answered: with a value, an exception or an invalid value, not by a timeout or crash."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 
 
-def _first_failure(who: str, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
-    return (outcome.cause, f"{who} {outcome.detail}") if isinstance(outcome, CallFailure) else None
+def _failure(name: str, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
+    return (outcome.cause, f"{name} {outcome.detail}") if isinstance(outcome, CallFailure) else None

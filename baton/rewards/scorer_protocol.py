@@ -1,12 +1,12 @@
-"""What a judge is asked and what it says, in memory and between a run and its worker processes.
+"""Types of a scorer call, and the messages between a run and its worker processes.
 
-      run                                       worker process
-      ScorerSetup: what it will be asked about  ──▶
-                                          ◀──   Ready: loaded, or why not
-      ScoreRequest: one call                       ──▶
-                                          ◀──   Answer: a value, or why there is none
+      run                                worker process
+      ScorerSetup: scorers to load  ──▶
+                                    ◀──  ScorerReady: loaded, or the error
+      ScoreRequest: one call        ──▶
+                                    ◀──  CallResult: a value or a failure for each response
 
-A frame is four bytes of length (big-endian) and a msgpack body.
+A message is a frame: four bytes of length (big-endian), then a msgpack body.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ import msgspec
 from baton.types import FailureCause, Prompt
 
 Signature = Literal["baton", "trl", "verl"]
-"""Convention in which a reward function is called; docs/tasks.md draws the three."""
+"""Calling convention of a reward function; docs/tasks.md describes the three."""
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One response to be judged."""
+    """One response to score."""
 
     prompt: Prompt
     response: str
     answer: str | None
-    """Extracted from the response; None where the answer format was not met."""
+    """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """[L] of the response, as the engine sampled them."""
+    """Token ids of the response as the engine sampled them, shape [L]."""
 
 
 class CallValue(msgspec.Struct, frozen=True, tag="Value"):
-    """What a judge said."""
+    """The value that a scorer returned."""
 
     value: float | None
-    """Finite; None where the judge says that it does not apply (TRL's convention only)."""
+    """Finite value; None if the scorer does not apply to the response (TRL's convention only)."""
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):
-    """Why a judge said nothing."""
+    """The reason why a scorer returned no value."""
 
     cause: FailureCause
     detail: str
-    """One sentence without the name of the judge."""
+    """Sentence about the failure that follows the name of the scorer, such as `gave no answer within 10 s`."""
 
 
 Outcome = CallValue | CallFailure
 
 
 def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> tuple[Outcome, ...]:
-    """Return the same failure for each of the responses that were judged together."""
+    """Return the same failure for each response of a call."""
     return (CallFailure(cause, detail),) * len(calls)
 
 
@@ -67,11 +67,11 @@ class FunctionSpec(msgspec.Struct, frozen=True, tag="FunctionSpec"):
 
 
 class ScorerSpec(msgspec.Struct, frozen=True, tag="ScorerSpec"):
-    """The scorer of a task, by the import path of the function that makes it."""
+    """The scorer of a task, by the import path of the function that constructs it."""
 
     task: str
     path: str
-    """`module:function`: takes `arguments` by name and returns a `Score`."""
+    """`module:function`; the function takes `arguments` by name and returns a `Score`."""
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
@@ -79,74 +79,81 @@ class ScorerSpec(msgspec.Struct, frozen=True, tag="ScorerSpec"):
 
 
 class MathSpec(msgspec.Struct, frozen=True, tag="MathSpec"):
-    """math-verify."""
+    """The scorer math-verify."""
 
     def __str__(self) -> str:
         return "math-verify"
 
 
 Spec = FunctionSpec | ScorerSpec | MathSpec
-"""What a worker process can be asked about."""
+"""A scorer that a worker process can load."""
 Score = Callable[[Call], Outcome]
-"""Scores one response. What it raises is a failure of the scorer."""
+"""Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
-"""Who scores the answers of a task: `inline` calls `score` in place; a spec tells a worker process what to load,
-because some answers may never let the scorer return; None has no scorer, so that reward functions judge alone."""
+"""How the answers of a task are scored. `inline`: `score` is called in the run's process. A spec: a worker process
+scores, because the scorer may hang for some answers. None: the task has no scorer, and only reward functions score."""
 
 
 class ScoredTask(Protocol):
-    """What a reward needs of a task."""
+    """The part of a task that reward scorers use."""
 
     @property
     def name(self) -> str:
-        """The name the recipe gives it."""
+        """Name of the task in the recipe."""
 
     @property
     def scorer(self) -> Scorer:
-        """Where `score` may be called."""
+        """How answers are scored: inline, in a worker process, or not at all."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return what `score` may be given in place of `metadata` in another process, to save it work."""
+        """Return metadata that make `score` faster in another process; `metadata` itself is always allowed."""
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Score an extracted answer in 0..1; only 1 is correct, less is partial credit."""
+        """Return the score of an extracted answer in 0..1. 1 is correct; a lower score is partial credit."""
 
 
 class ScorerSetup(msgspec.Struct, frozen=True, tag="Setup"):
-    """The first message to a worker process."""
+    """First message to a worker process: the scorers to load."""
 
     specs: tuple[Spec, ...]
     sys_path: tuple[str, ...]
-    """Where the run imports from, so that the worker finds the same modules."""
+    """The run's `sys.path`, so that the worker process imports the same modules."""
     memory_bytes: int
-    """Most that the process may allocate; 0 sets no limit."""
+    """Maximum memory that the process may allocate; 0 sets no limit."""
 
 
 class ScorerReady(msgspec.Struct, frozen=True, tag="Ready"):
-    """The answer to `ScorerSetup`."""
+    """Reply to `ScorerSetup`."""
 
     error: str | None = None
-    """Why something could not be loaded."""
+    """Reason why a scorer could not be loaded; None if all are loaded."""
     isolation: str = ""
-    """What the process is kept from."""
+    """Isolation of the process, as a line for the user."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, tag="Ask"):
-    """Responses to be judged in one call of the judge: one, or those of a group."""
+    """One call of a scorer: with one response, or with all responses of a group."""
 
     call_id: int
     spec: int
-    """Place in `ScorerSetup.specs`."""
+    """Index in `ScorerSetup.specs`."""
     calls: tuple[Call, ...]
     deadline_s: float
 
 
 class CallResult(msgspec.Struct, frozen=True, tag="Answer"):
-    """What came of one call of the judge."""
+    """Result of one call of a scorer."""
 
     call_id: int
     outcomes: tuple[Outcome, ...]
-    """As many as `ScoreRequest.calls`, in their order."""
+    """One outcome per element of `ScoreRequest.calls`, in the same order."""
 
 
 FromWorker = ScorerReady | CallResult
+HEADER_BYTES = 4
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Return the encoded message after its length in bytes."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "big") + body

@@ -1,9 +1,9 @@
-"""Where calls wait for their judges while the run generates: one event loop in one thread, started when first needed.
+"""The thread whose event loop waits for reward scorers while the run generates. It starts with the first call.
 
-| thread     | consumes              | produces   | waits for                 | unblocked by                          |
-|------------|-----------------------|------------|---------------------------|---------------------------------------|
-| the run's  | finished trajectories | calls      | judgements, when draining | a judgement; a deadline that names it |
-| background | calls                 | judgements | worker processes, HTTP    | an answer, or the call's deadline     |
+| thread  | consumes              | produces | waits for              | unblocked by                    |
+|---------|-----------------------|----------|------------------------|---------------------------------|
+| run     | finished trajectories | calls    | rewards, when draining | a reward, or the wait's timeout |
+| scoring | calls                 | rewards  | worker processes, HTTP | an answer, or the call deadline |
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_
 
 from baton.errors import DeadlineExceeded
 from baton.rewards.pool import Calls, Outcomes, WorkerPool
-from baton.rewards.remote import ask_remote
+from baton.rewards.remote import call_remote_scorer
 from baton.rewards.scorer_protocol import Call, CallFailure, ScorerSetup
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-"""Before a further attempt: at random up to 0.2 s, 0.4 s, …, 5 s."""
-CLOSING_S = 10.0
+"""The pause before a further attempt is random, at most 0.2 s, 0.4 s, …, 5 s."""
+CLOSE_TIMEOUT_S = 10.0
 
 Result = TypeVar("Result")
 
 
 class ScoringThread:
-    """Makes calls apart from the run's own thread. Methods ending in `_call` are coroutines of its loop."""
+    """Makes calls of reward scorers in its own thread. Its coroutines must run in its loop; see `run`."""
 
     def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
-        """Start the thread; worker processes and connections come with the first call that needs them."""
+        """Start the thread. Worker processes and connections start with the first call that needs them."""
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(setup, settings)
@@ -49,16 +49,20 @@ class ScoringThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Begin a coroutine in the background."""
+        """Run a coroutine in the thread's event loop."""
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
-        """Ask a worker process, again after a crash. `concurrency` > 0: calls that may share one process."""
+        """Make a call in a worker process, and again if the process crashes.
+
+        spec: index in `ScorerSetup.specs`. concurrency: maximum calls of this scorer in the shared process; 0 gives
+        each call a process to itself.
+        """
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
         return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
 
     async def call_remote(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
-        """Ask a remote judge, again where it cannot be reached."""
+        """Call a remote scorer, and again if it cannot be reached."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
@@ -66,22 +70,24 @@ class ScoringThread:
         session = self._session
 
         async def post() -> Outcomes:
-            return (await ask_remote(session, url, call, deadline_s),)
+            return (await call_remote_scorer(session, url, call, deadline_s),)
 
         return await self._retried(post, FailureCause.UNREACHABLE, url, concurrency)
 
     async def start_worker(self) -> str:
-        """Start a worker process, and return what worker processes are kept from."""
+        """Start a worker process; return its isolation as a line for the user."""
         return await self._pool.start()
 
     def close(self) -> None:
-        """Drop what is being waited for, kill the worker processes, end the thread."""
+        """Cancel all calls, kill the worker processes and end the thread."""
         try:
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSING_S)
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_TIMEOUT_S)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the judges' worker processes were not gone after {CLOSING_S:.0f} s") from error
+            raise DeadlineExceeded(
+                f"worker processes of reward scorers did not end within {CLOSE_TIMEOUT_S:.0f} s"
+            ) from error
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSING_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
         self._loop.close()
 
     async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -105,7 +111,10 @@ class ScoringThread:
     async def _retried(
         self, call: Callable[[], Awaitable[Outcomes]], cause: FailureCause, key: str, concurrency: int
     ) -> Outcomes:
-        """Make a call again while it fails by `cause`. concurrency: of the calls with the same key; 0 sets no limit."""
+        """Make a call, and repeat it if it fails with `cause`.
+
+        concurrency: maximum concurrent calls with the same `key`; 0 sets no limit.
+        """
         limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
 
         async def attempt() -> Outcomes:

@@ -47,9 +47,9 @@ class RewardSettings(Settings):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> RewardSettings:
         if (self.kind == "function") != (self.function is not None):
-            raise ValueError('function = "module:name" belongs to kind = "function", and only to it')
+            raise ValueError('function = "module:name" belongs to kind = "function" and is required there')
         if (self.kind == "http") != (self.url is not None):
-            raise ValueError('url = "http://…" belongs to kind = "http", and only to it')
+            raise ValueError('url = "http://…" belongs to kind = "http" and is required there')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
         if self.kind != "function" and (self.signature is not None or not self.isolate):

@@ -1,1 +1,1 @@
-"""Prompts in, judgement out: where problems come from, how they are split, and how a response is scored."""
+"""Sources of problems, the split into training and held-out problems, and the prompt stream."""

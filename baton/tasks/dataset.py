@@ -1,4 +1,4 @@
-"""A user's own problems: rows of a file, read with the column names of the field."""
+"""Problems from the rows of a user's file, and demonstrations from a file for the warm start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 class FileTask:
-    """Rows of a file. A draw goes through all rows in a fresh random order each epoch."""
+    """A task whose problems are the rows of a file. Draws visit all rows, in a new random order in each epoch."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FileTask:
         answer_after: str | None = None,
         scorer: FileScorer = "number",
     ) -> None:
-        """Read and check the whole file. Raises UserError naming file and line, or row."""
+        """Read and check the whole file. Raises UserError that names the file and the line or row."""
         self.name = name
         self._scorer = scorer
         self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
@@ -48,7 +48,7 @@ class FileTask:
 
     @property
     def rows(self) -> Sequence[Problem]:
-        """All of them, in the order of the file."""
+        """All problems in the order of the file."""
         return self._rows
 
     @property
@@ -57,14 +57,14 @@ class FileTask:
         return scorers[self._scorer]
 
     def draw(self, seed: int, index: int) -> Problem:
-        epoch, place = divmod(index, len(self._rows))
-        return self._rows[self._order(seed, epoch)[place]]
+        epoch, position = divmod(index, len(self._rows))
+        return self._rows[self._order(seed, epoch)[position]]
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """1 when the answer equals the reference, as text without outer blanks or as the same number."""
+        """Return 1 if the answer equals the reference, as a number or as text without outer blanks; otherwise 0."""
         if answer is None or reference is None:
             return 0.0
         return float(answer.strip() == reference.strip() or _same_number(answer, reference))
@@ -83,9 +83,9 @@ class FileTask:
         answer = None if self._scorer == "none" else self._reference(where, row)
         if messages is None:
             return Problem(prompt, f"file:{_canonical(prompt)}", answer, extra)
-        # a system message is wording, not problem: the same question with another one is the same to the split
-        said = " ".join(m.content for m in messages if m.role != "system")
-        return Problem(messages[-1].content, f"file:{_canonical(said)}", answer, extra, messages)
+        # the system message is not part of the canonical problem: it does not change the question
+        content = " ".join(m.content for m in messages if m.role != "system")
+        return Problem(messages[-1].content, f"file:{_canonical(content)}", answer, extra, messages)
 
     def _reference(self, where: str, row: Row) -> str:
         column = self._answer_column
@@ -113,9 +113,9 @@ class FileTask:
 
 
 def read_demonstrations(path: str, seed: int) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Yield (prompt messages, response) of rows with `prompt` and `completion`, shuffled anew each epoch.
+    """Yield (prompt messages, response) of rows with `prompt` and `completion` without end, shuffled in each epoch.
 
-    Raises UserError naming file and line.
+    Raises UserError that names the file and the line or row.
     """
     rows = [_demonstration(where, row) for where, row in read_rows("data", path)]
     dice = random.Random(f"demonstrations:{seed}")
@@ -145,10 +145,10 @@ def _shown(value: Any) -> str:
 def _same_number(answer: str, reference: str) -> bool:
     try:
         return _number(answer) == _number(reference)
-    except ArithmeticError:  # what decimal raises for a text that is no number
+    except ArithmeticError:  # raised by Decimal for a text that is not a number
         return False
 
 
 def _number(text: str) -> Decimal:
-    """The exact value of a number; commas count only where they group thousands, so that `1,2` is not 12."""
+    """Return the exact value of a number. Commas may only group thousands: `1,200` is 1200, but `1,2` is not 12."""
     return Decimal(text.replace(",", "") if _GROUPED.fullmatch(text.strip()) else text)

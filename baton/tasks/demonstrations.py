@@ -35,7 +35,7 @@ class DemonstrationSettings(Settings):
 
 
 def demonstrations(stream: PromptStream, settings: DemonstrationSettings, seed: int) -> Iterator[tuple[Prompt, str]]:
-    """Yield training prompts, each with a response, without end. Only arithmetic prompts are supported."""
+    """Yield training prompts, each with a response, without end. Supports only arithmetic prompts."""
     dice = random.Random(f"demonstrations:{seed}")
     while True:
         for prompt in stream.take(256):
@@ -50,7 +50,8 @@ def demonstrate(expression: str, settings: DemonstrationSettings, dice: random.R
         value = slip_free.value(tree)
     except (SyntaxError, TypeError, KeyError) as error:
         raise UserError(
-            f"demonstrations exist for the compact form of chain_sum and basic_arithmetic only, got {expression!r}"
+            f"demonstrations: got the prompt {expression!r}, allowed are prompts of chain_sum and basic_arithmetic in "
+            "the compact form"
         ) from error
     if dice.random() < settings.direct_share:
         if dice.random() < settings.direct_wrong_share:
@@ -95,7 +96,10 @@ class _Working:
 
 
 def _restated(tree: ast.expr, working: _Working) -> tuple[list[str], int]:
-    """Lines of the form `whole expression: step`, the expression shrinking by the step before; and what is left."""
+    """Return lines of the form `expression: step`, and the final value.
+
+    Each step replaces one operation of the expression by its result; the next line starts with the shorter expression.
+    """
     lines: list[str] = []
     rest = tree
     while (left := _literal(rest)) is None:
@@ -106,7 +110,7 @@ def _restated(tree: ast.expr, working: _Working) -> tuple[list[str], int]:
 
 
 def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:
-    """Replace the first operation whose operands are numbers by its result."""
+    """Replace the first operation with two number operands by its result."""
     if isinstance(tree, ast.UnaryOp):
         if _literal(tree.operand) is None:
             return ast.UnaryOp(tree.op, _reduce_once(tree.operand, working))
@@ -120,7 +124,7 @@ def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:
 
 
 def _literal(tree: ast.expr) -> int | None:
-    """The value of a number as the task writes one: digits with at most one sign."""
+    """Return the value of a literal, which is digits with at most one minus sign; None for any other expression."""
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
         return tree.value
     if (
@@ -159,4 +163,4 @@ def _apply(symbol: str, left: int, right: int) -> int:
         case "*":
             return left * right
         case _:
-            return left // right if right else 0  # reasoning-gym divides with //; a slip may have made a divisor zero
+            return left // right if right else 0  # as reasoning-gym; an injected error can make the divisor 0

@@ -1,7 +1,7 @@
 """Procedurally generated tasks with verifiers, from reasoning-gym.
 
-reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. Streams therefore take
-their seeds from a hash, 48 bits wide, and the train/held-out split never looks at seeds at all (see `Problem`).
+reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. Streams therefore use
+48-bit hashes as seeds, and the train/held-out split does not depend on seeds (see `Problem.is_held_out`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
-"""Draws that share one reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
+"""Number of draws per reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
-"""Tasks that hand their seed to numpy, which takes 32 bits; the others get 48."""
+"""Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({"chain_sum", "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
-"""Tasks whose own scorer compares numbers or sets of words and returns within microseconds, whatever the answer; so
-does the scorer that many tasks inherit. All others are called in worker processes, which can be killed."""
+"""Tasks whose own scorer compares numbers or sets of words, within microseconds for any answer.
+
+The scorer that many tasks inherit is as fast. All other scorers run in worker processes, which can be killed.
+"""
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
-"""Compiled modules that reasoning-gym imports at start, and the one task that uses each."""
+"""The only task that uses a compiled module, by module. reasoning-gym imports these modules at start."""
 
 
 class GymTask:
     """One reasoning-gym task with its parameters."""
 
     def __init__(self, name: str, gym_name: str, params: dict[str, Any], *, is_compact: bool) -> None:
-        """Check name and parameters by generating one item. Raises UserError in one sentence for what does not work."""
+        """Generate one item as a check. Raises UserError for an unknown task, invalid params or a missing form."""
         self.name = name
         self._gym_name = gym_name
         self._params = params
@@ -70,30 +72,31 @@ class GymTask:
         return "inline" if is_quick else ScorerSpec(self.name, f"{__name__}:{gym_scorer.__name__}", arguments)
 
     def draw(self, seed: int, index: int) -> Problem:
-        block, place = divmod(index, BLOCK)
+        block, item = divmod(index, BLOCK)
         gym_seed = int.from_bytes(blake3(f"{self._gym_name}:{seed}:{block}".encode()).digest(length=6), "big")
         if self._gym_name in NARROW_SEEDS:
             gym_seed %= 2**32 - BLOCK
-        entry = self._entry(gym_seed, place)
+        entry = self._entry(gym_seed, item)
         question = COMPACT_FORMS[self._gym_name](entry) if self._is_compact else str(entry["question"])
         return Problem(
             question=question,
             canonical=canonical_problem(self._gym_name, entry),
             answer=None if entry["answer"] is None else str(entry["answer"]),
-            metadata={"gym_seed": gym_seed, "gym_index": place},
+            metadata={"gym_seed": gym_seed, "gym_index": item},
         )
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Add the entry itself, because generating it again may take longer than scoring; as a Python literal, which
-        unlike JSON keeps its tuples. An entry that is none is generated again.
+        """Add the entry to the metadata, because generating it again can take longer than scoring.
+
+        The entry is a Python literal, which unlike JSON keeps tuples. An entry without a literal is generated again.
         """
         entry = self._literal(metadata["gym_seed"], metadata["gym_index"])
         return metadata if entry is None else {**metadata, "entry": entry}
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Score with reasoning-gym's verifier; the entry is generated again from its seed and index.
+        """Score with reasoning-gym's verifier. Without an entry in the metadata, generate it from its seed and index.
 
-        An answer that the verifier must not see (`gym_answer_filter.py`) scores 0.
+        An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0.
         """
         if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
@@ -109,20 +112,20 @@ class GymTask:
             with redirect_stdout(sys.stderr):  # some generators print dots, which would break --json
                 return gym.create_dataset(self._gym_name, seed=gym_seed, size=BLOCK, **self._params)
         except (AssertionError, TypeError, ValueError) as error:
-            raise UserError(f"task {self.name!r}: reasoning-gym refuses params {self._params}: {error}") from error
+            raise UserError(f"task {self.name!r}: reasoning-gym rejects params {self._params}: {error}") from error
 
-    def _make_literal(self, gym_seed: int, place: int) -> str | None:
-        text = repr(self._entry(gym_seed, place))
+    def _make_literal(self, gym_seed: int, item: int) -> str | None:
+        text = repr(self._entry(gym_seed, item))
         try:
             return text if repr(ast.literal_eval(text)) == text else None
         except (ValueError, SyntaxError):
             return None
 
-    def _make_entry(self, gym_seed: int, place: int) -> dict[str, Any]:
+    def _make_entry(self, gym_seed: int, item: int) -> dict[str, Any]:
         try:
             dataset = self._dataset(gym_seed)
             with redirect_stdout(sys.stderr):
-                entry: dict[str, Any] = dataset[place]
+                entry: dict[str, Any] = dataset[item]
         except UserError:
             raise
         except Exception as error:
@@ -134,32 +137,32 @@ class GymTask:
 
 
 def gym_scorer(task: str, gym_name: str, params: dict[str, Any]) -> Score:
-    """Return the scorer of a task, in the worker process that a `ScorerSpec` names it to."""
-    made = GymTask(task, gym_name, params, is_compact=False)
-    return lambda call: number(made.score(call.answer, call.prompt.answer, call.prompt.metadata))
+    """Return the scorer of a task. Called in a worker process, by the import path in a `ScorerSpec`."""
+    gym_task = GymTask(task, gym_name, params, is_compact=False)
+    return lambda call: number(gym_task.score(call.answer, call.prompt.answer, call.prompt.metadata))
 
 
 def gym_tasks() -> list[str]:
-    """Names of all reasoning-gym tasks. Raises UserError when reasoning-gym is not installed."""
+    """Return the names of all reasoning-gym tasks. Raises UserError if reasoning-gym is not installed."""
     _import_gym()
     datasets = importlib.import_module("reasoning_gym.factory").DATASETS
     return sorted(name for name in datasets if name != "composite")
 
 
 class ListedTask(msgspec.Struct, frozen=True):
-    """One task with an example."""
+    """A reasoning-gym task with an example."""
 
     name: str
     question: str
     answer: str | None
     compact: str | None
-    """The same example in the compact form, where there is one."""
+    """The same example in the compact form; None if the task has no compact form."""
     params: dict[str, Any]
-    """Parameters with their defaults."""
+    """Default values of the parameters."""
 
 
 def list_tasks(name: str | None = None) -> list[ListedTask]:
-    """Describe one task or all; a task whose parts are not installed says so in place of its example."""
+    """Return one task or all tasks, with examples. If a module is missing, the error replaces the example."""
     return [_describe(each) for each in ([name] if name else gym_tasks())]
 
 
@@ -195,12 +198,12 @@ def _import_gym() -> Any:
     try:
         return importlib.import_module("reasoning_gym")
     finally:
-        for name in stubs:  # reasoning-gym's modules keep their reference; nobody else shall find the stub
+        for name in stubs:  # reasoning-gym's modules keep their reference; other code must not import the stub
             del sys.modules[name]
 
 
 class _NotCompiled(ModuleType):
-    """Stands in for a compiled module that is not installed, and says so when its task is used."""
+    """Replaces a compiled module that is not installed. Raises UserError when its task is used."""
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):

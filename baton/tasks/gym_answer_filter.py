@@ -1,8 +1,8 @@
-"""What of a response may reach a reasoning-gym scorer that evaluates it as Python.
+"""Filters answers for the reasoning-gym scorers that evaluate an answer as Python.
 
-Some scorers hand the answer to `eval`, or to sympy's `parse_expr`, which is `eval` too: `__import__('os').system(…)`
-would run, and `9**9**9**9` would never return. An answer is the policy's text, so only the plain form that the task
-asks for is let through; every other answer scores 0.
+Some scorers pass the answer to `eval`, or to sympy's `parse_expr`, which calls `eval`. An answer such as
+`__import__('os').system(…)` would then run, and `9**9**9**9` would not return. The policy writes the answer, so the
+filter admits only the plain form that the task asks for. Every other answer scores 0.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PLAIN: dict[str, re.Pattern[str]] = {
     "spiral_matrix": _LITERAL,
     "string_insertion": _LITERAL,
 }
-"""reasoning-gym task whose scorer evaluates → the answers that are handed to it."""
-_LONGEST = 2_000
-"""Characters of an answer that is evaluated; deep nesting takes time and stack."""
+"""Pattern of the admitted answers, by reasoning-gym task whose scorer evaluates the answer."""
+_MAX_CHARACTERS = 2_000
+"""Maximum length of an answer that is evaluated; deep nesting takes time and stack."""
 
 
 def may_be_scored(gym_name: str, answer: str) -> bool:
-    """Whether the task's scorer may see this answer."""
+    """Return whether the answer may be passed to the task's scorer."""
     plain = _PLAIN.get(gym_name)
-    return plain is None or (len(answer) <= _LONGEST and plain.fullmatch(answer) is not None)
+    return plain is None or (len(answer) <= _MAX_CHARACTERS and plain.fullmatch(answer) is not None)

@@ -1,7 +1,7 @@
-"""Compact wordings for small models, and the canonical form of a problem.
+"""Compact wordings of reasoning-gym problems for small models, and the canonical form of a problem.
 
-Two problems with the same canonical form are the same problem to the train/held-out split, whatever their wording:
-`5 - 3` is one problem in chain_sum and in basic_arithmetic; a knights-and-knaves puzzle is the same under other names.
+The train/held-out split treats two problems with the same canonical form as one problem, even if their wording differs.
+Examples: `5 - 3` in chain_sum and in basic_arithmetic; a knights-and-knaves puzzle with other names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 Entry = dict[str, Any]
 
 MAX_RENUMBERED = 6
-"""Puzzles of more people keep the numbering they came with: their problems are too many to meet a mirror image."""
+"""Maximum number of people for which all numberings are tried; among larger puzzles, equal ones are very unlikely."""
 
 
 def canonical_problem(gym_name: str, entry: Entry) -> str:
@@ -49,17 +49,20 @@ def _knights_knaves(entry: Entry) -> str:
             return f"not ({claim(parts[0])})"
         return f" {operator} ".join(f"({claim(part)})" for part in parts)
 
-    said = "; ".join(f"{name}: {claim(s)}" for name, s in zip(names, metadata["statements"], strict=True))
+    claims = "; ".join(f"{name}: {claim(s)}" for name, s in zip(names, metadata["statements"], strict=True))
     answer = ", and ".join(f"{name} is a {terms['knight']}/{terms['knave']}" for name in names)
-    return f"{said}. Answer: {answer}"
+    return f"{claims}. Answer: {answer}"
 
 
 def _without_order(statements: Sequence[Any]) -> str:
-    """The statements under that numbering of the people which comes first in the alphabet: mirror images are one."""
+    """Return the statements as text, under the numbering of the people whose text sorts first.
+
+    Two puzzles that differ only in the order of the people therefore have the same text.
+    """
     people = range(len(statements))
     numberings = itertools.permutations(people) if len(statements) <= MAX_RENUMBERED else [tuple(people)]
     return min(
-        _plain([_renumbered(statements[numbering.index(place)], numbering) for place in people])
+        _plain([_renumbered(statements[numbering.index(person)], numbering) for person in people])
         for numbering in numberings
     )
 
@@ -81,4 +84,4 @@ COMPACT_FORMS: dict[str, Callable[[Entry], str]] = {
     "countdown": _countdown,
     "knights_knaves": _knights_knaves,
 }
-"""reasoning-gym task → its question in as few tokens as possible."""
+"""Function that returns the question in as few tokens as possible, by reasoning-gym task."""

@@ -1,7 +1,7 @@
-"""How long the prompts of a recipe's tasks are, known before anything is generated: too long ones are left out.
+"""Measures the prompts of a recipe's tasks before generation starts; prompts that are too long are skipped.
 
-All rows of a file that may be too long are tokenised, the longest first; of a generated task only a sample is. What is
-missed here is found when it is drawn, and left out then.
+Of a file, the rows that may be too long are tokenised, longest first; of a generated task, a sample. A prompt that this
+check misses is skipped when it is drawn.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from baton.tasks.task import Problem
 from baton.types import Message
 
 SAMPLE = 64
-"""Problems of a generated task that are measured."""
-MOST_MEASURED = 20_000
-"""Rows of a file that are tokenised at most."""
+"""Number of problems of a generated task that are measured."""
+MAX_MEASURED = 20_000
+"""Maximum number of rows of a file that are tokenised."""
 SHORT_IN_A_ROW = 256
-"""Of the rows by falling number of characters: after so many below half of the limit the rest is taken to fit."""
+"""Number of consecutive prompts below half of the limit after which the shorter rows are assumed to fit."""
 
 
 class PromptLengths(msgspec.Struct, frozen=True):
-    """What is known of a task's prompts."""
+    """Measured prompt lengths of a task."""
 
     task: str
     rows: int | None
-    """Of a file; None where problems are generated."""
+    """Number of rows of the file; None for a generated task."""
     held_out: int | None
-    """Distinct held-out problems among them."""
+    """Number of distinct held-out problems among the rows; None for a generated task."""
     longest_tokens: int
-    """Of those that were measured."""
+    """Number of tokens of the longest measured prompt."""
     max_tokens: int
-    """The longest that leaves room for a response."""
+    """Maximum number of prompt tokens that leaves room for a response."""
     too_long: int
-    """Longer ones, held-out ones included; of a generated task among the first `SAMPLE`."""
+    """Number of measured prompts with more than `max_tokens`, including held-out prompts."""
 
     def __str__(self) -> str:
         if self.rows is None:
-            said = (
+            text = (
                 f"{self.task}: generated; the longest of {SAMPLE} prompts has {self.longest_tokens} tokens, "
                 f"{self.max_tokens} are allowed"
             )
         else:
-            said = (
-                f"{self.task}: {self.rows} rows, {self.held_out} distinct held-out problems among them; the longest "
+            text = (
+                f"{self.task}: {self.rows} rows with {self.held_out} distinct held-out problems; the longest "
                 f"prompt has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
             )
-        return said if not self.too_long else f"{said}; prompts left out because they are too long: {self.too_long}"
+        return text if not self.too_long else f"{text}; {self.too_long} prompts are too long and are skipped"
 
 
 def measure(
@@ -61,28 +61,29 @@ def measure(
     seed: int,
     on_measured: Callable[[int], None] = lambda count: None,
 ) -> list[PromptLengths]:
-    """Have a mixture leave out what is too long, and say how much that is; `on_measured` hears of prompts measured.
+    """Make the mixture skip prompts that are too long; return the measured lengths of each task.
 
-    Raises UserError where a task refuses such prompts.
+    on_measured: called with the number of prompts measured since the last call. Raises UserError if a task with
+    `too_long = "refuse"` has a prompt that is too long.
     """
-    most = max_context_tokens - 1
-    mixture.limit(num_tokens, most)
+    max_tokens = max_context_tokens - 1
+    mixture.limit(num_tokens, max_tokens)
     found = []
     for name, task in mixture.tasks.items():
         rows = task.rows if isinstance(task, FileTask) else None
         problems = rows if rows is not None else [task.draw(seed, index) for index in range(SAMPLE)]
         longest, too_long = 0, 0
-        for length in _lengths(mixture, name, problems, num_tokens, most):
+        for length in _lengths(mixture, name, problems, num_tokens, max_tokens):
             on_measured(1)
-            longest, too_long = max(longest, length), too_long + (length > most)
+            longest, too_long = max(longest, length), too_long + (length > max_tokens)
         if too_long and mixture.refuses_long[name]:
             raise UserError(
-                f"task {name!r}: {too_long} prompts are longer than {most} tokens, the longest has {longest}, and "
-                f"engine.max_context_tokens is {max_context_tokens} for prompt and response together; raise it, remove "
-                'them, or set too_long = "filter" to leave them out'
+                f"task {name!r}: {too_long} prompts are longer than {max_tokens} tokens, the longest has {longest}, "
+                f"and engine.max_context_tokens is {max_context_tokens} for prompt and response together; raise it, "
+                'remove the prompts, or set too_long = "filter" to skip them'
             )
         held_out = None if rows is None else len({p.problem_id for p in rows if p.is_held_out})
-        found.append(PromptLengths(name, None if rows is None else len(rows), held_out, longest, most, too_long))
+        found.append(PromptLengths(name, None if rows is None else len(rows), held_out, longest, max_tokens, too_long))
     return found
 
 
@@ -91,15 +92,15 @@ def _lengths(
     name: str,
     problems: Sequence[Problem],
     num_tokens: Callable[[Sequence[Message]], int],
-    most: int,
+    max_tokens: int,
 ) -> Iterator[int]:
-    """Tokens of the longest prompts."""
+    """Yield the lengths in tokens of prompts, longest first by characters, until the rest is assumed to fit."""
     prompts = [mixture.prompt(name, problem).messages for problem in problems]
     prompts.sort(key=lambda messages: -sum(len(m.content) for m in messages))
     short = 0
-    for messages in prompts[:MOST_MEASURED]:
+    for messages in prompts[:MAX_MEASURED]:
         length = num_tokens(messages)
         yield length
-        short = short + 1 if 2 * length < most else 0
+        short = short + 1 if 2 * length < max_tokens else 0
         if short == SHORT_IN_A_ROW:
             return

@@ -1,4 +1,4 @@
-"""Rows of a file as plain objects, each with the place to name when something is wrong with it."""
+"""Reads the rows of a JSONL file, a parquet file or a Hugging Face dataset, with locations for error messages."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ Row = dict[str, Any]
 
 
 def read_rows(what: str, path: str, split: str = "train") -> list[tuple[str, Row]]:
-    """Return (`path, line 3` or `path, row 3`, row) of every row, counted from 1; columns hold plain JSON values.
+    """Return (location, row) of every row. A location is `path, line 3` or `path, row 3`, counted from 1.
 
-    Reads JSONL, parquet, or a directory made by Hugging Face's `save_to_disk`. Raises UserError, beginning with `what`,
-    for a path that is none of them, a line that is no JSON object, a missing split or package, or no rows at all.
+    path: a JSONL file, a parquet file, or a directory written by `save_to_disk` of Hugging Face datasets. Values are
+    plain JSON values. Raises UserError, which begins with `what`, if the path cannot be read or has no rows, if a line
+    is not a JSON object, or if the split or a package is missing.
     """
-    place = Path(path)
-    if place.is_dir():
-        rows = list(_dataset_rows(what, place, split))
-    elif not place.is_file():
-        raise UserError(f"{what}: there is no file {path!r} (seen from {Path.cwd()})")
-    elif place.suffix == ".parquet":
-        rows = list(_parquet_rows(what, place))
+    source = Path(path)
+    if source.is_dir():
+        rows = list(_dataset_rows(what, source, split))
+    elif not source.is_file():
+        raise UserError(f"{what}: there is no file {path!r} (relative to {Path.cwd()})")
+    elif source.suffix == ".parquet":
+        rows = list(_parquet_rows(what, source))
     else:
-        rows = list(_json_rows(what, place))
+        rows = list(_json_rows(what, source))
     if not rows:
         raise UserError(f"{what}: {path} has no rows")
     return rows
 
 
 def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
-    # bytes, so that only a newline ends a row: a JSON text may hold any other line separator as it is
+    # split bytes at newlines only: a JSON text may contain other line separators, at which splitlines would split
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if line.strip():
             where = f"{file}, line {number}"
@@ -69,7 +70,7 @@ def _dataset_rows(what: str, directory: Path, split: str) -> Iterator[tuple[str,
         found = load_from_disk(str(directory))
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(
-            f"{what}: {directory} is a directory, but not one that Hugging Face datasets wrote with save_to_disk: "
+            f"{what}: {directory} is a directory, but was not written by save_to_disk of Hugging Face datasets: "
             f"{first_line(error)}"
         ) from error
     if isinstance(found, DatasetDict):
@@ -81,7 +82,7 @@ def _dataset_rows(what: str, directory: Path, split: str) -> Iterator[tuple[str,
 
 
 def _plain(row: Row) -> Row:
-    """Dates, decimals and bytes become texts, so that a row can be kept and sent as JSON."""
+    """Convert dates, decimals and bytes to text, so that a row can be stored and sent as JSON."""
     plain: Row = msgspec.to_builtins(row, str_keys=True)
     return plain
 

@@ -1,4 +1,4 @@
-"""Weighted mixtures of tasks, dealt out as prompts: an endless training stream and a fixed held-out set."""
+"""Prompts from a weighted mixture of tasks: an endless training stream and a fixed held-out set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.tasks.gym import GymTask
 from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
 
-PATIENCE = 2_000
+MAX_MISSES = 2_000
 """Consecutive draws without a usable problem after which a task is exhausted."""
 
 
@@ -54,15 +54,17 @@ class TaskSettings(Settings):
     @model_validator(mode="after")
     def _one_source(self) -> TaskSettings:
         if self.path is not None and (self.gym is not None or self.params or self.form == "compact"):
-            raise ValueError("path is a file of problems: gym, params and form = 'compact' do not apply to it")
+            raise ValueError(
+                "path is a file of problems: remove gym, params and form = 'compact', which do not apply to it"
+            )
         columns = ("split", "prompt_column", "answer_column", "answer_after", "scorer")
         given = [key for key in columns if getattr(self, key) != type(self).model_fields[key].default]
         if self.path is None and given:
-            raise ValueError(f"{given[0]} tells how to read a path, and there is none")
+            raise ValueError(f"{given[0]} applies only to a task with a path: set path, or remove {given[0]}")
         return self
 
     def build(self) -> Task:
-        """Open the source. Raises UserError when it cannot deliver a problem."""
+        """Open the source. Raises UserError if it cannot provide a problem."""
         if self.path is not None:
             return FileTask(
                 self.name,
@@ -86,12 +88,12 @@ class AnswerSettings(Settings):
 
 
 class TaskMixture:
-    """All tasks of a recipe, by name."""
+    """All tasks of a recipe and their weights."""
 
     def __init__(self, settings: Sequence[TaskSettings], answer: AnswerSettings) -> None:
-        """Open every task. Raises UserError for an empty mixture or two tasks of one name."""
+        """Open every task. Raises UserError for an empty mixture or two tasks with the same name."""
         if not settings:
-            raise UserError("the recipe has no [[task]]: name at least one")
+            raise UserError("the recipe has no [[task]]: add at least one")
         names = [s.name for s in settings]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
@@ -99,17 +101,17 @@ class TaskMixture:
         self.tasks: dict[str, Task] = {s.name: s.build() for s in settings}
         self.weights = [s.weight for s in settings]
         self.refuses_long = {s.name: s.too_long == "refuse" for s in settings}
-        """Whether a task's prompts must all leave room for a response, by task."""
+        """Whether the run must not start if a prompt of the task is too long, by task."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
-        """Whether a prompt may be used; see `limit`."""
+        """Returns whether a prompt leaves room for a response; set by `limit`."""
         self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
 
-    def limit(self, num_tokens: Callable[[Sequence[Message]], int], most: int) -> None:
-        """Leave out prompts of more tokens than `most`, from the training stream and from the held-out set."""
-        self.has_room = lambda prompt: num_tokens(prompt.messages) <= most
+    def limit(self, num_tokens: Callable[[Sequence[Message]], int], max_tokens: int) -> None:
+        """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""
+        self.has_room = lambda prompt: num_tokens(prompt.messages) <= max_tokens
 
     def prompt(self, task: str, problem: Problem) -> Prompt:
-        """Word a problem as a prompt; a conversation is taken as it is."""
+        """Return the prompt of a problem. The messages of a conversation are used unchanged."""
         if problem.messages is not None:
             return Prompt(
                 problem.problem_id, task, problem.messages, problem.answer, problem.metadata, is_conversation=True
@@ -123,53 +125,53 @@ class TaskMixture:
             problem.metadata,
         )
 
-    def held_out(self, num_prompts: int, seed: int = 0, *, or_fewer: bool = False) -> list[Prompt]:
-        """Return distinct held-out prompts, shared among the tasks as evenly as possible: the same ones each time.
+    def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
+        """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
-        Raises TaskExhausted when a task has fewer distinct held-out problems than its share; with `or_fewer` when it
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer` only if it
         has none.
         """
         prompts: list[Prompt] = []
         seen: set[str] = set()
-        for place, (name, task) in enumerate(self.tasks.items()):
-            share = num_prompts // len(self.tasks) + (place < num_prompts % len(self.tasks))
+        for number, (name, task) in enumerate(self.tasks.items()):
+            share = num_prompts // len(self.tasks) + (number < num_prompts % len(self.tasks))
             found, index, last_new = 0, 0, 0
             while found < share:
-                problem = task.draw(seed, index)
+                problem = task.draw(0, index)  # the same seed in every run, so that evaluations are comparable
                 index += 1
                 is_new = problem.is_held_out and problem.problem_id not in seen
                 if is_new and self.has_room(prompt := self.prompt(name, problem)):
                     seen.add(problem.problem_id)
                     prompts.append(prompt)
                     found, last_new = found + 1, index
-                elif index - last_new > PATIENCE:
+                elif index - last_new > MAX_MISSES:
                     if found and or_fewer:
                         break
                     raise TaskExhausted(
                         f"task {name!r} has only {found} distinct held-out problems ({HELD_OUT_PERCENT} % of all), "
-                        f"but {share} were asked for: ask for fewer, or widen its params"
+                        f"but {share} were requested: request fewer, or widen its params"
                     )
         return prompts
 
 
 class PromptStream:
-    """The endless training stream of a mixture. Its whole state is the number of draws made from each task."""
+    """The endless training stream of a mixture. Its state is the number of draws from each task."""
 
     def __init__(self, mixture: TaskMixture, seed: int, start: Mapping[str, int] | None = None) -> None:
-        """`start` is a former `position`, to continue from there."""
+        """start: the `position` of an earlier stream, from which this stream continues."""
         self._mixture = mixture
         self._seed = seed
         self.position = {name: (start or {}).get(name, 0) for name in mixture.tasks}
-        """Task name → draws made, held-out ones included."""
+        """Number of draws by task, including held-out problems."""
         self._too_long = 0
 
     def take_counts(self) -> dict[str, float]:
-        """Return how many prompts were left out because they are too long since the last call; nothing where none."""
+        """Return the number of prompts skipped since the last call because of their length, as a metric."""
         taken, self._too_long = self._too_long, 0
         return {"prompts/too_long": float(taken)} if taken else {}
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts, none of them held out. Raises TaskExhausted when a task has no such problem."""
+        """Return the next training prompts. Raises TaskExhausted if `MAX_MISSES` draws contain no usable problem."""
         names = list(self._mixture.tasks)
         prompts: list[Prompt] = []
         misses = 0
@@ -186,7 +188,7 @@ class PromptStream:
             else:
                 misses = 0
                 prompts.append(prompt)
-            if misses > PATIENCE:
+            if misses > MAX_MISSES:
                 hint = "widen its params" if has_room else "its prompts are too long: raise engine.max_context_tokens"
-                raise TaskExhausted(f"task {name!r} has no training problem in {PATIENCE} draws: {hint}")
+                raise TaskExhausted(f"task {name!r} gave no training problem in {MAX_MISSES} draws: {hint}")
         return prompts

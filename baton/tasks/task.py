@@ -1,4 +1,4 @@
-"""The seam between a source of problems and the stream that deals them out."""
+"""The interface between a source of problems and the prompt stream, and the train/held-out split."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from baton.rewards.scorer_protocol import ScoredTask
 from baton.types import Message
 
 HELD_OUT_PERCENT = 10
-"""Share of all distinct problems that nobody trains on: neither RL nor the warm start, in any recipe, ever."""
+"""Share of all distinct problems, in percent, that no recipe trains on, neither by RL nor by a warm start."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One problem as its source states it, before it becomes a prompt."""
+    """A problem as its source states it, before it becomes a prompt."""
 
     question: str
     canonical: str
-    """The same for two wordings of the same problem; the split hashes it."""
+    """Canonical form, which is equal for two wordings of the same problem; the split hashes it."""
     answer: str | None
     metadata: dict[str, Any]
-    """Plain JSON values: what `score` needs to find the problem again, and a file's other columns."""
+    """Plain JSON values: the data that `score` needs, and the other columns of a file."""
     messages: tuple[Message, ...] | None = None
-    """The prompt as it is, where the source gives a conversation; else `question` is worded as the recipe says."""
+    """Messages of a conversation, used unchanged as the prompt; None if the prompt is made from `question`."""
 
     @property
     def problem_id(self) -> str:
@@ -33,7 +33,7 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the problem belongs to the held-out split: a function of the canonical problem alone."""
+        """Whether the problem belongs to the held-out split, which depends only on the canonical form."""
         return int.from_bytes(blake3(b"split:" + self.canonical.encode()).digest(length=4), "big") % 100 < (
             HELD_OUT_PERCENT
         )
@@ -43,4 +43,7 @@ class Task(ScoredTask, Protocol):
     """A source of problems with a scorer."""
 
     def draw(self, seed: int, index: int) -> Problem:
-        """Return draw `index` of stream `seed`: the same one each time; draws may repeat a problem."""
+        """Return draw number `index` of the stream `seed`. The same arguments return the same problem.
+
+        Different draws may return the same problem.
+        """

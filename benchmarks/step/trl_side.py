@@ -78,7 +78,7 @@ def main() -> None:
 
     def correct(completions: list[str], number: list[int], completion_ids: Any, **_: Any) -> list[float]:
         watcher.mean_length = sum(map(len, completion_ids)) / len(completion_ids)
-        return [judge.judge(prompts[n], text).reward for n, text in zip(number, completions, strict=True)]
+        return [judge.score(prompts[n], text).reward for n, text in zip(number, completions, strict=True)]
 
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(

@@ -23,7 +23,7 @@ from baton.records.journal import IssuedGroup, StreamCursor
 from baton.records.run_directory import RecordedEvaluation
 from baton.records.run_lock import LockHolder
 from baton.records.trace import Span
-from baton.rewards import calls
+from baton.rewards import scorer_protocol as calls
 from baton.rollout.processes import protocol
 from baton.run.loop import LoopState
 from baton.run.summary import RunReport

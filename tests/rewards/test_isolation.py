@@ -1,4 +1,4 @@
-"""What a judge is kept from, with namespaces and without; and that nothing it starts outlives it."""
+"""The isolation of a scorer process, with and without namespaces; no process that it starts survives it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def look(functions: str, tmp_path: Path, port: int, **settings: Any) -> tuple[di
     seen = tmp_path / "seen"
     with judge_with(functions, "looks_around", **settings) as judge:
         said = judge.start()
-        assert judge.judge(PROMPT, f"{seen}\n{port}").failure is None
+        assert judge.score(PROMPT, f"{seen}\n{port}").failure is None
     return json.loads(seen.read_text()), said
 
 
@@ -96,11 +96,11 @@ def test_a_judge_gets_no_secrets_and_a_directory_that_goes_with_it(
     assert seen["cwd"] != str(Path.cwd())
     assert seen["cwd"] == seen["environ"]["TMPDIR"]
     assert wait_until(lambda: not Path(seen["cwd"]).exists())
-    if "namespaces of their own" in said:
+    if "in their own namespaces" in said:
         assert seen["secrets"] == [], "not even in the /proc entries of the run's user"
         assert seen["reach"] == "ConnectionRefusedError", "its loopback is not the run's"
     else:
-        assert "no namespaces here (" in said
+        assert "without namespaces (" in said
         assert seen["reach"] == "connected"
         assert seen["secrets"], "the test looks where secrets are"
 
@@ -108,7 +108,7 @@ def test_a_judge_gets_no_secrets_and_a_directory_that_goes_with_it(
 def test_a_judge_that_may_use_the_network_reaches_it(functions: str, tmp_path: Path, listener: int) -> None:
     seen, said = look(functions, tmp_path, listener, network=True)
     assert seen["reach"] == "connected"
-    assert "with network" in said or "no namespaces here" in said
+    assert "with network" in said or "without namespaces (" in said
 
 
 def test_the_environment_is_where_things_are_and_what_the_recipe_names() -> None:

@@ -95,19 +95,19 @@ def judge_many(judge: RewardScorer, responses: list[str]) -> list[RewardResult]:
         ),
         ("raises_with_escapes", FailureCause.RAISED, "raised ValueError: \\x1b[2J gone (judging_functions.py, line "),
         ("leaves", FailureCause.RAISED, "raised SystemExit: enough"),
-        ("nothing", FailureCause.MALFORMED, "returned None (NoneType), which is no number"),
+        ("nothing", FailureCause.MALFORMED, "returned None (NoneType), which is not a number"),
         ("not_a_number", FailureCause.MALFORMED, "returned nan (float), which is not finite"),
         ("infinite", FailureCause.MALFORMED, "returned -inf (float), which is not finite"),
-        ("a_text", FailureCause.MALFORMED, "returned 'much' (str), which is no number"),
+        ("a_text", FailureCause.MALFORMED, "returned 'much' (str), which is not a number"),
         ("huge", FailureCause.MALFORMED, "returned 1e+308 (float), which is larger than 1e+06 in magnitude"),
         ("huge_int", FailureCause.MALFORMED, "returned 1000"),
         ("beyond", FailureCause.MALFORMED, "returned -1000100.0 (float), which is larger than 1e+06 in magnitude"),
-        ("a_decimal", FailureCause.MALFORMED, "returned Decimal('0.5') (Decimal), which is no number"),
-        ("a_complex", FailureCause.MALFORMED, "returned 1j (complex), which is no number"),
+        ("a_decimal", FailureCause.MALFORMED, "returned Decimal('0.5') (Decimal), which is not a number"),
+        ("a_complex", FailureCause.MALFORMED, "returned 1j (complex), which is not a number"),
         ("verl_huge", FailureCause.MALFORMED, "returned inf (float), which is not finite"),
-        ("a_dict", FailureCause.MALFORMED, "returned {'reward': 1} (dict), which is no number"),
+        ("a_dict", FailureCause.MALFORMED, "returned {'reward': 1} (dict), which is not a number"),
         ("too_many", FailureCause.MALFORMED, "returned [1.0, 2.0] (list), which has 2 values for 1 completion(s)"),
-        ("no_list", FailureCause.MALFORMED, "returned 1.0 (float), which is no list"),
+        ("no_list", FailureCause.MALFORMED, "returned 1.0 (float), which is not a list"),
         ("waits_forever", FailureCause.TIMEOUT, "gave no answer within 1 s"),
         ("never_lets_go", FailureCause.TIMEOUT, "gave no answer within 1 s and was killed"),
         ("exits_async", FailureCause.CRASHED, "ended with exit code 4"),
@@ -160,7 +160,7 @@ def test_functions_in_processes_give_what_they_give_at_once(functions: str) -> N
     assert judge_many(judge_with(functions, "length", isolate=False), ["abc"])[0].reward == 3.0
     assert judge_many(judge_with(functions, "raises", isolate=False), ["bad"])[0].cause is FailureCause.RAISED
     assert judge_many(judge_with(functions, "awaited"), ["x"])[0].reward == 0.25
-    with pytest.raises(UserError, match="is async, and isolate = false"):
+    with pytest.raises(UserError, match="is async, but isolate = false"):
         judge_with(functions, "waits", isolate=False)
 
 
@@ -177,7 +177,7 @@ def test_a_weighted_sum_beyond_the_bound_is_a_failure(functions: str, weights: t
     own = {"kind": "function", "function": f"{functions}:of_numpy", "isolate": False}
     parts = [RewardSettings.model_validate({**own, "weight": w, "name": str(w)}) for w in weights]
     with RewardScorer({"some": SomeTask()}, parts, "last_line") as judge:  # type: ignore[dict-item]
-        judgement = judge.judge(PROMPT, "edge")
+        judgement = judge.score(PROMPT, "edge")
     assert (judgement.cause, judgement.reward) == (FailureCause.MALFORMED, 0.0)
     assert "weighted sum of the reward parts" in str(judgement.failure)
 
@@ -244,11 +244,11 @@ def test_a_crash_is_tried_again_and_a_raise_is_not(functions: str, tmp_path: Pat
 def test_a_worker_that_dies_between_two_calls_is_replaced(functions: str) -> None:
     before = children()
     with judge_with(functions, "length", workers=1) as judge:
-        assert judge.judge(PROMPT, "abc").reward == 3.0
+        assert judge.score(PROMPT, "abc").reward == 3.0
         (first,) = children() - before
         os.kill(first, signal.SIGKILL)
         assert wait_until(lambda: not is_running(first))
-        assert wait_until(lambda: judge.judge(PROMPT, "ab").is_judged)  # the run notices soon after
+        assert wait_until(lambda: judge.score(PROMPT, "ab").is_judged)  # the run notices soon after
         assert children() - before != {first}
 
 
@@ -278,7 +278,7 @@ def test_workers_end_with_the_run_however_it_ends(functions: str, tmp_path: Path
         f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs begin with it ignored
         "from judging_cases import *\n"
-        f"judge_with({functions!r}, 'starts_escapees_and_spins', deadline_s=500).judge(PROMPT, {str(mark)!r})\n"
+        f"judge_with({functions!r}, 'starts_escapees_and_spins', deadline_s=500).score(PROMPT, {str(mark)!r})\n"
     )
     root = str(Path(rewards.__file__).parents[2])
     run = subprocess.Popen(
@@ -300,19 +300,19 @@ def test_closing_while_calls_hang_leaves_nothing_and_a_closed_judge_can_begin_ag
     assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     judge.close()  # whose own deadline is long before that of the calls
     assert children() <= before
-    assert judge.judge(PROMPT, "good").reward == 1.0
+    assert judge.score(PROMPT, "good").reward == 1.0
     assert list(judge.drain()) == []
     judge.close()
 
 
 def test_a_drain_without_a_sign_of_life_names_who_was_waited_for(functions: str) -> None:
     with judge_with(functions, "sleeps", deadline_s=100) as judge:
-        judge.patience_s = 1.0
+        judge.timeout_s = 1.0
         judge.submit([trajectory(7, 3)], PROMPT, ["bad"])
-        with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' gave no judgement for \d+ s while 1 .*first: 7/3"):
+        with pytest.raises(DeadlineExceeded, match=r"'.*:sleeps' returned no reward for \d+ s while 1 .*first: 7/3"):
             list(judge.drain())
-        with pytest.raises(DeadlineExceeded, match="gave no judgement within 1 s"):
-            judge.judge(PROMPT, "bad")
+        with pytest.raises(DeadlineExceeded, match="returned no reward within 1 s"):
+            judge.score(PROMPT, "bad")
 
 
 def test_responses_that_kill_their_judge_in_a_row_are_failures_and_never_end_the_run(
@@ -329,11 +329,13 @@ def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
     monkeypatch.setattr(rewards, "MAX_UNANSWERED", 3)
     with pytest.raises(
         UserError,
-        match=r":always_exits' left 3 calls in a row unanswered, and then the reference answer as a response, which "
-        r"ended with exit code 3; make it work alone",
+        match=r":always_exits' did not answer 3 consecutive calls, then failed for the reference answer as a response: "
+        r"it ended with exit code 3; test it separately",
     ):
         judge_many(judge_with(functions, "always_exits", workers=1), ["bad"] * 50)
-    with pytest.raises(UserError, match=r"left 3 calls in a row unanswered, and then what it had answered before"):
+    with pytest.raises(
+        UserError, match=r"did not answer 3 consecutive calls, then failed for a call that it had answered before"
+    ):
         judge_many(judge_with(functions, "exits_after_two", workers=1), [str(tmp_path / "asked")] * 50)
     found = judge_many(judge_with(functions, "exits", workers=1), ["bad", "bad", "good"] * 4)
     assert [j.is_judged for j in found] == [False, False, True] * 4
@@ -348,21 +350,21 @@ def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path) -> No
     )
     judge = judge_with(str(file), "f")
     with pytest.raises(UserError, match=r"only_here.py:f' cannot be loaded in a worker process: .*no GPU"), judge:
-        judge.judge(PROMPT, "x")
+        judge.score(PROMPT, "x")
     slow = tmp_path / "slow.py"
     slow.write_text("import sys, time\n'pytest' in sys.modules or time.sleep(100)\ndef f(p, r, a): return 1\n")
     judge = judge_with(str(slow), "f", load_timeout_s=1.0)
     with (
-        pytest.raises(UserError, match=r"has not loaded reward function '.*slow.py:f' within judge.load_timeout_s = 1"),
+        pytest.raises(UserError, match=r"did not load reward function '.*slow.py:f' within judge.load_timeout_s = 1"),
         judge,
     ):
-        judge.judge(PROMPT, "x")
+        judge.score(PROMPT, "x")
 
 
 def test_a_part_that_does_not_apply_is_left_out_and_not_zero(functions: str) -> None:
     none = RewardSettings(kind="function", function=f"{functions}:not_applicable", weight=3)
     with RewardScorer({"some": SomeTask()}, [RewardSettings(kind="correct"), none], "last_line") as judge:  # type: ignore[dict-item]
-        judgement = judge.judge(PROMPT, "2")
+        judgement = judge.score(PROMPT, "2")
     assert (judgement.parts, judgement.reward, judgement.is_judged) == ({"correct": 1.0}, 1.0, True)
     (judgement,) = judge_many(judge_with(functions, "not_applicable"), ["2"])
     assert judgement.cause is FailureCause.MALFORMED

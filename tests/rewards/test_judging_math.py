@@ -53,7 +53,7 @@ def asking_for(reference: str) -> Prompt:
     ],
 )
 def test_answers_are_compared_as_mathematics(judge: RewardScorer, reference: str, answer: str, is_equal: bool) -> None:
-    judgement = judge.judge(asking_for(reference), f"I think \\boxed{{{answer}}}")
+    judgement = judge.score(asking_for(reference), f"I think \\boxed{{{answer}}}")
     assert judgement.failure is None
     assert judgement.parts == {"correct": float(is_equal), "math": float(is_equal)}
     assert judgement.reward == 1.5 * is_equal
@@ -61,11 +61,11 @@ def test_answers_are_compared_as_mathematics(judge: RewardScorer, reference: str
 
 
 def test_a_response_without_an_answer_is_wrong_without_asking(judge: RewardScorer) -> None:
-    assert judge.judge(asking_for("1"), "I do not know").parts == {"correct": 0.0, "math": 0.0}
+    assert judge.score(asking_for("1"), "I do not know").parts == {"correct": 0.0, "math": 0.0}
 
 
 def test_a_reference_that_cannot_be_read_is_a_failure_and_no_zero(judge: RewardScorer) -> None:
-    judgement = judge.judge(asking_for("\\boxed{}"), "\\boxed{4}")
+    judgement = judge.score(asking_for("\\boxed{}"), "\\boxed{4}")
     assert judgement.cause is FailureCause.MALFORMED
     assert judgement.failure == "math-verify cannot read the reference '\\\\boxed{}' as mathematics"
 
@@ -80,7 +80,7 @@ def test_pathological_mathematics_is_killed_and_the_others_are_judged(
         for index, answer in enumerate(answers):
             judge.submit([trajectory(0, index)], asking_for("4"), [f"\\boxed{{{answer}}}"])
         found = drain_past_deadlines(judge, clock, 2.0, in_time=3, late=2)
-        assert judge.judge(asking_for("4"), "\\boxed{4.0}").is_correct, "by a process that takes a killed one's place"
+        assert judge.score(asking_for("4"), "\\boxed{4.0}").is_correct, "by a process that takes a killed one's place"
     assert [(j.trajectory.sample_index, j.judgement.is_correct) for j in found[:3]] == [(i, True) for i in (1, 2, 3)]
     assert {j.judgement.cause for j in found[3:]} == {FailureCause.TIMEOUT}
 
@@ -96,7 +96,7 @@ def test_a_part_and_a_scorer_that_are_the_same_are_asked_once(
         return original(thread, spec, *arguments, **keys)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ScoringThread, "call_worker", counted)
-    judge.judge(asking_for("1/3"), "\\boxed{2/6}")
+    judge.score(asking_for("1/3"), "\\boxed{2/6}")
     assert len(calls) == 1
 
 

@@ -78,7 +78,7 @@ def url() -> Iterator[str]:
 
 def ask(url: str, *, retries: int = 0, response: str = "2", **keys: Any) -> RewardResult:
     with judge_at(url, retries=retries, **keys) as judge:
-        return judge.judge(PROMPT, response)
+        return judge.score(PROMPT, response)
 
 
 def judge_at(url: str, *, retries: int = 0, **keys: Any) -> RewardScorer:
@@ -119,14 +119,14 @@ def test_a_remote_judge_is_told_everything(url: str) -> None:
         ("429/later", FailureCause.UNREACHABLE, "answered with status 429"),
         ("cut", FailureCause.UNREACHABLE, "cannot be reached: "),
         ("404/no such judge", FailureCause.RAISED, "refused with status 404: 'no such judge'"),
-        ("200/<html>", FailureCause.MALFORMED, "answered '<html>', which is no JSON"),
-        ("200/", FailureCause.MALFORMED, "answered '', which is no JSON"),
-        ("200/null", FailureCause.MALFORMED, "returned None (NoneType), which is no number"),
-        ('200/"1.0"', FailureCause.MALFORMED, "returned '1.0' (str), which is no number"),
-        ("200/[1]", FailureCause.MALFORMED, "returned [1] (list), which is no number"),
+        ("200/<html>", FailureCause.MALFORMED, "answered '<html>', which is not JSON"),
+        ("200/", FailureCause.MALFORMED, "answered '', which is not JSON"),
+        ("200/null", FailureCause.MALFORMED, "returned None (NoneType), which is not a number"),
+        ('200/"1.0"', FailureCause.MALFORMED, "returned '1.0' (str), which is not a number"),
+        ("200/[1]", FailureCause.MALFORMED, "returned [1] (list), which is not a number"),
         ('200/{"value": 1}', FailureCause.MALFORMED, "has neither 'reward' nor 'score'"),
         ('200/{"reward": null}', FailureCause.MALFORMED, "returned None"),
-        ("gibberish", FailureCause.MALFORMED, "does not speak HTTP"),
+        ("gibberish", FailureCause.MALFORMED, "sent no valid HTTP response"),
         ("hang", FailureCause.TIMEOUT, "gave no answer within 1 s"),
     ],
 )
@@ -134,7 +134,7 @@ def test_every_way_to_fail_is_recorded_with_its_cause(url: str, path: str, cause
     judgement = ask(f"{url}/{path}", deadline_s=1.0 if cause is FailureCause.TIMEOUT else 60.0)
     assert judgement.cause is cause
     assert judgement.failure is not None
-    assert judgement.failure.startswith(f"the judge at {url}/{path} ")
+    assert judgement.failure.startswith(f"the reward scorer at {url}/{path} ")
     assert said in judgement.failure
     assert judgement.parts == {}
 

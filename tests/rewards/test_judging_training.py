@@ -105,7 +105,7 @@ def test_a_batch_without_any_judgement_has_no_reward() -> None:
 def test_a_step_without_any_judgement_stops_the_run_with_the_first_cause() -> None:
     require_judged([NOBODY, ALONE], "train step 3")
     with pytest.raises(
-        UserError, match="none of the 2 trajectories of train step 3 could be judged: the judge crashed"
+        UserError, match="none of the 2 trajectories of train step 3 could be scored: the judge crashed"
     ):
         require_judged([NOBODY], "train step 3")
 
@@ -179,8 +179,8 @@ class WithoutReference:
 def test_without_a_scorer_correct_is_what_all_parts_of_positive_weight_call_full() -> None:
     judge = RewardScorer({"some": WithoutReference()}, [RewardSettings(kind="format")], "tags")  # type: ignore[dict-item]
     prompt = Prompt("p", "some", ())
-    assert judge.judge(prompt, "<answer>3</answer>").is_correct
-    assert not judge.judge(prompt, "3").is_correct
+    assert judge.score(prompt, "<answer>3</answer>").is_correct
+    assert not judge.score(prompt, "3").is_correct
 
 
 def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_kind_of_failure_is_explained_once_and_counted_each_time() -> None:
     warnings.count(failed("f gave no answer within 1 s", FailureCause.TIMEOUT))
     warnings.count(RewardResult(1.0, {}, True))
     first, *causes = warnings.take("step 1")
-    assert first.startswith("warning: step 1: 4 of 5 responses could not be judged (raised 3, timeout 1)")
+    assert first.startswith("warning: step 1: 4 of 5 responses could not be scored (raised 3, timeout 1)")
     assert causes == ["  f raised KeyError: 0 (f.py, line 2)", "  f gave no answer within 1 s"]
     warnings.count(failed("f raised KeyError: 7 (f.py, line 2)"))
     assert len(warnings.take("step 2")) == 1
@@ -71,9 +71,9 @@ def test_equal_within_each_group_or_over_groups_of_one(groups: list[Group], is_e
     [
         ([group(0.0, 0.0, answer=None)], "100 % state no answer in the format of [answer]"),
         ([group(0.0, 0.0, answer=None, reason=FinishReason.LENGTH)], "100 % are cut at rollout.max_new_tokens"),
-        ([group(1.0, 1.0)], "(1 everywhere), so there is nothing to learn from them: all are correct"),
+        ([group(1.0, 1.0)], "(1 everywhere), so they give no gradient: all are correct"),
         ([group(0.0, 0.0)], "none is correct"),
-        ([group(0.0, 0.0), group(1.0, 1.0)], "(differing only between groups)"),
+        ([group(0.0, 0.0), group(1.0, 1.0)], "(it differs only between groups)"),
     ],
 )
 def test_the_likely_reason_is_named(groups: list[Group], reason: str) -> None:

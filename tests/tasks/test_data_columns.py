@@ -105,7 +105,7 @@ def test_the_same_problem_as_text_and_as_messages_is_on_the_same_side(tmp_path: 
         ({"prompt": [], "answer": 1}, {}, "'prompt' must be a text, or messages with role and content"),
         ({"prompt": ["hi"], "answer": 1}, {}, "must be a text, or messages with role and content as texts; got 'hi'"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}, {}, "content as texts; got {'ro"),
-        ({"prompt": [{"role": "assistant", "content": "4"}], "answer": 1}, {}, "ends with the assistant's turn"),
+        ({"prompt": [{"role": "assistant", "content": "4"}], "answer": 1}, {}, "ends with an assistant message"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line_with_what_it_has(
@@ -162,7 +162,9 @@ def test_parquet_and_disk_name_the_row_and_what_is_wrong_with_the_path(tmp_path:
     assert FileTask("mine", str(tmp_path / "splits"), split="validation").draw(0, 0).answer == "1"
     with pytest.raises(UserError, match=r"splits has no split 'test'; it has train, validation"):
         FileTask("mine", str(tmp_path / "splits"), split="test")
-    with pytest.raises(UserError, match=r"is a directory, but not one that Hugging Face datasets wrote"):
+    with pytest.raises(
+        UserError, match=r"is a directory, but was not written by save_to_disk of Hugging Face datasets"
+    ):
         FileTask("mine", str(tmp_path))
 
 
@@ -188,6 +190,6 @@ def test_without_references_only_functions_can_judge(tmp_path: Path) -> None:
 
 
 def test_keys_of_a_file_are_refused_without_one() -> None:
-    with pytest.raises(ValueError, match="answer_column tells how to read a path, and there is none"):
+    with pytest.raises(ValueError, match="answer_column applies only to a task with a path"):
         TaskSettings(name="chain_sum", answer_column="x")
     assert TaskSettings(name="chain_sum", scorer="number").scorer == "number"

@@ -299,7 +299,7 @@ def test_a_function_that_raises_for_some_is_told_with_its_cause_once_then_counte
     rows = [row for row in read_metrics(run.path) if row.get("judge/failed")]
     assert rows
     for row in rows:
-        assert f"warning: step {row['step']}: {row['judge/failed']:.0f} of 16 responses could not be judged" in said
+        assert f"warning: step {row['step']}: {row['judge/failed']:.0f} of 16 responses could not be scored" in said
     report = printed_report(run)
     assert f"{sum(row['judge/failed'] for row in rows):.0f} of 48 responses could not be judged (raised " in report
     assert "KeyError: 'no such test case' (functions.py, line " in report
@@ -328,7 +328,7 @@ def test_a_prompt_that_is_too_long_is_left_out_counted_and_never_ends_a_run(
     tree |= {"task": [{"name": "mine", "path": str(tmp_path / "long.jsonl")}], "reward": [{"kind": "format"}]}
     tree["run"]["steps"], tree["eval"] = 13, {"num_prompts": 256, "every": 0}  # a step takes four prompts
     run, said = observed(tree)
-    assert "prompts left out because they are too long: 9" in said
+    assert "; 9 prompts are too long and are skipped" in said
     assert "held-out prompts there are (eval.num_prompts = 256)" in said
     counted = [row.get("prompts/too_long", 0) for row in read_metrics(run.path)]
     assert sum(counted) >= 6
@@ -342,7 +342,7 @@ def test_a_function_that_always_raises_stops_the_run_in_one_sentence(tree: dict[
     tree |= {"task": [{"name": "mine", **write_plain(tmp_path)}], "reward": [own(tmp_path, "raises")]}
     with pytest.raises(UserError) as caught:
         train(tree)
-    assert "none of the 16 trajectories of train step 1 could be judged: " in str(caught.value)
+    assert "none of the 16 trajectories of train step 1 could be scored: " in str(caught.value)
     assert "functions.py:raises' raised RuntimeError: no licence (functions.py, line " in str(caught.value)
     assert "\n" not in str(caught.value)
 

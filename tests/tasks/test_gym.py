@@ -129,9 +129,9 @@ def test_the_compact_countdown_holds_all_numbers_and_the_target() -> None:
     [
         ("chain_sums", {}, False, "reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?"),
         ("qqqqqqqq", {}, False, "reasoning-gym has no task 'qqqqqqqq'; `baton tasks` lists them"),
-        ("chain_sum", {"min_term": 2}, False, "refuses params {'min_term': 2}"),
-        ("chain_sum", {"min_terms": 5, "max_terms": 2}, False, "refuses params {'min_terms': 5, 'max_terms': 2}"),
-        ("chain_sum", {"min_terms": "two"}, False, "refuses params {'min_terms': 'two'}"),
+        ("chain_sum", {"min_term": 2}, False, "rejects params {'min_term': 2}"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, False, "rejects params {'min_terms': 5, 'max_terms': 2}"),
+        ("chain_sum", {"min_terms": "two"}, False, "rejects params {'min_terms': 'two'}"),
         ("gsm_symbolic", {}, True, "form = 'compact' is not available for 'gsm_symbolic', only for basic_arithmetic"),
         (
             "knights_knaves",

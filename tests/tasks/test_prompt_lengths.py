@@ -40,7 +40,7 @@ def test_long_rows_are_counted_at_the_start_and_left_out_of_training_and_evaluat
     assert (found.rows, found.longest_tokens, found.max_tokens, found.too_long) == (200, 501, 99, 4)
     assert sum(measured) == 200
     assert str(found).endswith(
-        "the longest prompt has 501 tokens, 99 are allowed; prompts left out because they are too long: 4"
+        "the longest prompt has 501 tokens, 99 are allowed; 4 prompts are too long and are skipped"
     )
     stream = PromptStream(tasks, seed=1)
     prompts = stream.take(3 * (200 - found.held_out))  # type: ignore[operator]  # three epochs and a little
@@ -93,5 +93,5 @@ def test_fewer_held_out_problems_than_asked_for_are_all_used(tmp_path: Path) -> 
     held_out = tasks.held_out(256, or_fewer=True)
     assert 40 < len(held_out) < 110
     assert len({p.prompt_id for p in held_out}) == len(held_out)
-    with pytest.raises(TaskExhausted, match="but 256 were asked for"):
+    with pytest.raises(TaskExhausted, match="but 256 were requested"):
         tasks.held_out(256)

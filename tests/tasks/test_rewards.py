@@ -45,53 +45,53 @@ def test_the_reward_is_the_weighted_sum_of_unweighted_parts() -> None:
         RewardSettings(kind="format", weight=0.5),
         RewardSettings(kind="exact", weight=-0.25),
     )
-    full = judge(*parts).judge(PROMPT, answered(PROMPT.answer))
+    full = judge(*parts).score(PROMPT, answered(PROMPT.answer))
     assert full.parts == {"correct": 1.0, "format": 1.0, "exact": 1.0}
     assert full.reward == 1.25
     assert (full.is_correct, full.answer) == (True, PROMPT.answer)
-    empty = judge(*parts).judge(PROMPT, "no idea")
+    empty = judge(*parts).score(PROMPT, "no idea")
     assert empty.parts == {"correct": 0.0, "format": 0.0, "exact": 0.0}
     assert (empty.reward, empty.is_correct, empty.answer) == (0.0, False, None)
 
 
 def test_another_right_expression_is_correct_but_not_exact() -> None:
     found = judge(RewardSettings(kind="correct"), RewardSettings(kind="exact"))
-    judgement = found.judge(PROMPT, answered(f"({PROMPT.answer})"))
+    judgement = found.score(PROMPT, answered(f"({PROMPT.answer})"))
     assert judgement.parts == {"correct": 1.0, "exact": 0.0}
 
 
 def test_partial_credit_is_a_reward_only_by_kind_score_and_never_accuracy() -> None:
     """countdown gives 0.05 for a plain number that is not the target made of the numbers: shaping, not accuracy."""
     both = judge(RewardSettings(kind="score"), RewardSettings(kind="correct"))
-    judgement = both.judge(PROMPT, answered("1+1"))
+    judgement = both.score(PROMPT, answered("1+1"))
     assert judgement.parts == {"score": 0.05, "correct": 0.0}
     assert judgement.is_correct is False
-    assert judge(RewardSettings(kind="correct")).judge(PROMPT, answered("1+1")).reward == 0.0
+    assert judge(RewardSettings(kind="correct")).score(PROMPT, answered("1+1")).reward == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "<answer></answer>", "<answer>nonsense</answer>", "<answer> </answer>"])
 def test_nonsense_is_never_correct(response: str) -> None:
-    judgement = judge(RewardSettings(kind="correct")).judge(PROMPT, response)
+    judgement = judge(RewardSettings(kind="correct")).score(PROMPT, response)
     assert (judgement.reward, judgement.is_correct) == (0.0, False)
 
 
 def test_hedging_with_several_answers_is_judged_by_the_last_and_loses_the_format() -> None:
     parts = judge(RewardSettings(kind="correct"), RewardSettings(kind="format"))
     right, wrong = answered(PROMPT.answer), answered("1")
-    assert parts.judge(PROMPT, wrong + right).parts == {"correct": 1.0, "format": 0.0}
-    assert parts.judge(PROMPT, right + wrong).parts == {"correct": 0.0, "format": 0.0}
+    assert parts.score(PROMPT, wrong + right).parts == {"correct": 1.0, "format": 0.0}
+    assert parts.score(PROMPT, right + wrong).parts == {"correct": 0.0, "format": 0.0}
 
 
 def test_copying_the_prompts_own_tags_earns_nothing() -> None:
     instructed = "give only the final answer inside <answer> and </answer>."
-    judgement = judge(RewardSettings(kind="correct"), RewardSettings(kind="format")).judge(PROMPT, instructed)
+    judgement = judge(RewardSettings(kind="correct"), RewardSettings(kind="format")).score(PROMPT, instructed)
     assert judgement.parts == {"correct": 0.0, "format": 0.0}
 
 
 def test_a_verifier_that_breaks_on_an_answer_leaves_it_unjudged_with_the_cause() -> None:
     tasks = TaskMixture([TaskSettings(name="prime_factorization")], AnswerSettings())
     with RewardScorer(tasks.tasks, [RewardSettings(kind="correct")], "tags") as found:
-        judgement = found.judge(tasks.held_out(1)[0], answered("two times three"))
+        judgement = found.score(tasks.held_out(1)[0], answered("two times three"))
     assert (judgement.is_judged, judgement.cause, judgement.parts) == (False, FailureCause.RAISED, {})
     assert judgement.failure is not None
     assert judgement.failure.startswith("the scorer of task 'prime_factorization' raised ValueError: ")
@@ -108,9 +108,9 @@ def test_an_own_function_gets_prompt_response_and_answer(tmp_path: Path, monkeyp
     write_module(tmp_path, monkeypatch, "own_reward_one", source)
     own = RewardSettings(kind="function", function="own_reward_one:brevity", weight=0.5)
     found = judge(RewardSettings(kind="correct"), own)
-    assert found.judge(PROMPT, "abcd").parts == {"correct": 0.0, "brevity": -4.0}
-    assert found.judge(PROMPT, "abcd").reward == -2.0
-    assert found.judge(PROMPT, answered(PROMPT.answer)).reward == 2.0
+    assert found.score(PROMPT, "abcd").parts == {"correct": 0.0, "brevity": -4.0}
+    assert found.score(PROMPT, "abcd").reward == -2.0
+    assert found.score(PROMPT, answered(PROMPT.answer)).reward == 2.0
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_a_prompt_is_judged_the_same_after_a_trip_through_json() -> None:
 
     again = msgspec.json.decode(msgspec.json.encode(PROMPT), type=Prompt)
     fresh = RewardScorer(mixture("countdown").tasks, [RewardSettings(kind="correct")], "tags")
-    assert fresh.judge(again, answered(PROMPT.answer)).is_correct
+    assert fresh.score(again, answered(PROMPT.answer)).is_correct

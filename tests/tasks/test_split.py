@@ -142,7 +142,7 @@ def test_a_task_with_too_few_held_out_problems_says_how_many_it_has() -> None:
     sentence = str(caught.value)
     assert re.search(r"task 'knights_knaves' has only (\d+) distinct held-out problems", sentence)
     assert 8 < int(re.search(r"only (\d+)", sentence)[1]) < 40  # type: ignore[index]  # a tenth of about 205
-    assert "60 were asked for" in sentence
+    assert "60 were requested" in sentence
     assert "\n" not in sentence
 
 
@@ -157,7 +157,7 @@ def test_a_task_without_any_training_problem_says_so() -> None:
             return problem
 
     tasks.tasks["chain_sum"] = OneProblem()  # type: ignore[assignment]
-    with pytest.raises(TaskExhausted, match="task 'chain_sum' has no training problem in 2000 draws"):
+    with pytest.raises(TaskExhausted, match="task 'chain_sum' gave no training problem in 2000 draws"):
         PromptStream(tasks, 0).take(1)
 
 
