@@ -1,10 +1,12 @@
-"""The machines of a Ray cluster as the planner describes them: GPU type and count, and the Ray resources of each GPU.
+"""The machines of a Ray cluster: GPU type and count, and the Ray resources of each GPU.
 
-The GPU type comes from the first of these sources that a machine has:
+The GPU type of a machine comes from the first source in this table that the machine has:
 
-    resource  gpu_type_NAME: n        set by the operator; also for devices that Ray does not detect
-    label     ray.io/accelerator-type, or resource accelerator_type:NAME, with GPU: n      detected by Ray
-    neither, and no GPU               one "CPU" per core, a type of the catalogue
+    source                                                       set by
+    resource gpu_type_NAME: n                                    the operator, also for devices that Ray does not detect
+    label ray.io/accelerator-type (with resource GPU: n)         Ray
+    resource accelerator_type:NAME (with resource GPU: n)        Ray
+    resource CPU: n, on a machine without GPU                    Ray; type "CPU" of the catalogue, one per core
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ _SAME: Final = {
     "AMD-INSTINCT-MI300X-OAM": "MI300X",
     "AMD-INSTINCT-MI300X": "MI300X",
 }
-"""Ray's names → the catalogue's. Ray's A100 may have 40 or 80 GB; 40 GB is the safe assumption."""
+"""Name in the catalogue by Ray's name. Ray's A100 may have 40 or 80 GB; 40 GB is the safe assumption."""
 ASSUMED_GB_PER_S: Final = 1.25
-"""Assumed bandwidth between machines, 10 Gbit/s: Ray does not report it."""
+"""Assumed bandwidth between machines (10 Gbit/s), because Ray does not report it."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -45,14 +47,15 @@ class Machine(msgspec.Struct, frozen=True):
     """Name in cluster files and plans."""
     address: str
     gpu: str | None
-    """Type, by its name in the catalogue or a cluster file; None if it is not known."""
+    """GPU type by its name in the catalogue or a cluster file; None if the type is not known."""
     num_gpus: int
-    """On a machine of type CPU: its cores."""
+    """Number of GPUs; of cores on a machine of type CPU."""
     units: tuple[str, ...]
-    """Ray resources; each GPU takes one of every resource named here."""
+    """Names of Ray resources; a process requests one unit of each of these resources per GPU."""
     cpus: float
-    why: str = ""
-    """Why the type is not known; empty if it is."""
+    """Number of cores that Ray may assign."""
+    problem: str = ""
+    """Reason why the GPU type is not known; empty if it is known."""
 
 
 def machines(
@@ -60,8 +63,8 @@ def machines(
 ) -> tuple[Machine, ...]:
     """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
-    types: GPU types in addition to the catalogue's. known: names that are already assigned, by id. Other machines are
-    named by their host name; if several have the same one, the start of the node id is appended.
+    types: GPU types in addition to the catalogue's. known: assigned names by node id. Other machines are named by their
+    host name; if several machines have the same host name, the start of the node id is appended.
     """
     alive = [row for row in rows if row["Alive"]]
     given = known or {}
@@ -95,20 +98,20 @@ def _machine(row: Mapping[str, Any], name: str, types: Collection[str]) -> Machi
         given, num, units = CPU, int(cpus), ("CPU",)
     by_lower = {known.lower(): known for known in types}
     gpu = by_lower.get((_SAME.get((given or "").upper(), given) or "").lower())
-    why = ""
+    problem = ""
     if len(own) > 1:
-        gpu, why = None, f"it has two types ({', '.join(own)})"
+        gpu, problem = None, f"it has two GPU types ({', '.join(own)})"
     elif num < 1:
-        gpu, why = None, "it has no device and no core for Ray"
+        gpu, problem = None, "Ray may use no GPU and no core of it"
     elif gpu is None and given is None:
-        why = f"it has {num} GPUs whose type Ray does not say"
+        problem = f"Ray does not report the type of its {num} GPUs"
     elif gpu is None:
-        why = f"the type {given!r} is not in the catalogue"
-    return Machine(row["NodeID"], name, row["NodeManagerAddress"], gpu, num, units, cpus, why)
+        problem = f"the type {given!r} is not in the catalogue"
+    return Machine(row["NodeID"], name, row["NodeManagerAddress"], gpu, num, units, cpus, problem)
 
 
 class DescribedCluster(msgspec.Struct, frozen=True):
-    """The content of a cluster file, and notes for the user."""
+    """A cluster for the planner, and notes for the user."""
 
     settings: ClusterSettings
     notes: tuple[str, ...]
@@ -119,47 +122,51 @@ def describe(
 ) -> DescribedCluster:
     """Return the cluster that the planner may use. Raises UserError if no machine is usable.
 
-    base: a cluster file whose links, prices and GPU types apply. with_cpus: also use machines without a GPU; a cluster
-    without any GPU is always described by its cores.
+    base: a cluster file with the links, prices and GPU types to apply. with_cpus: also use machines without a GPU; they
+    are always used if no machine has a GPU.
     """
-    notes = [f"{m.name} is left out: {m.why}; {_way_out(m)}" for m in found if m.gpu is None]
-    of_use = [machine for machine in found if machine.gpu is not None]
-    if not with_cpus and any(machine.gpu != CPU for machine in of_use):
-        for machine in [m for m in of_use if m.gpu == CPU]:
-            notes.append(f"{machine.name} is left out: it has no GPU; --with-cpus takes its {machine.num_gpus} cores")
-            of_use.remove(machine)
-    if not of_use:
-        raise UserError("no machine of the cluster can be planned with: " + ("; ".join(notes) or "there is none"))
-    return DescribedCluster(_settings(of_use, name, base, notes), tuple(notes))
+    notes = [f"{m.name} is not used: {m.problem}; {_advice(m)}" for m in found if m.gpu is None]
+    usable = [machine for machine in found if machine.gpu is not None]
+    if not with_cpus and any(machine.gpu != CPU for machine in usable):
+        for machine in [m for m in usable if m.gpu == CPU]:
+            notes.append(f"{machine.name} is not used: it has no GPU; --with-cpus uses its {machine.num_gpus} cores")
+            usable.remove(machine)
+    if not usable:
+        raise UserError(
+            "no machine of the cluster can be used in a plan: " + ("; ".join(notes) or "the cluster has none")
+        )
+    return DescribedCluster(_settings(usable, name, base, notes), tuple(notes))
 
 
-def _way_out(machine: Machine) -> str:
-    return f"""start Ray there with --resources '{{"{OWN_TYPE}NAME": {machine.num_gpus or 1}}}' and a known NAME"""
+def _advice(machine: Machine) -> str:
+    return f"""start Ray on it with --resources '{{"{OWN_TYPE}NAME": {machine.num_gpus or 1}}}' with a known NAME"""
 
 
-def _settings(of_use: Sequence[Machine], name: str, base: ClusterSettings | None, notes: list[str]) -> ClusterSettings:
+def _settings(usable: Sequence[Machine], name: str, base: ClusterSettings | None, notes: list[str]) -> ClusterSettings:
     by_name = {} if base is None else {node.name: node for node in base.nodes if node.count == 1}
     tree: dict[str, Any] = {"name": name, "nodes": []}
-    for machine in of_use:
+    for machine in usable:
         node: dict[str, Any] = {"gpu": machine.gpu, "gpus": machine.num_gpus, "name": machine.name}
-        before = by_name.get(machine.name)
-        if before is not None and before.gpu == machine.gpu:
-            node |= before.model_dump(include={"link_gb_per_s", "price_per_gpu_hour"}, exclude_none=True)
+        described = by_name.get(machine.name)
+        if described is not None and described.gpu == machine.gpu:
+            node |= described.model_dump(include={"link_gb_per_s", "price_per_gpu_hour"}, exclude_none=True)
         tree["nodes"].append(node)
     if base is not None:
-        there = {machine.name for machine in of_use} | {machine.gpu for machine in of_use}
+        present = {machine.name for machine in usable} | {machine.gpu for machine in usable}
         links = base.links.model_dump(exclude_none=True)
-        links["between"] = [one for one in links["between"] if set(one["ends"]) <= there]
+        links["between"] = [link for link in links["between"] if set(link["ends"]) <= present]
         tree |= {"links": links, "gpu": {key: gpu.model_dump(exclude_none=True) for key, gpu in base.gpu.items()}}
     else:
         tree["links"] = {"inter_node_gb_per_s": ASSUMED_GB_PER_S}
-        if len(of_use) > 1:
-            notes.append(f"links.inter_node_gb_per_s = {ASSUMED_GB_PER_S} is assumed: Ray does not know it, measure it")
+        if len(usable) > 1:
+            notes.append(
+                f"links.inter_node_gb_per_s = {ASSUMED_GB_PER_S} is an assumption: Ray does not report it, measure it"
+            )
     return ClusterSettings.model_validate(tree)
 
 
 def as_toml(described: DescribedCluster) -> str:
-    """Return the text of a cluster file, with the notes above it."""
+    """Return the text of a cluster file, with the notes as comments at its start."""
     settings = described.settings.model_dump(exclude_none=True, exclude_defaults=True)
-    head = "".join(f"# {note}\n" for note in ("As `baton cluster describe` found it.", *described.notes))
+    head = "".join(f"# {note}\n" for note in ("Written by `baton cluster describe`.", *described.notes))
     return f"{head}\n{tomli_w.dumps(settings)}"

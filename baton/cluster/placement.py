@@ -1,10 +1,11 @@
-"""Maps a plan to the machines of a cluster: which trainer rank and which worker runs where. Does no I/O.
+"""Assigns the trainer ranks and workers of a plan to the machines of a cluster. Does no I/O.
 
-A machine of the plan is matched by name if that machine exists and has the right GPU type; otherwise any machine of the
-type with enough GPUs is used. Each process takes one bundle of resources:
+A machine of the plan is matched by name if the cluster has a machine with this name, the same GPU type and enough GPUs.
+Otherwise it is matched with any free machine of the GPU type with enough GPUs. Each process gets one bundle of
+resources:
 
-    trainer    one rank per GPU of its stage; on machines of type CPU one rank per machine, with a thread per core
-    workers    one per replica, with all its GPUs; on machines of type CPU with a thread per core
+    trainer    one rank per GPU; on machines of type CPU, one rank per machine with one thread per core
+    workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from baton.errors import UserError
 from baton.recipe.support import check_support
 from baton.specs.plan import Plan, Replica
 
-FEWEST_SLOTS = 8
-"""Minimum slots of a worker (`baton worker --slots`)."""
+MIN_SLOTS = 8
+"""Minimum number of slots of a worker (`baton worker --slots`)."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """One process, its machine and its resources."""
+    """The specification of a process: its role, machine and resources."""
 
     name: str
     role: Literal["rank", "worker"]
@@ -32,15 +33,15 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """Name of the machine in the plan."""
     gpu: str
     gpu_ids: tuple[str, ...]
-    """Ids of the plan."""
+    """Ids of the GPUs in the plan."""
     resources: dict[str, float]
-    """Resources to request from Ray."""
+    """Amounts of Ray resources to request, by resource."""
     threads: int
-    """Torch threads on the CPU."""
+    """Number of torch threads."""
     slots: int = 0
-    """Trajectories that a worker generates concurrently."""
+    """Number of trajectories that a worker generates concurrently."""
     share: float = 0.0
-    """Share of the batch's trajectories that the plan assigns to the worker."""
+    """Share of a batch's trajectories that the plan assigns to the worker."""
     weight: float = 1.0
     """Expected throughput of one slot, relative to the mean of all workers."""
     tp: int = 1
@@ -48,32 +49,32 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Text for the user: what runs where."""
+        """Description of the process for the user."""
         what = f"{len(self.gpu_ids)} {'core' if self.gpu == CPU else self.gpu}{'s' if len(self.gpu_ids) > 1 else ''}"
         share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
         return f"{self.name} on {self.machine}: {what}{share}"
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """All processes of a plan, and the machines they run on."""
+    """All processes of a plan and their machines."""
 
     ranks: tuple[ProcessSpec, ...]
     workers: tuple[ProcessSpec, ...]
     names: dict[str, str]
-    """Machine id → its name in the plan, for all machines."""
+    """Name in the plan by machine id, for all machines of the cluster."""
     notes: tuple[str, ...] = ()
 
     @property
     def training_machines(self) -> frozenset[str]:
-        """Names of the machines whose loss ends the trainer."""
-        return frozenset(post.machine for post in self.ranks)
+        """Names of the machines that run a trainer rank."""
+        return frozenset(spec.machine for spec in self.ranks)
 
 
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
-    """Return the processes of a plan. Raises UserError if they do not fit the machines.
+    """Return the processes of a plan. Raises UserError if the machines do not have the resources.
 
-    here: id of the controller's machine; rank 0 runs there if the trainer uses that machine. first_worker: number of
-    the first worker; worker names are not reused.
+    here: id of the controller's machine; if the trainer uses this machine, rank 0 runs on it. first_worker: number of
+    the first worker; larger than all earlier numbers, because worker names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
@@ -93,7 +94,7 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
 
 
 def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
-    """Return the plan's name of each machine, by id. Raises UserError if a machine of the plan has no match."""
+    """Return the name in the plan of each machine, by id. Raises UserError if a machine of the plan has no match."""
     wanted = _wanted(plan)
     free = {machine.name: machine for machine in machines}
     found: dict[str, str] = {}
@@ -102,20 +103,20 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         if machine is not None and machine.gpu == gpu and machine.num_gpus >= num:
             found[free.pop(name).id] = name
     named = set(found.values())
-    for name, (gpu, num) in sorted(wanted.items(), key=lambda one: (-one[1][1], one[0])):
+    for name, (gpu, num) in sorted(wanted.items(), key=lambda item: (-item[1][1], item[0])):
         if name in named:
             continue
         fitting = [m for m in free.values() if m.gpu == gpu and m.num_gpus >= num]
         if not fitting:
-            left = ", ".join(f"{m.name} with {m.num_gpus} {m.gpu or 'of no known type'}" for m in free.values())
+            left = ", ".join(f"{m.name} with {m.num_gpus} {m.gpu or 'of unknown type'}" for m in free.values())
             raise UserError(
-                f"the plan needs a machine {name} with {num} {gpu}; the cluster has none left: "
-                f"{left or 'all its machines have another part'}"
+                f"the plan needs a machine {name} with {num} {gpu}, but the cluster has no free one; free machines: "
+                f"{left or 'none'}"
             )
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    for machine in free.values():  # its own name may have been assigned to another machine
+    for machine in free.values():  # the plan may have given its name to another machine
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found
 
@@ -134,10 +135,12 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
         for gpu_id in gpu_ids:
             name, _, index = gpu_id.rpartition(":")
             if not name or not index.isdecimal():
-                raise UserError(f"--plan: a GPU is called {gpu_id!r}; allowed is MACHINE:INDEX")
+                raise UserError(f"--plan: got the GPU id {gpu_id!r}; allowed is MACHINE:INDEX")
             known, num = wanted.get(name, (gpu, 0))
             if gpu_id in seen or known != gpu:
-                raise UserError(f"--plan: {gpu_id} has two jobs, or its machine two types of GPU: plan anew")
+                raise UserError(
+                    f"--plan: {gpu_id} is used twice, or its machine has two GPU types: make the plan again"
+                )
             seen.add(gpu_id)
             wanted[name] = (gpu, max(num, int(index) + 1))
     return wanted
@@ -150,83 +153,85 @@ def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tupl
     for gpu_id in gpu_ids:
         by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
     order = sorted(by_machine, key=lambda name: machines[name].id != here)
-    seats = [
-        ids for name in order for ids in ([by_machine[name]] if gpu == CPU else [[one] for one in by_machine[name]])
+    ids_by_rank = [
+        ids
+        for name in order
+        for ids in ([by_machine[name]] if gpu == CPU else [[gpu_id] for gpu_id in by_machine[name]])
     ]
-    posts = tuple(_post(f"rank-{rank}", "rank", gpu, ids, machines) for rank, ids in enumerate(seats))
+    specs = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, machines) for rank, ids in enumerate(ids_by_rank))
     notes = []
     if len(stages) > 1 or stages[0].tp > 1:
         shape = f"{len(stages)} stages" if len(stages) > 1 else f"tensor parallel over {stages[0].tp}"
         notes.append(
-            f"the plan trains in {shape}; here its {len(gpu_ids)} {gpu} are {len(posts)} ranks of sharded data"
+            f"the plan trains in {shape}; here its {len(gpu_ids)} {gpu} are {len(specs)} ranks of sharded data"
         )
-    return posts, tuple(notes)
+    return specs, tuple(notes)
 
 
 def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[ProcessSpec, ...]:
-    slots = [max(FEWEST_SLOTS, replica.batch) for replica in plan.replicas]
+    slots = [max(MIN_SLOTS, replica.batch) for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
     mean = sum(rates) / max(1, len(rates)) or 1.0
-    posts = []
+    specs = []
     for index, (replica, num, rate) in enumerate(zip(plan.replicas, slots, rates, strict=True)):
         spread = sorted({gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids})
         if len(spread) > 1:
             raise UserError(
-                f"--plan: replica {index} lies on {' and '.join(spread)}; a worker is on one machine: a plan for "
-                "machines with more GPUs, or for a smaller model, has none such"
+                f"--plan: replica {index} uses the machines {' and '.join(spread)}, but a worker runs on one machine: "
+                "plan for machines with more GPUs, or for a smaller model"
             )
-        post = _post(f"worker-{first + index}", "worker", replica.gpu, replica.gpu_ids, machines)
-        posts.append(
+        spec = _process_spec(f"worker-{first + index}", "worker", replica.gpu, replica.gpu_ids, machines)
+        specs.append(
             msgspec.structs.replace(
-                post, slots=num, share=replica.share, weight=max(rate / mean, 1e-3), tp=replica.tp, pp=replica.pp
+                spec, slots=num, share=replica.share, weight=max(rate / mean, 1e-3), tp=replica.tp, pp=replica.pp
             )
         )
-    return tuple(posts)
+    return tuple(specs)
 
 
-def _post(
+def _process_spec(
     name: str, role: Literal["rank", "worker"], gpu: str, gpu_ids: Sequence[str], machines: Mapping[str, Machine]
 ) -> ProcessSpec:
     where = gpu_ids[0].rpartition(":")[0]
     machine, num = machines[where], len(gpu_ids)
     resources = {unit: float(num) for unit in machine.units}
     cores = machine.cpus * num / machine.num_gpus
-    if CPU not in resources and cores > 0:  # at most one: the other cores of a GPU machine stay available
+    if CPU not in resources and cores > 0:  # at most one core, so that the other cores of a GPU machine stay free
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
     threads = 1 if "GPU" in resources else max(1, int(cores))
     return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
 
 
 class PlacementChange(msgspec.Struct, frozen=True):
-    """The difference between the running workers and those of another plan."""
+    """The difference between the running workers and the workers of a new plan."""
 
     kept: tuple[ProcessSpec, ...]
-    """Under their old names, with their new shares."""
+    """Workers that continue under their old names with their new shares."""
     ended: tuple[ProcessSpec, ...]
     begun: tuple[ProcessSpec, ...]
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Compare two sets of workers. A worker is kept if it has the same GPUs, parallel shape and slots."""
-    left = {_shape(post): post for post in now}
+    """Compare two sets of workers. A worker is kept if both sets have one with the same GPUs, shape and slots."""
+    left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
-    for post in wanted:
-        same = left.pop(_shape(post), None)
+    for spec in wanted:
+        same = left.pop(_shape(spec), None)
         if same is None:
-            begun.append(post)
+            begun.append(spec)
         else:
-            kept.append(msgspec.structs.replace(post, name=same.name))
+            kept.append(msgspec.structs.replace(spec, name=same.name))
     return PlacementChange(tuple(kept), tuple(left.values()), tuple(begun))
 
 
-def _shape(post: ProcessSpec) -> tuple[object, ...]:
-    return frozenset(post.gpu_ids), post.tp, post.pp, post.slots
+def _shape(spec: ProcessSpec) -> tuple[object, ...]:
+    return frozenset(spec.gpu_ids), spec.tp, spec.pp, spec.slots
 
 
 def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
-    """Return a plan without the replicas on some machines, with the shares of the others scaled to a sum of 1.
+    """Return the plan without the replicas on these machines; the other shares are scaled to a sum of 1.
 
-    Returns None if the trainer uses one of the machines, or no replica is left.
+    Returns None if the trainer uses one of these machines, or if no replica is left.
     """
 
     def is_left(replica: Replica) -> bool:

@@ -1,4 +1,4 @@
-"""Replanning after machines joined or left, for the workers of a running trainer or for a trainer that restarts."""
+"""Makes a new plan after machines joined or left: for a running trainer, or for a trainer that restarts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TIME_LIMIT_S = 30.0
 
 
 class ReplanResult(msgspec.Struct, frozen=True):
-    """The result of replanning for a running run."""
+    """The result of a replan while the trainer runs."""
 
     workers: tuple[ProcessSpec, ...] | None
-    """The workers of the new plan; None keeps the current ones."""
+    """The workers of the new plan; None keeps the current workers."""
     words: str
 
 
@@ -39,47 +39,46 @@ class Replanner:
     """Holds the current plan and computes the next one."""
 
     def __init__(self, recipe: Recipe, plan: Plan, base: ClusterSettings | None) -> None:
-        """base: a cluster file whose links, prices and GPU types apply."""
+        """base: a cluster file with the links, prices and GPU types to apply."""
         self.recipe, self.plan, self._base = recipe, plan, base
         self._next_worker = len(plan.replicas)
-        """Worker names are not reused while a hub runs."""
+        """Number of the next worker; worker names are not reused while a hub runs."""
 
     @property
     def base_types(self) -> tuple[str, ...]:
         """GPU types of the cluster file, in addition to the catalogue's."""
         return () if self._base is None else tuple(self._base.gpu)
 
-    def beside(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
-        """Replan for a trainer that stays where it is. names: the plan's names of the machines, by id.
+    def replan_workers(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
+        """Make a plan that keeps the trainer on its GPUs. names: names in the plan by machine id.
 
-        Does not raise if no plan is found: the current workers continue.
+        Does not raise if there is no such plan: the current workers continue.
         """
         if not self.recipe.fleet.replan:
-            return ReplanResult(None, "fleet.replan is off: the workers there are go on")
+            return ReplanResult(None, "fleet.replan is off: the current workers continue")
         named = tuple(msgspec.structs.replace(machine, name=names[machine.id]) for machine in machines)
         try:
             options = self._options(named)
-            kept = [one for one in options if _trains_on(one.plan) == _trains_on(self.plan)]
+            kept = [option for option in options if _trains_on(option.plan) == _trains_on(self.plan)]
             if not kept:
-                return ReplanResult(None, "no plan keeps the trainer where it is: the workers there are go on")
+                return ReplanResult(None, "no new plan keeps the trainer on its GPUs: the current workers continue")
             chosen = self._least_moves(kept)
             workers = place(chosen.plan, named, first_worker=self._next_worker).workers
         except BatonError as error:
-            return ReplanResult(None, f"there is no new plan, the workers there are go on: {error}")
+            return ReplanResult(None, f"there is no new plan, so the current workers continue: {error}")
         self._next_worker += len(workers)
         before_s, self.plan = self.plan.breakdown.step_s, chosen.plan
-        best_s = min(one.plan.breakdown.step_s for one in options)
-        words = f"planned anew ({chosen.name}): {_seconds(chosen.plan)} a step expected, before it was {before_s:.3g} s"
+        best_s = min(option.plan.breakdown.step_s for option in options)
+        words = f"new plan ({chosen.name}): {_seconds(chosen.plan)} per step expected, previously {before_s:.3g} s"
         if best_s < chosen.plan.breakdown.step_s / (1 + self.recipe.fleet.slack):
-            words += f"; {best_s:.3g} s would be had by moving the trainer: stop, plan, --resume"
+            words += f"; {best_s:.3g} s is possible with the trainer on other GPUs: stop, plan again, then --resume"
         return ReplanResult(workers, words)
 
-    def anew(self, machines: Sequence[Machine]) -> str:
-        """Replan for a trainer that restarts on any machines; return a message. Raises UserError if there
-        is no plan."""
+    def replan_all(self, machines: Sequence[Machine]) -> str:
+        """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is none."""
         chosen = self._least_moves(self._options(machines))
         self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
-        return f"planned anew ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} a step expected"
+        return f"new plan ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} per step expected"
 
     def _options(self, machines: Sequence[Machine]) -> tuple[ReplanOption, ...]:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
@@ -96,20 +95,20 @@ class Replanner:
         return replan(inputs, self.plan, slack=recipe.fleet.slack, time_limit_s=TIME_LIMIT_S).options
 
     def _least_moves(self, options: Sequence[ReplanOption]) -> ReplanOption:
-        """Return the option with the fewest moves among those within `slack` of the fastest."""
-        fastest = min(one.plan.breakdown.step_s for one in options)
-        near = [one for one in options if one.plan.breakdown.step_s <= fastest * (1 + self.recipe.fleet.slack)]
-        return min(near, key=lambda one: (len(one.moved), one.plan.breakdown.step_s))
+        """Return the option that moves the fewest GPUs, among the options within `fleet.slack` of the fastest."""
+        fastest = min(option.plan.breakdown.step_s for option in options)
+        near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + self.recipe.fleet.slack)]
+        return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 
 def workload_of(recipe: Recipe) -> Workload:
-    """Return the workload of a run: from its file, or measured from its records, or with responses of
-    maximum length."""
+    """Return the workload of a run: from `fleet.workload`, else from its records, else with responses of maximum
+    length."""
     if recipe.fleet.workload is not None:
         return read_workload(Path(recipe.fleet.workload))
     try:
         return workload_of_run(recipe.run.path)
-    except UserError:  # nothing is recorded yet
+    except UserError:  # the run has no records yet
         longest, room = recipe.rollout.max_new_tokens, recipe.engine.max_context_tokens
         return msgspec.structs.replace(
             recipe_workload(recipe),
@@ -119,7 +118,7 @@ def workload_of(recipe: Recipe) -> Workload:
 
 
 def read_base(path: str | None) -> ClusterSettings | None:
-    """Read a cluster file whose links, prices and GPU types apply; None without a path."""
+    """Read the cluster file with the links, prices and GPU types to apply; return None if the path is None."""
     return None if path is None else _read(ClusterSettings, path)
 
 

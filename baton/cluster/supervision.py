@@ -1,6 +1,7 @@
-"""Decides about processes and machines over time: which process restarts, which is given up, when to replan.
+"""Decides which worker process is restarted or given up and when to replan, from events of processes and machines.
 
-Events in, commands out; no clock, no I/O. `at_s` is the time of an event on the caller's clock.
+The functions receive events and return commands; they use no clock and do no I/O. The field `at_s` of an event is its
+time on the caller's clock.
 
     ProcessStarted ─▶ up ──ProcessEnded──▶ wait, doubled each time ──SupervisionTick──▶ StartProcess ─▶ …
                               │ more than max_failures in a row
@@ -32,7 +33,7 @@ class ProcessStarted(msgspec.Struct, frozen=True, tag="Began"):
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag="Ended"):
-    """A process, or the actor that runs it, has ended or could not be started."""
+    """A process or its actor has ended or could not be started."""
 
     at_s: float
     name: str
@@ -47,14 +48,14 @@ class MachineLost(msgspec.Struct, frozen=True, tag="MachineLost"):
 
 
 class MachineJoined(msgspec.Struct, frozen=True, tag="MachineJoined"):
-    """A machine that can be planned with has joined."""
+    """A machine with a known GPU type has joined."""
 
     at_s: float
     machine: str
 
 
 class Planned(msgspec.Struct, frozen=True, tag="Planned"):
-    """The answer to Replan: the workers of the new plan, or None to keep the current ones."""
+    """Result of Replan: the workers of the new plan, or None to keep the current workers."""
 
     at_s: float
     workers: tuple[ProcessSpec, ...] | None
@@ -75,44 +76,45 @@ Event = ProcessStarted | ProcessEnded | MachineLost | MachineJoined | Planned | 
 class StartProcess(msgspec.Struct, frozen=True, tag="Begin"):
     """Start a process."""
 
-    post: ProcessSpec
+    spec: ProcessSpec = msgspec.field(name="post")
 
 
 class StopProcess(msgspec.Struct, frozen=True, tag="End"):
-    """Have a process report what it has, and end it; if its machine is gone, only remove it."""
+    """Stop a process after it has reported its tokens. If its machine is lost, only remove the process."""
 
     name: str
     cause: str
-    is_there: bool = True
+    is_reachable: bool = msgspec.field(default=True, name="is_there")
+    """False if the machine of the process is lost."""
 
 
 class SetWorkerWeight(msgspec.Struct, frozen=True, tag="Weigh"):
-    """The weight of a worker has changed."""
+    """Apply the new weight of a running worker."""
 
-    post: ProcessSpec
+    spec: ProcessSpec = msgspec.field(name="post")
 
 
 class Replan(msgspec.Struct, frozen=True, tag="Replan"):
-    """Ask the planner for a plan for the current machines."""
+    """Compute a plan for the current machines."""
 
     lost: tuple[str, ...]
     joined: tuple[str, ...]
 
 
 class TrainerLost(msgspec.Struct, frozen=True, tag="TrainerLost"):
-    """A machine that runs a trainer rank is gone: the trainer must restart from its last checkpoint."""
+    """Restart the trainer from its last checkpoint: a machine that ran a trainer rank has left the cluster."""
 
     machine: str
 
 
 class Fail(msgspec.Struct, frozen=True, tag="Fail"):
-    """The run cannot continue."""
+    """End the run with an error."""
 
     cause: str
 
 
 class LogMessage(msgspec.Struct, frozen=True, tag="Say"):
-    """A line for the user."""
+    """Print a line for the user."""
 
     text: str
 
@@ -122,71 +124,72 @@ Command = StartProcess | StopProcess | SetWorkerWeight | Replan | TrainerLost | 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionRules:
-    """Limits and times of the supervision."""
+    """Limits and delays of the supervision."""
 
     max_failures: int = 5
-    """Consecutive failures after which a process is restarted; one more and it is given up."""
+    """Maximum number of consecutive failures after which a process is restarted; then it is given up."""
     first_wait_s: float = 0.5
-    """Delay before the first restart; doubled at each further failure."""
+    """Seconds before the first restart; doubled after each further failure."""
     longest_wait_s: float = 30.0
+    """Maximum seconds before a restart."""
     long_life_s: float = 60.0
-    """A process that ran for this long starts again with no failures counted."""
+    """Seconds of running after which the earlier failures of a process no longer count."""
     settle_s: float = 2.0
-    """Replan once no machine has joined or left for this long: machines often change together."""
+    """Seconds without a change of machines before a replan, because several machines often change together."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    post: ProcessSpec
+    spec: ProcessSpec
     failures: int = 0
     since_s: float | None = None
-    """Time since which the process runs; None while it does not."""
+    """Start time of the running process; None while it does not run."""
     begin_s: float | None = None
-    """Time of the next restart; None if none is scheduled."""
+    """Time of the next restart; None if no restart is scheduled."""
 
 
 @dataclass(slots=True)
 class _MachineChanges:
-    """Machines that joined or left since the last plan."""
+    """Machines that joined or left since the last replan."""
 
     lost: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     last_s: float | None = None
-    """Time of the last change; None without one."""
+    """Time of the last change; None if no machine has changed."""
 
 
 class Supervision:
-    """The supervision of a placed run."""
+    """State machine that supervises the workers and machines of a run."""
 
     def __init__(self, placement: Placement, rules: SupervisionRules | None = None) -> None:
         self.rules = rules or SupervisionRules()
         self._training = placement.training_machines
-        self._posts = {post.name: _Watched(post) for post in placement.workers}
-        self._unrest = _MachineChanges()
+        self._specs = {spec.name: _Watched(spec) for spec in placement.workers}
+        self._changes = _MachineChanges()
         self._is_planning = False
 
     def start(self) -> list[Command]:
         """Return the commands that start all workers."""
-        return [StartProcess(watched.post) for watched in self._posts.values()]
+        return [StartProcess(watched.spec) for watched in self._specs.values()]
 
     def handle(self, event: Event) -> list[Command]:
-        """Handle one event; return the resulting commands in order. Events of removed processes are ignored."""
+        """Return the commands that an event causes, in order. Events of removed processes are ignored."""
         return list(self._apply_event(event))
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
             case ProcessStarted(at_s=at_s, name=name):
-                if watched := self._posts.get(name):
+                if watched := self._specs.get(name):
                     watched.since_s, watched.begin_s = at_s, None
             case ProcessEnded():
                 yield from self._on_process_ended(event)
             case MachineLost():
                 yield from self._lost(event)
             case MachineJoined(at_s=at_s, machine=machine):
-                yield LogMessage(f"machine {machine} is there")
-                self._unrest.lost.discard(machine)
-                self._unrest.joined.add(machine)
-                self._unrest.last_s = at_s
+                yield LogMessage(f"machine {machine} has joined")
+                self._changes.lost.discard(machine)
+                self._changes.joined.add(machine)
+                self._changes.last_s = at_s
             case Planned():
                 yield from self._planned(event)
             case SupervisionTick():
@@ -197,12 +200,12 @@ class Supervision:
     @property
     def workers(self) -> tuple[ProcessSpec, ...]:
         """The current workers, including those that wait for a restart."""
-        return tuple(watched.post for watched in self._posts.values())
+        return tuple(watched.spec for watched in self._specs.values())
 
-    # ---- posts -------------------------------------------------------------------------------------------------------
+    # ---- processes ---------------------------------------------------------------------------------------------------
 
     def _on_process_ended(self, event: ProcessEnded) -> Iterator[Command]:
-        watched = self._posts.get(event.name)
+        watched = self._specs.get(event.name)
         if watched is None or watched.begin_s is not None:
             return
         since_s, watched.since_s = watched.since_s, None
@@ -214,65 +217,65 @@ class Supervision:
         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
         wait_s = retry_wait_s(watched.failures, first_s=first_s, longest_s=longest_s)
         watched.begin_s = event.at_s + wait_s
-        yield LogMessage(f"{event.name} on {watched.post.machine} {event.cause}; beginning it again in {wait_s:g} s")
+        yield LogMessage(f"{event.name} on {watched.spec.machine} {event.cause}; restarting it in {wait_s:g} s")
 
     def _give_up(self, watched: _Watched, cause: str) -> Iterator[Command]:
-        name = watched.post.name
-        del self._posts[name]
-        words = f"{name} on {watched.post.machine} ended {watched.failures} times in a row: {cause}"
-        yield StopProcess(name, "is given up")
-        if self._posts or self._unrest.last_s is not None or self._is_planning:
-            yield LogMessage(f"{words}; it is given up, the others go on")
+        name = watched.spec.name
+        del self._specs[name]
+        words = f"{name} on {watched.spec.machine} ended {watched.failures} times in a row: {cause}"
+        yield StopProcess(name, "is not restarted again")
+        if self._specs or self._changes.last_s is not None or self._is_planning:
+            yield LogMessage(f"{words}; it is not restarted again, the other workers continue")
         else:
             yield Fail(f"no worker is left; {words}")
 
     # ---- machines ----------------------------------------------------------------------------------------------------
 
     def _lost(self, event: MachineLost) -> Iterator[Command]:
-        gone = [watched.post.name for watched in self._posts.values() if watched.post.machine == event.machine]
+        gone = [watched.spec.name for watched in self._specs.values() if watched.spec.machine == event.machine]
         for name in gone:
-            del self._posts[name]
-            yield StopProcess(name, f"its machine {event.machine} is gone", is_there=False)
+            del self._specs[name]
+            yield StopProcess(name, f"has lost its machine {event.machine}", is_reachable=False)
         words = f" with {', '.join(gone)}" if gone else ""
-        yield LogMessage(f"machine {event.machine} is gone{words}")
+        yield LogMessage(f"machine {event.machine} has left the cluster{words}")
         if event.machine in self._training:
             yield TrainerLost(event.machine)
-        self._unrest.joined.discard(event.machine)
-        self._unrest.lost.add(event.machine)
-        self._unrest.last_s = event.at_s
+        self._changes.joined.discard(event.machine)
+        self._changes.lost.add(event.machine)
+        self._changes.last_s = event.at_s
 
     def _planned(self, event: Planned) -> Iterator[Command]:
         self._is_planning = False
         yield LogMessage(event.words)
-        lost = self._unrest.lost  # machines lost while the planner ran
+        lost = self._changes.lost  # machines lost while the planner ran
         if event.workers is not None:
-            yield from self._apply([post for post in event.workers if post.machine not in lost])
-        if not self._posts and self._unrest.last_s is None:
-            yield Fail("no worker is left, and no machine to put one on")
+            yield from self._apply([spec for spec in event.workers if spec.machine not in lost])
+        if not self._specs and self._changes.last_s is None:
+            yield Fail("no worker is left, and no machine can run a worker")
 
     def _apply(self, wanted: Sequence[ProcessSpec]) -> Iterator[Command]:
-        made = change(self.workers, wanted)
-        for post in made.ended:
-            del self._posts[post.name]
-            yield StopProcess(post.name, "is not in the new plan")
-        for post in made.kept:
-            watched = self._posts[post.name]
-            is_reweighed, watched.post = watched.post.weight != post.weight, post
+        difference = change(self.workers, wanted)
+        for spec in difference.ended:
+            del self._specs[spec.name]
+            yield StopProcess(spec.name, "is not in the new plan")
+        for spec in difference.kept:
+            watched = self._specs[spec.name]
+            is_reweighed, watched.spec = watched.spec.weight != spec.weight, spec
             if is_reweighed:
-                yield SetWorkerWeight(post)
-        for post in made.begun:
-            self._posts[post.name] = _Watched(post)
-            yield StartProcess(post)
+                yield SetWorkerWeight(spec)
+        for spec in difference.begun:
+            self._specs[spec.name] = _Watched(spec)
+            yield StartProcess(spec)
 
-    # ---- time --------------------------------------------------------------------------------------------------------
+    # ---- timers ------------------------------------------------------------------------------------------------------
 
     def _on_tick(self, event: SupervisionTick) -> Iterator[Command]:
-        for watched in self._posts.values():
+        for watched in self._specs.values():
             if watched.begin_s is not None and event.at_s >= watched.begin_s:
                 watched.begin_s = None
-                yield StartProcess(watched.post)
-        last_s = self._unrest.last_s
+                yield StartProcess(watched.spec)
+        last_s = self._changes.last_s
         if last_s is not None and not self._is_planning and event.at_s - last_s >= self.rules.settle_s:
-            unrest, self._unrest = self._unrest, _MachineChanges()
+            changes, self._changes = self._changes, _MachineChanges()
             self._is_planning = True
-            yield Replan(tuple(sorted(unrest.lost)), tuple(sorted(unrest.joined)))
+            yield Replan(tuple(sorted(changes.lost)), tuple(sorted(changes.joined)))

@@ -38,7 +38,7 @@ def test_types_come_from_the_operators_word_then_from_rays_and_a_core_is_a_devic
 
 def test_machines_that_cannot_be_planned_with_are_named_with_a_way_out() -> None:
     found = machines([row("a", GPU=8, CPU=8), row("b", GPU=2, gpu_type_FOO=2), row("c", CPU=0), row("d", CPU=4, GPU=1)])
-    with pytest.raises(UserError, match=r"a is left out: it has 8 GPUs whose type Ray does not say.*gpu_type_NAME"):
+    with pytest.raises(UserError, match=r"a is not used: Ray does not report the type of its 8 GPUs.*gpu_type_NAME"):
         describe(found, name="x")
     one_good = machines([row("a", GPU=8), row("b", GPU=2, gpu_type_FOO=2), row("e", GPU=1, accelerator_type__L4=1)])
     described = describe(one_good, name="x")
@@ -62,7 +62,7 @@ def test_machines_without_a_gpu_count_only_where_nobody_has_one_or_it_is_asked_f
     mixed = machines([row("head", CPU=4), row("gpu", GPU=2, CPU=8, accelerator_type__L4=1)])
     described = describe(mixed, name="x")
     assert [node.name for node in described.settings.nodes] == ["gpu"]
-    assert "head is left out: it has no GPU" in described.notes[0]
+    assert "head is not used: it has no GPU" in described.notes[0]
     assert len(describe(mixed, name="x", with_cpus=True).settings.nodes) == 2
     assert [n.gpus for n in describe(machines([row("head", CPU=4)]), name="x").settings.nodes] == [4]
 
@@ -70,7 +70,7 @@ def test_machines_without_a_gpu_count_only_where_nobody_has_one_or_it_is_asked_f
 def test_the_file_is_one_that_the_planner_reads(tmp_path: Path) -> None:
     found = machines([row("a", GPU=2, accelerator_type__L4=1), row("b", GPU=1, accelerator_type__H100=1)])
     described = describe(found, name="mine")
-    assert any("inter_node_gb_per_s = 1.25 is assumed" in note for note in described.notes)
+    assert any("inter_node_gb_per_s = 1.25 is an assumption" in note for note in described.notes)
     (tmp_path / "cluster.toml").write_text(as_toml(described))
     cluster = read_cluster(tmp_path / "cluster.toml")
     assert [(node.name, node.gpu.name, node.num_gpus) for node in cluster.nodes] == [("a", "L4", 2), ("b", "H100", 1)]

@@ -66,8 +66,11 @@ def test_machines_are_found_by_name_and_else_by_type() -> None:
         (plan_of([stage("H100", "a:0", "a:1", "a:2")], []), "needs a machine a with 3 H100"),
         (plan_of([stage("H200", "a:0")], []), "needs a machine a with 1 H200"),
         (plan_of([stage("L20", "b:0"), stage("H100", "a:0")], []), "--symmetric-only"),
-        (plan_of([stage("H100", "a:0")], [replica("L20", "b:0", "c:0", share=1.0)]), "replica 0 lies on b and c"),
-        (plan_of([stage("H100", "a:0")], [replica("H100", "a:0", share=1.0)]), "two jobs"),
+        (
+            plan_of([stage("H100", "a:0")], [replica("L20", "b:0", "c:0", share=1.0)]),
+            "replica 0 uses the machines b and c",
+        ),
+        (plan_of([stage("H100", "a:0")], [replica("H100", "a:0", share=1.0)]), "is used twice"),
         (plan_of([stage("H100", "a0")], []), "'a0'; allowed is MACHINE:INDEX"),
         (plan_of([stage("H100", "a:0")], [], is_colocated=True), "turns"),
     ],

@@ -55,7 +55,7 @@ def test_auto_without_a_cluster_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
         raise ConnectionError("Could not find any running Ray instance.\nmore")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(UserError, match=r"--ray auto: no Ray cluster .*running Ray instance.; allowed"):
+    with pytest.raises(UserError, match=r"--ray auto: cannot join a Ray cluster .*running Ray instance.; allowed"):
         RayCluster("auto")
 
 

@@ -1,4 +1,4 @@
-"""Who is begun again, who is given up, when to plan anew: on events alone."""
+"""Which process is restarted, which is given up and when to replan, from events alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kinds(commands: list[sv.Command], kind: type) -> list[sv.Command]:
 
 def test_a_worker_that_ends_is_begun_again_each_time_later_and_then_given_up() -> None:
     one = supervision(post("worker-0"), post("worker-1", "c"))
-    assert [c.post.name for c in one.start()] == ["worker-0", "worker-1"]  # type: ignore[union-attr]
+    assert [c.spec.name for c in one.start()] == ["worker-0", "worker-1"]  # type: ignore[union-attr]
     now_s, waits = 0.0, []
     for _ in range(3):
         one.handle(sv.ProcessStarted(now_s, "worker-0"))
@@ -38,8 +38,8 @@ def test_a_worker_that_ends_is_begun_again_each_time_later_and_then_given_up() -
         waits.append(now_s - ended_s)
     assert waits == [1.0, 2.0, 3.0]
     last = one.handle(sv.ProcessEnded(now_s, "worker-0", "out of memory"))
-    assert kinds(last, sv.StopProcess) == [sv.StopProcess("worker-0", "is given up")]
-    assert "given up, the others go on" in kinds(last, sv.LogMessage)[0].text  # type: ignore[union-attr]
+    assert kinds(last, sv.StopProcess) == [sv.StopProcess("worker-0", "is not restarted again")]
+    assert "not restarted again, the other workers continue" in kinds(last, sv.LogMessage)[0].text  # type: ignore[union-attr]
     assert [p.name for p in one.workers] == ["worker-1"]
 
 
@@ -66,7 +66,7 @@ def test_a_long_life_forgives_earlier_failures() -> None:
 def test_a_lost_machine_takes_its_workers_and_one_plan_is_asked_for_when_it_is_quiet() -> None:
     one = supervision(post("worker-0", "b"), post("worker-1", "c"))
     lost = one.handle(sv.MachineLost(0.0, "b"))
-    assert kinds(lost, sv.StopProcess) == [sv.StopProcess("worker-0", "its machine b is gone", is_there=False)]
+    assert kinds(lost, sv.StopProcess) == [sv.StopProcess("worker-0", "has lost its machine b", is_reachable=False)]
     assert not kinds(lost, sv.TrainerLost)
     assert not one.handle(sv.ProcessEnded(0.1, "worker-0", "actor died"))
     one.handle(sv.MachineJoined(1.0, "d"))
@@ -74,8 +74,8 @@ def test_a_lost_machine_takes_its_workers_and_one_plan_is_asked_for_when_it_is_q
     assert one.handle(sv.SupervisionTick(3.0)) == [sv.Replan(("b",), ("d",))]
     assert not one.handle(sv.SupervisionTick(10.0)), "one plan at a time, and none without cause"
     done = one.handle(sv.Planned(11.0, (post("worker-5", "d"), post("worker-6", "c", weight=2.0)), "planned"))
-    assert [c.post.name for c in kinds(done, sv.StartProcess)] == ["worker-5"]  # type: ignore[union-attr]
-    assert [(c.post.name, c.post.weight) for c in kinds(done, sv.SetWorkerWeight)] == [("worker-1", 2.0)]  # type: ignore[union-attr]
+    assert [c.spec.name for c in kinds(done, sv.StartProcess)] == ["worker-5"]  # type: ignore[union-attr]
+    assert [(c.spec.name, c.spec.weight) for c in kinds(done, sv.SetWorkerWeight)] == [("worker-1", 2.0)]  # type: ignore[union-attr]
     assert sorted(p.name for p in one.workers) == ["worker-1", "worker-5"]
 
 
@@ -119,7 +119,7 @@ def test_whatever_happens_nothing_runs_twice_and_nothing_runs_on_a_machine_that_
         nonlocal asked
         for command in commands:
             match command:
-                case sv.StartProcess(post=begun):
+                case sv.StartProcess(spec=begun):
                     assert begun.name not in running
                     assert begun.machine not in gone
                     running.add(begun.name)

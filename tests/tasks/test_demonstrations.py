@@ -121,7 +121,7 @@ def test_the_same_seed_shows_the_same_and_another_seed_something_else() -> None:
 
 @pytest.mark.parametrize("name", ["countdown", "knights_knaves"])
 def test_other_tasks_than_arithmetic_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="compact form of chain_sum and basic_arithmetic only"):
+    with pytest.raises(UserError, match="allowed are prompts of chain_sum and basic_arithmetic in the compact form"):
         next(demonstrations(PromptStream(mixture(name), 0), HONEST, 0))
 
 

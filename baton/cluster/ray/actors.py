@@ -1,9 +1,9 @@
-"""The actors on the cluster's machines, which run a worker process or a trainer rank.
+"""The actors that run a worker process or a trainer rank on a machine of the cluster.
 
-Ray constructs them from plain values and bytes. A worker is a child process of its actor. If the engine crashes its
+Ray constructs actors from plain values and bytes. A worker is a child process of its actor. If the engine crashes the
 process, as CUDA faults do, the actor survives and reports the end of the worker's log. The process is an ordinary
-`baton worker` that joins the hub with a token. It ends when its standard input closes, that is, when the actor dies;
-Ray ends the actor when the driver dies.
+`baton worker` that joins the hub with a token. The process ends when its standard input closes, which happens when the
+actor ends. Ray ends the actor when the driver ends.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from baton.files import memory_directory
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
-"""Time that a worker has to report what it has before it is killed."""
-MAX_WORDS: Final = 2000
-"""Characters from the end of a worker's log that are reported when it has ended."""
+"""Maximum seconds for a worker to report its tokens before it is killed."""
+MAX_LOG_BYTES: Final = 2000
+"""Number of bytes from the end of a worker's log that are reported after its end."""
 
 
 class WorkerArguments(msgspec.Struct, frozen=True):
@@ -46,15 +46,14 @@ class WorkerArguments(msgspec.Struct, frozen=True):
 
 
 def own_directory(what: str) -> Path:
-    """Make a directory for this process, in memory if possible; remove those that killed processes of this machine
-    left."""
-    where = memory_directory() or Path(tempfile.gettempdir())
+    """Make a directory for this process, in memory if possible; delete the directories of killed processes."""
+    root = memory_directory() or Path(tempfile.gettempdir())
     prefix = f"baton-{what}-{socket.gethostname()}-"
-    for old in where.glob(f"{prefix}*"):
+    for old in root.glob(f"{prefix}*"):
         pid = old.name.removeprefix(prefix).split("-")[0]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=where))
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root))
 
 
 class WorkerActor:
@@ -79,17 +78,17 @@ class WorkerActor:
             )
 
     def pid(self) -> int:
-        """Process id of the worker."""
+        """Return the process id of the worker."""
         return self._process.pid
 
     def watch(self) -> str:
-        """Wait until the process has ended; return its exit code and the end of its log, as text."""
+        """Wait until the process has ended; return a text with its exit code and the end of its log."""
         code = self._process.wait()
-        words = self._log.read_bytes()[-MAX_WORDS:].decode("utf-8", "replace").strip()
-        return f"ended with exit code {code}" + (f"; its last words: {words}" if words else "")
+        output = self._log.read_bytes()[-MAX_LOG_BYTES:].decode("utf-8", "replace").strip()
+        return f"ended with exit code {code}" + (f"; its last output: {output}" if output else "")
 
     def leave(self) -> None:
-        """Have the process report what it has and end; kill it after `GRACE_S`."""
+        """Ask the process to report its tokens and end; kill it after `GRACE_S`."""
         self._process.terminate()
         try:
             self._process.wait(GRACE_S)
@@ -100,7 +99,7 @@ class WorkerActor:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Return this actor's environment, with the path of its own Baton."""
+    """Return the worker's environment: this actor's environment, thread settings and the path of this package."""
     root = str(Path(baton.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": str(threads)}
@@ -108,38 +107,38 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 class RankActor:
-    """An actor that is one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
+    """An actor that runs one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
-    def __init__(self, place: bytes, directory: str, address: str) -> None:
-        """place: the encoded RankInfo without its host. directory: the controller's working directory, on a shared
-        disk."""
+    def __init__(self, info: bytes, directory: str, address: str) -> None:
+        """info: the encoded RankInfo without its host. directory: the controller's working directory, which must be on
+        a shared file system."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 
         if not Path(directory).is_dir():
             raise FileNotFoundError(
                 f"{socket.gethostname()} has no directory {directory}: trainer ranks read the model and write "
-                "checkpoints below the directory where the command was started, so it must be shared"
+                "checkpoints below the directory in which the command was started; put it on a shared file system"
             )
         os.chdir(directory)
-        told = decode_to_rank(place)
-        assert isinstance(told, RankInfo), f"a rank is told its place first, not {type(told).__name__}"
+        own = decode_to_rank(info)
+        assert isinstance(own, RankInfo), f"the first message to a rank is {type(own).__name__}"
         self._scratch = own_directory("rank")
-        where = {"host": address, "interface": interface_of(address), "scratch": str(self._scratch)}
-        self._server = RankServer(msgspec.structs.replace(told, **where))
+        host = {"host": address, "interface": interface_of(address), "scratch": str(self._scratch)}
+        self._server = RankServer(msgspec.structs.replace(own, **host))
 
     def handle(self, message: bytes) -> bytes:
-        """Handle an encoded message; return the encoded answer."""
+        """Handle an encoded message and return the encoded answer."""
         from baton.trainer.parallel.messages import decode_to_rank, encode
 
         return encode(self._server.handle(decode_to_rank(message)))
 
     def pid(self) -> int:
-        """Id of this actor's process."""
+        """Return the process id of this actor."""
         return os.getpid()
 
     def take(self, path: str) -> Any:
-        """Return a file's bytes for the object store, and delete the file."""
+        """Return the bytes of a file as an array, which Ray does not copy, and delete the file."""
         import numpy as np
 
         data = np.fromfile(path, np.uint8)
@@ -147,13 +146,13 @@ class RankActor:
         return data
 
     def close(self) -> None:
-        """Leave the process group, and delete the rank's files."""
+        """Leave the process group and delete the rank's files."""
         self._server.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface of an IPv4 address of this machine; empty if none is found."""
+    """Return the name of the network interface with this IPv4 address; empty if there is none."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,7 @@
-"""The connection to Ray: nodes, placement groups, and Ray's errors as Baton's. Ray is imported only when it is needed.
+"""The connection to a Ray cluster: its nodes and placement groups. Ray is imported only when it is needed.
 
-Ray unpickles what it receives, so anyone who can reach a cluster's ports can run code on it. Unlike the hub, it is for
-trusted networks and users only.
+Ray unpickles the data that it receives, so anyone who can reach the ports of a cluster can run code on it. Use Ray only
+on trusted networks and with trusted users; the hub does not need this trust.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
 GET_S: Final = 60.0
-"""Time limit to fetch a result that is ready: its machine may be gone."""
+"""Maximum seconds to fetch a result that is ready, because its machine may have failed."""
 
 
 class RayCluster:
-    """A cluster that this process has joined as a driver."""
+    """A Ray cluster that this process has joined as a driver."""
 
     def __init__(self, address: str) -> None:
-        """Join the cluster. Raises UserError if Ray is not installed, or no cluster is found."""
+        """Join the cluster. Raises UserError if Ray is not installed or no cluster answers."""
         self.ray = import_ray()
         check_address(address)
         self.address = address
@@ -44,11 +44,11 @@ class RayCluster:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise UserError(
-                f"--ray {address}: no Ray cluster can be joined there: {first_line(error)[:200]}; allowed is HOST:PORT "
-                "of a cluster that this machine is part of (ray start --head, or ray start --address HOST:PORT), "
-                "or auto"
+                f"--ray {address}: cannot join a Ray cluster at this address: {first_line(error)[:200]}; allowed is "
+                "HOST:PORT of a cluster that includes this machine (start it with ray start --head, or ray start "
+                "--address HOST:PORT), or auto"
             ) from error
-        if threading.current_thread() is threading.main_thread():  # Ray replaces the SIGTERM handler
+        if threading.current_thread() is threading.main_thread():  # Ray replaces the SIGTERM handler; restore it
             signal.signal(signal.SIGTERM, before)
 
     @property
@@ -59,30 +59,31 @@ class RayCluster:
 
     @property
     def own_address(self) -> str:
-        """Address of this machine for the others."""
+        """Address of this machine in the cluster."""
         found: str = self.ray.util.get_node_ip_address()
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return Ray's rows about its nodes."""
+        """Return a row of facts about each node, as Ray reports them."""
         found: list[dict[str, Any]] = self.ray.nodes()
         return found
 
     def alive(self) -> frozenset[str]:
-        """Return the ids of the nodes that Ray considers alive. Ray detects a node without power only after a delay."""
+        """Return the ids of the nodes that Ray considers alive. Ray detects a power failure only after a delay."""
         return frozenset(row["NodeID"] for row in self.rows() if row["Alive"])
 
-    def await_signs(self, nodes: Iterable[str], deadline_s: float) -> None:
-        """Return when each node has answered or is known to be gone, at the latest after `deadline_s`."""
-        asked = {node: self.ray.remote(_sign).options(**self._on_node(node)).remote() for node in nodes}
+    def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
+        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds."""
+        futures = {node: self.ray.remote(_answer).options(**self._on_node(node)).remote() for node in nodes}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:
-            _, waiting = self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=0.5)
-            if not {node for node, future in asked.items() if future in waiting} & self.alive():
+            _, waiting = self.ray.wait(list(futures.values()), num_returns=len(futures), timeout=0.5)
+            if not {node for node, future in futures.items() if future in waiting} & self.alive():
                 return
 
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
-        """Request a placement group of (node id, resources). It is granted as a whole, later or never."""
+        """Request a placement group with bundles of (node id, resources). Ray grants all bundles together, possibly
+        never."""
         from ray.util import placement_group
 
         return placement_group(
@@ -93,15 +94,15 @@ class RayCluster:
         )
 
     def release(self, group: Any) -> None:
-        """Release a placement group; actors in it end."""
+        """Release a placement group, which ends its actors."""
         from ray.util import remove_placement_group
 
         remove_placement_group(group)
 
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
-        """Return an actor's options for a bundle of a placement group.
+        """Return the options of an actor in a bundle of a placement group.
 
-        An actor that requests no `GPU` still sees the machine's GPUs: its type may be requested by another resource.
+        An actor that requests no `GPU` still sees the machine's GPUs, because it may request them by another resource.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -122,18 +123,18 @@ class RayCluster:
         }
 
     def _on_node(self, node: str) -> dict[str, Any]:
-        """Return the options of a task that reserves no resources, on one node."""
+        """Return the options of a task that runs on one node and reserves no resources."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": strategy, "max_retries": 0}
 
     def leave(self) -> None:
-        """Leave the cluster. Everything that this driver started ends."""
+        """Leave the cluster. Ray ends all actors and placement groups of this driver."""
         self.ray.shutdown()
 
 
-def _sign() -> bool:
+def _answer() -> bool:
     return True
 
 
@@ -143,12 +144,12 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UserError("--ray needs Ray, which is not installed: pip install 'baton-rl[ray]'") from error
+        raise UserError("--ray needs Ray, which is not installed: run `pip install 'baton-rl[ray]'`") from error
     return ray
 
 
 def check_address(address: str) -> None:
-    """Raise UserError if this cannot be an address."""
+    """Raise UserError if the text is not an address."""
     if not _ADDRESS.fullmatch(address):
-        hint = "; run the command on a machine of the cluster, which ray:// is not for" if "://" in address else ""
+        hint = "; ray:// is not supported, run the command on a machine of the cluster" if "://" in address else ""
         raise UserError(f"--ray: got {address!r}; allowed is HOST:PORT, or auto for this machine's cluster{hint}")

@@ -1,4 +1,4 @@
-"""Describe a running Ray cluster for the planner."""
+"""Describes a running Ray cluster for the planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.specs.cluster import ClusterSettings
 
 
 def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> DescribedCluster:
-    """Return the description of the cluster at an address. Raises UserError."""
+    """Return the description of the cluster at an address. Raises UserError if it cannot be joined or used."""
     known = None if base is None else load_recipe(ClusterSettings, base)
     cluster = RayCluster(address)
     try:

@@ -1,4 +1,4 @@
-"""Trainer ranks as actors of a Ray cluster, in one placement group."""
+"""Runs trainer ranks as actors of a Ray cluster, in one placement group."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from baton.trainer.parallel.messages import (
 )
 
 START_DEADLINE_S: Final = 120.0
-"""Time limit for Ray to grant the bundles and start the actors."""
+"""Maximum seconds for Ray to grant the resources and to start the actors."""
 CLOSE_GRACE_S: Final = 5.0
+"""Maximum seconds for the actors to close before they are killed."""
 
 
 class RayRanks:
-    """Implements `Ranks` with actors. The death of a rank, or of its machine, is noticed at once."""
+    """Implements `Ranks` with Ray actors. Ray reports the end of an actor at once."""
 
-    def __init__(self, cluster: RayCluster, posts: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
-        """Start the actors. machines: by their names in the plan. Raises RankLost if one cannot start."""
-        self._cluster, self._posts = cluster, list(posts)
-        self._is_here = machines[posts[0].machine].id == cluster.here
+    def __init__(self, cluster: RayCluster, specs: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
+        """Start the actors. machines: machines by name in the plan. Raises RankLost if an actor cannot start."""
+        self._cluster, self._specs = cluster, list(specs)
+        self._is_here = machines[specs[0].machine].id == cluster.here
         self._actors: list[Any] = []
-        self._group = cluster.reserve([(machines[post.machine].id, post.resources) for post in posts], "baton-trainer")
-        seat = cluster.ray.remote(RankActor)
+        self._group = cluster.reserve([(machines[spec.machine].id, spec.resources) for spec in specs], "baton-trainer")
+        actor_class = cluster.ray.remote(RankActor)
         try:
             self._await_group(machines)
-            for rank, post in enumerate(posts):
-                place = RankInfo(rank=rank, size=len(posts), threads=post.threads)
-                actor = seat.options(**cluster.options(self._group, rank, post.resources, post.threads))
-                address = machines[post.machine].address
-                self._actors.append(actor.remote(encode(place), str(Path.cwd()), address))
+            for rank, spec in enumerate(specs):
+                info = RankInfo(rank=rank, size=len(specs), threads=spec.threads)
+                actor = actor_class.options(**cluster.options(self._group, rank, spec.resources, spec.threads))
+                address = machines[spec.machine].address
+                self._actors.append(actor.remote(encode(info), str(Path.cwd()), address))
             pids = [actor.pid.remote() for actor in self._actors]
             self.pids: list[int] = self._gather(pids, "Place", START_DEADLINE_S)
         except BaseException:
@@ -57,7 +58,7 @@ class RayRanks:
 
     @property
     def size(self) -> int:
-        return len(self._posts)
+        return len(self._specs)
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         data = self._cluster.ray.put(encode(message))  # once, so that Ray sends it to each machine once
@@ -66,7 +67,7 @@ class RayRanks:
         return [decode_from_rank(answer) for answer in answers]
 
     def bring(self, path: str) -> Path:
-        """Fetch a file of rank 0 through the object store, unless rank 0 is on this machine."""
+        """Return the path of a copy of a file of rank 0, or of the file itself if rank 0 is on this machine."""
         if self._is_here:
             return Path(path)
         data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]
@@ -78,31 +79,33 @@ class RayRanks:
     def close(self) -> None:
         actors, self._actors = self._actors, []
         ray = self._cluster.ray
-        with suppress(Exception):  # they may be gone, or hang in a collective; they are killed below
+        with suppress(Exception):  # an actor may have ended or hang in a collective; it is killed below
             ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=CLOSE_GRACE_S)
         for actor in actors:
             with suppress(Exception):
                 ray.kill(actor)
-        with suppress(Exception):  # the cluster may be gone
+        with suppress(Exception):  # the connection to the cluster may be lost
             self._cluster.release(self._group)
 
     def _await_group(self, machines: Mapping[str, Machine]) -> None:
         ready, until_s = self._group.ready(), time.monotonic() + START_DEADLINE_S
         while not self._cluster.ray.wait([ready], timeout=1.0)[0]:
             alive = self._cluster.alive()
-            for post in self._posts:
-                if machines[post.machine].id not in alive:
-                    raise RankLost(f"trainer {post.name} cannot begin: its machine {post.machine} is gone")
+            for spec in self._specs:
+                if machines[spec.machine].id not in alive:
+                    raise RankLost(f"trainer {spec.name} cannot start: its machine {spec.machine} has left the cluster")
             if time.monotonic() > until_s:
-                asked = "; ".join(f"{post.name} on {post.machine}: {_amounts(post.resources)}" for post in self._posts)
+                requested = "; ".join(
+                    f"{spec.name} on {spec.machine}: {_amounts(spec.resources)}" for spec in self._specs
+                )
                 raise RankLost(
-                    f"Ray did not grant the trainer its places in {START_DEADLINE_S:.0f} s ({asked}): "
-                    "somebody else has them"
+                    f"Ray did not grant the trainer its resources in {START_DEADLINE_S:.0f} s ({requested}): "
+                    "another user of the cluster holds them"
                 )
 
     def _gather(self, futures: list[Any], what: str, timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks. If a rank is lost, silent or reports a fault, closes all and raises, as
-        `Ranks.ask`."""
+        """Return the answers of all ranks. Close all actors and raise, as `Ranks.ask`, if a rank is lost, does not
+        answer or reports a fault."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         try:
@@ -118,20 +121,20 @@ class RayRanks:
                         deadline_s = min(deadline_s, time.monotonic() + FAULT_GRACE_S)
         except RankLost as lost:
             self.close()
-            said = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
-            raise cause_of(lost, said) from lost
+            reported = {rank: decode_from_rank(answer) for rank, answer in answers.items() if isinstance(answer, bytes)}
+            raise cause_of(lost, reported) from lost
         return [answers[rank] for rank in range(len(futures))]
 
     def _get(self, future: Any, rank: int) -> Any:
         try:
             return self._cluster.ray.get(future, timeout=GET_S)
         except self._cluster.ray.exceptions.RayTaskError as error:
-            raise RankLost(f"trainer {self._name(rank)} cannot go on: {error.cause}; {HOW_TO_GO_ON}") from error
+            raise RankLost(f"trainer {self._name(rank)} cannot continue: {error.cause}; {HOW_TO_GO_ON}") from error
         except self._cluster.ray.exceptions.RayError as error:
-            raise RankLost(f"trainer {self._name(rank)} is gone: {first_line(error)[:200]}; {HOW_TO_GO_ON}") from error
+            raise RankLost(f"trainer {self._name(rank)} was lost: {first_line(error)[:200]}; {HOW_TO_GO_ON}") from error
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self._posts[rank].machine}"
+        return f"rank {rank} on {self._specs[rank].machine}"
 
 
 def _is_fault(answer: Any) -> bool:
