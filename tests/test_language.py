@@ -18,8 +18,8 @@ TEXTS += ("baton/rewards/settings.py", "baton/weights/settings.py")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
 COLUMNS = 100
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
-TEXTS += ("baton/specs/*.py", "baton/cost/*.py", "baton/profile/*.py", "baton/planner/[!r]*.py")
 TEXTS += ("baton/swarm/*.py", "baton/swarm/[vw]*/*.py", "baton/swarm/hub/[!s]*.py", "baton/swarm/hub/se*.py")
+TEXTS += ("baton/specs/*.py", "baton/cost/*.py", "baton/profile/*.py", "baton/planner/*.py", "baton/simulator/*.py")
 
 
 def refused_phrases() -> dict[str, str]:

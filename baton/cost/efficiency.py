@@ -1,4 +1,5 @@
-"""The share of its peak that a GPU reaches in each phase: defaults with their sources, or a calibration file."""
+"""The share of its peak performance that a GPU reaches in each phase: defaults with their sources, or a calibration
+file."""
 
 from __future__ import annotations
 
@@ -11,60 +12,61 @@ from baton.settings import Settings
 
 
 class Efficiency(Settings):
-    """The efficiency of one GPU type; its section of a calibration file. Shares refer to the catalogue's peak
-    figures."""
+    """The efficiency of one GPU type: a section of a calibration file. Shares refer to the peak figures of the
+    catalogue."""
 
     train: float = Field(default=0.4, gt=0, le=1)
     """Share of peak FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
     backward: float = Field(default=2.0, gt=0)
-    """Cost of a backward pass in forward passes; 2 by FLOP count."""
+    """Time of a backward pass divided by the time of a forward pass; 2 by FLOP count."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Slowdown of a train step while engines use the same cores, beyond its share of the cores."""
+    """Slowdown of a train step while engines use the same cores, in addition to the smaller share of the cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Slowdown of engines while the trainer uses the same cores, beyond their share of the cores."""
+    """Slowdown of engines while the trainer uses the same cores, in addition to the smaller share of the cores."""
     prefill: float = Field(default=0.5, gt=0, le=1)
     """Share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
-    """Fixed time of one prefill, for any number of sequences."""
+    """Fixed time of one prefill, independent of the number of sequences."""
     decode_compute: float = Field(default=0.5, gt=0, le=1)
-    """Share of peak FLOP/s in decode when compute-bound."""
+    """Share of peak FLOP/s in decode that is compute-bound."""
     decode: float = Field(default=0.7, gt=0, le=1)
-    """Share of memory bandwidth in decode and in the optimiser update."""
+    """Share of peak memory bandwidth in decode and in the optimiser update."""
     step_overhead_s: float = Field(default=1e-3, ge=0)
-    """Fixed time of one decode step of one pipeline stage, for any batch."""
+    """Fixed time of a decode step of one pipeline stage, independent of the batch."""
     row_overhead_s: float = Field(default=0.0, ge=0)
-    """Time of a decode step per trajectory in it."""
+    """Additional time of a decode step per running trajectory."""
     trajectory_overhead_s: float = Field(default=0.0, ge=0)
-    """Engine time per trajectory beside prefill and decode: filling its slot, its reports and messages."""
+    """Engine time per trajectory in addition to prefill and decode: slot allocation, reports and messages."""
     handover_s: float = Field(default=0.0, ge=0)
-    """Time from an engine's report until it receives the next trajectory. The engine starts decode steps without it
-    meanwhile; 0 for an engine with a local queue."""
+    """Time from an engine's report until the engine receives the next trajectory. Meanwhile it decodes with an empty
+    slot. 0 for an engine with a local queue."""
     link: float = Field(default=0.7, gt=0, le=1)
     """Share of link bandwidth in collectives."""
     publish: float = Field(default=0.25, gt=0, le=1)
     """Share of link bandwidth in weight publication. AReaL-Hex (2511.00796) table 2: 0.17 across types, 0.25 to 0.5
     within."""
     publish_latency_s: float = Field(default=1.0, ge=0)
-    """Fixed time of one publication, for any size; AReaL-Hex table 2: 1.4 to 2.0 s."""
+    """Fixed time of one publication, independent of its size. AReaL-Hex table 2: 1.4 to 2.0 s."""
     train_overhead_s: float = Field(default=0.0, ge=0)
-    """Fixed time of one train step, for any size."""
+    """Fixed time of one train step, independent of its batch."""
     memory: float = Field(default=0.9, gt=0, le=1)
-    """Share of GPU memory that plans may use."""
+    """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)
-    """Reached bandwidth between GPU and host memory, 10^9 bytes/s; the default is for PCIe 4.0 x16."""
+    """Achieved bandwidth between GPU and host memory, 10^9 bytes/s. The default is for PCIe 4.0 x16."""
 
 
 class CalibrationSettings(Settings):
-    """A calibration file: [efficiency.NAME] for GPU types, [default] for the others. `baton profile` writes one."""
+    """A calibration file: [efficiency.NAME] for single GPU types, [default] for all others. `baton profile` writes
+    such a file."""
 
     default: Efficiency = Efficiency()
-    """Used for GPU types without a section, and for keys missing in a section."""
+    """Efficiency of GPU types without a section, and default of the keys that a section lacks."""
     efficiency: dict[str, Efficiency] = Field(default_factory=dict)
     """Efficiency by GPU type."""
     notes: dict[str, str | float | int] = Field(default_factory=dict)
-    """Where the figures come from; not read."""
+    """Origin of the figures; Baton does not read it."""
     measured: tuple[dict[str, str | float | int], ...] = ()
-    """The measurements that the figures were fitted to; not read."""
+    """Measurements that the figures were fitted to; Baton does not read them."""
 
     def build(self) -> Efficiencies:
         given = {name: own.model_dump(exclude_unset=True) for name, own in self.efficiency.items()}
@@ -82,7 +84,7 @@ class Efficiencies(msgspec.Struct, frozen=True):
 
 
 class RateSettings(Settings):
-    """Rates of one GPU type."""
+    """[rates.NAME] measured rates of one GPU type."""
 
     train: float = Field(gt=0)
     """Trained tokens per second and GPU."""
@@ -91,14 +93,14 @@ class RateSettings(Settings):
 
 
 class RatesSettings(Settings):
-    """A table of rates: a user's own measurements, [rates.NAME] for each GPU type. It replaces the cost model."""
+    """A table of rates: a user's measurements for each GPU type, which replace the cost model."""
 
     rates: dict[str, RateSettings]
     """Rates by GPU type."""
     sync_s: float = Field(default=0.0, ge=0)
-    """Seconds of weight publication per step if trainer and rollout use one GPU type."""
+    """Seconds of weight publication per step if trainer and engines have the same GPU type."""
     cross_sync_s: float | None = Field(default=None, ge=0)
-    """Seconds of weight publication per step across GPU types; the default is sync_s."""
+    """Seconds of weight publication per step between GPU types; the default is sync_s."""
 
     @model_validator(mode="after")
     def _has_rates(self) -> RatesSettings:

@@ -1,11 +1,11 @@
-"""What a replica generates: a roofline for prefill and decode, its memory, and its pause at each new version.
+"""Speed and memory of a replica: a roofline model of prefill and decode, and the pause at each new version.
 
-Decode of one token for m trajectories on a stage of l layers takes
+A decode step of m trajectories on a stage of l layers takes
 
     overhead + max( weights + m·KV(context) over bandwidth ,  m·FLOPs(context) over FLOP/s ) + tensor-parallel sums
 
-KV reads use the length-biased mean context (long trajectories run longer). The query heads of a group share the
-cache of their KV head (GQA). Only the experts that the batch uses are read.
+The context is the mean over running trajectories; long trajectories run longer, so they have more weight in this mean.
+The query heads of a group share the cache of their KV head (GQA). Only the experts that the batch uses are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 DRAIN_POINTS = 48
-"""Number of positions at which the draining of a batch is integrated."""
+"""Number of points of the numerical integrals over positions."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -30,9 +30,9 @@ class DeviceClass(msgspec.Struct, frozen=True, dict=True):
 
     gpu: Gpu
     link_bytes_per_s: float
-    """Bandwidth within a node."""
+    """Bandwidth within a node, one direction."""
     inter_bytes_per_s: float
-    """Bandwidth between nodes; with a single node, that of its own link."""
+    """Bandwidth between nodes, one direction. For a single node, the bandwidth within it."""
     latency_s: float
     efficiency: Efficiency
 
@@ -52,9 +52,10 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Time lost per train step: prefill of running trajectories under the new version, or the tail without overlap."""
+    """Time per train step without generation: prefill of running trajectories under the new version, or, without
+    overlap, the end of a batch."""
     memory_bytes: float
-    """Memory used on the fullest GPU."""
+    """Memory used on the GPU that uses most."""
 
     @property
     def num_gpus(self) -> int:
@@ -62,8 +63,8 @@ class ReplicaCost(msgspec.Struct, frozen=True):
 
 
 def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int, ...]:
-    """Split layers among equal stages to minimise the largest; the head counts as `head_layers` more on the last
-    stage."""
+    """Split layers among equal stages so that the largest stage is small. The output head counts as `head_layers`
+    layers of the last stage."""
     if stages == 1:
         return (num_layers,)
     best: tuple[float, int] | None = None
@@ -82,7 +83,7 @@ def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the bytes of weights on the fullest GPU of a replica."""
+    """Return the bytes of weights on the GPU of a replica that has most."""
     full = []
     for stage, count in enumerate(layers):
         tables = (stage == 0) + (stage == len(layers) - 1)
@@ -93,15 +94,14 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
-    """Return the KV cache of one trajectory of this many tokens on the fullest GPU. With tp above the number of KV
-    heads, the heads are replicated."""
+    """Return the bytes of KV cache of a trajectory of `tokens` tokens, on the GPU that has most. If tp exceeds the
+    number of KV heads, the heads are replicated."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
 
 def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int) -> tuple[int, float, float]:
-    """Return the largest batch that the KV cache holds (0 if none), the bytes of weights and of the longest
-    trajectory."""
+    """Return the largest batch that fits into memory (0 if none does)."""
     layers = replica_layers(model, pp)
     weights = weight_bytes(model, work, tp, layers)
     longest = context_bytes(model, work, tp, layers, work.longest_tokens)
@@ -116,8 +116,8 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Return the time in which each of `batch` trajectories gets one token. Pipeline stages process `batch / pp`
-    each."""
+    """Return the time of a decode step of `batch` trajectories. Each pipeline stage processes `batch / pp` of them
+    at once."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)
@@ -134,6 +134,7 @@ def decode_s(
         activations = rows * model.hidden * work.weight_bytes
         comm = 0.0
         if tp > 1:
+            # a message within a node is assumed to take a quarter of the latency between nodes
             sums = place.latency_s / 4 + 2 * (tp - 1) / tp * activations / (place.link_bytes_per_s * eff.link)
             comm += 2 * count * sums
         if pp > 1:
@@ -145,14 +146,15 @@ def decode_s(
 def prefill_s(
     model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
 ) -> float:
-    """Return the time of a replica's slowest stage for one sequence. `squared` is the mean square of its tokens."""
+    """Return the prefill time of one sequence on the slowest stage of a replica. `squared` is the mean square of the
+    token count."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)
 
 
 def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int, batch: int) -> ReplicaCost:
-    """Return the speed and memory of a replica of a shape that generates `batch` trajectories at once."""
+    """Return the speed and memory of a replica that generates `batch` trajectories at once."""
     layers = replica_layers(model, pp)
     weights = weight_bytes(model, work, tp, layers)
     prompt = prefill_s(model, place, tp, layers, work.prompt.mean, work.prompt.moment(2))
@@ -179,10 +181,11 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 
 
 def read_context_tokens(work: Workload, batch: float) -> float:
-    """Return the positions that a step of a full batch reads per row: the row's own at a random time, or, if the
-    slots are rows of one tensor, those of the longest running row.
+    """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
-    A row observed at a random time is beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
+    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, it reads
+    as many positions as the longest running trajectory has. A trajectory observed at a random time is beyond position x
+    with probability ∫_x^∞ P(L > y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
@@ -193,10 +196,11 @@ def read_context_tokens(work: Workload, batch: float) -> float:
 
 
 def prefills_per_trajectory(work: Workload, batch: float) -> float:
-    """Return the prefills of an engine with a full batch, per trajectory.
+    """Return the number of prefills per trajectory, for an engine with a full batch.
 
-    Trajectories that arrive between two decode steps share one prefill, and so do those that share a prompt. With
-    independent arrivals at a rate of batch / E[L] per step, a share 1 - exp(-batch / E[L]) of the steps has any.
+    Trajectories that arrive between two decode steps share a prefill, and so do trajectories that share a prompt. If
+    arrivals are independent, at a rate of batch / E[L] per step, a share 1 - exp(-batch / E[L]) of the steps has an
+    arrival.
     """
     arrivals = batch / work.output.mean
     return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)
@@ -205,8 +209,8 @@ def prefills_per_trajectory(work: Workload, batch: float) -> float:
 def drain_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: int
 ) -> float:
-    """Return the time until `batch` trajectories that start together have all ended, with a batch that shrinks as
-    they end."""
+    """Return the time until the last of `batch` trajectories that start at the same time has ended. Steps get faster
+    when trajectories end."""
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
     alive = work.output.survival(list(middle))

@@ -1,14 +1,13 @@
 """The cost of a train step on a pipeline of stages: FLOPs, pipeline bubble, communication, optimiser, memory.
 
-A stage s has its own GPU type, data-parallel width dp and tensor-parallel width tp. With M microbatches per update
-and S stages, a step takes
+Each stage s has a GPU type, a data-parallel width dp and a tensor-parallel width tp. With M microbatches per update and
+S stages, a step takes
 
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
-under a 1F1B schedule, which runs at the speed of the slowest stage. A microbatch is one longest trajectory per
-data-parallel rank, and M is the number of those in the batch. Memory per parameter is 2 (weights, bf16) + 4
-(gradient, fp32) + 12 / dp (fp32 master weights and two moments, sharded over data-parallel ranks): AReaL
-(2505.24298) table 3.
+under a 1F1B schedule, whose speed is that of the slowest stage. A microbatch has as many tokens per data-parallel rank
+as the longest trajectory. Memory per parameter is 2 bytes (weights, bf16) + 4 (gradient, fp32) + 12 / dp (fp32 master
+weights and two moments, which data-parallel ranks shard). AReaL (2505.24298), table 3.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
@@ -31,37 +30,37 @@ Array = Any
 
 OPTIMIZER_BYTES, RESIDENT_BYTES = 12.0, 6.0
 UPDATE_TRAFFIC_BYTES = 32.0
-"""Bytes read and written per parameter by AdamW: gradient 4, master weights and moments 12 in and 12 out, weights 2;
-rounded up."""
+"""Bytes that AdamW reads and writes per parameter: 4 of the gradient, 12 + 12 of master weights and moments, 2 of
+the weights; rounded up."""
 GRADIENT_BYTES = 6.0
-"""Bytes sent per parameter: gradients reduced in fp32, weights gathered in bf16."""
+"""Bytes sent per parameter: gradients are reduced in fp32, weights are gathered in bf16."""
 KEPT_BYTES = 34.0
 """Bytes of activations per layer, token and hidden unit without recomputation (Korthikanti et al., 2205.05198)."""
 LOGIT_CHUNK_TOKENS = 1024
-"""Logits are computed in chunks of this many tokens."""
+"""Number of tokens per chunk of logits."""
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Terms of a stage of some width that its time and memory are linear in; arrays over candidates."""
+    """Coefficients of a stage's time and memory, which are linear in its layers. Arrays over candidates."""
 
     per_layer_s: Array
     """Time per layer for the whole batch: compute and tensor-parallel sums."""
     head_s: Array
     boundary_tokens_bytes: Array
-    """Bytes that cross a stage boundary, per step and node of the stage."""
+    """Bytes that are sent to the next stage, per train step and node of the stage."""
     gradients_per_layer_s: Array
     optimizer_per_layer_s: Array
     params_bytes_per_param: Array
     """Bytes per parameter on one GPU."""
     act_bytes_per_layer: Array
-    """Bytes per layer on one GPU, for one microbatch in flight."""
+    """Bytes of activations per layer on one GPU, for one microbatch in flight."""
     fixed_bytes: Array
     """Bytes on one GPU for the layer being computed."""
     logits_bytes: Array
 
 
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
-    """Return the forward passes that a train step is equivalent to. A backward pass counts as `backward`,
+    """Return the time of a train step in forward passes. A backward pass counts as `backward` forward passes,
     recomputation as one."""
     update = work.epochs * (1 + work.trained_share * (backward + work.recompute))
     return update * (1 + work.has_critic) + work.has_proximal_forward + work.has_reference + work.has_critic
@@ -75,7 +74,7 @@ def layer_flops(model: ModelSpec, work: Workload) -> float:
 
 
 def microbatches(work: Workload, dp: Array) -> Array:
-    """Return M, the microbatches of one update. `dp` is the width of the widest data-parallel stage."""
+    """Return M, the number of microbatches of one update. `dp` is the largest data-parallel width of any stage."""
     per_rank = work.trained_tokens / work.minibatches / np.asarray(dp)
     return np.maximum(1.0, np.floor(per_rank / work.longest_tokens))
 
@@ -83,9 +82,10 @@ def microbatches(work: Workload, dp: Array) -> Array:
 def stage_terms(
     model: ModelSpec, work: Workload, place: DeviceClass, node_gpus: int, tp: Array, dp: Array
 ) -> StageTerms:
-    """Return the terms of stages of width tp × dp on one GPU type."""
+    """Return the coefficients of stages of width tp × dp on one GPU type."""
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
+    # ranks wait for the rank with one trajectory more
     uneven = np.ceil(work.num_trajectories / dp) * dp / work.num_trajectories
     rate = dp * tp * gpu.flops * eff.train / uneven
     passes = forward_passes(work, eff.backward)
@@ -112,13 +112,14 @@ def stage_terms(
         params_bytes_per_param=models * (RESIDENT_BYTES + OPTIMIZER_BYTES / dp) / tp + work.has_reference * 2.0 / tp,
         act_bytes_per_layer=kept * token_bytes,
         fixed_bytes=KEPT_BYTES * token_bytes,
+        # fp32 logits and their gradient
         logits_bytes=8.0 * min(work.longest_tokens, LOGIT_CHUNK_TOKENS) * model.vocab / tp,
     )
 
 
 def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
-    """Return the vocabulary parameters of a stage: input embedding on the first, head on the last, counted once if
-    tied."""
+    """Return the vocabulary parameters of a stage: the input embedding on the first stage, the output head on the
+    last. Tied weights count once."""
     both = np.logical_and(is_first, is_last) & model.is_tied
     return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
 
@@ -126,7 +127,8 @@ def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
 def stage_bytes(
     model: ModelSpec, terms: StageTerms, layers: Array, is_first: Array, is_last: Array, in_flight: Array
 ) -> Array:
-    """Return the memory used on one GPU of a stage. `in_flight`: microbatches whose activations it holds."""
+    """Return the bytes of memory used on one GPU of a stage. `in_flight` is the number of microbatches whose
+    activations are kept."""
     params = np.asarray(layers) * model.layer_params + table_params(model, is_first, is_last) + model.other_params
     logits = terms.logits_bytes * np.asarray(is_last, float)
     activations = np.asarray(layers) * terms.act_bytes_per_layer * in_flight
@@ -136,13 +138,13 @@ def stage_bytes(
 def most_layers(
     model: ModelSpec, terms: StageTerms, limit_bytes: float, is_first: Array, is_last: Array, in_flight: Array
 ) -> Array:
-    """Return how many layers fit on a stage; negative if even its vocabulary parameters do not fit."""
+    """Return the number of layers that fit on a stage; negative if its vocabulary parameters alone do not fit."""
     none = stage_bytes(model, terms, 0, is_first, is_last, in_flight)
     each = model.layer_params * terms.params_bytes_per_param + terms.act_bytes_per_layer * in_flight
     return np.floor((limit_bytes - none) / each)
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage; its vocabulary parameters count as layers of equal size."""
+    """Return the gradient or optimiser time of a stage. Its vocabulary parameters count as layers of the same size."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s

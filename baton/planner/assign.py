@@ -1,4 +1,4 @@
-"""Assigns named GPUs of named nodes to the counts of a solution."""
+"""Chooses the GPUs, by node and index, for the training shape and the replicas of a solution."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from baton.specs.cluster import Cluster
 
 
 class GpuAssignment(msgspec.Struct, frozen=True):
-    """Roles of GPUs by name."""
+    """The GPUs of each stage and replica, by name."""
 
     stages: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
-    """Stages of the training pipeline in order: pool, and its tensor-parallel groups."""
+    """(pool, tensor-parallel groups) of each stage of the training pipeline, in order."""
     replicas: tuple[tuple[int, tuple[str, ...]], ...]
-    """Column and GPUs of each replica, stage by stage."""
+    """(column, GPUs in the order of the stages) of each replica."""
     idle: tuple[tuple[int, str], ...]
-    """Pool and GPU."""
+    """(pool, GPU) of each GPU without a role."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -27,11 +27,11 @@ class _Request(msgspec.Struct, frozen=True):
     count: int
     is_training: bool
     index: int
-    """Stage of the pool, or column of the replica."""
+    """Index of the pool's stage, or of the replica's column."""
 
 
 def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
-    """Return the pools that train in the order of the pipeline: the fastest GPU type last."""
+    """Return the pools that train, in the order of the pipeline: the fastest GPU type is last."""
     used = [k for k, count in enumerate(stages) if count]
     return sorted(used, key=lambda k: (pools.pools[k].place.gpu.flops, pools.pools[k].name))
 
@@ -43,10 +43,11 @@ def seat(
     counts: Sequence[int],
     prefer: dict[str, str] | None = None,
 ) -> GpuAssignment:
-    """Assign GPUs to every training group and replica; without a row, to replicas only.
+    """Assign GPUs to every training group and replica, or, if `row` is None, to replicas only.
 
-    Large groups are placed first, so that all fit. Training uses the emptiest nodes, replicas the fullest. `prefer`
-    maps GPUs to the role (`train` or `rollout`) they have now; where possible they keep it.
+    Large groups are placed first, so that all groups fit. Training groups are placed on nodes with many free GPUs,
+    replicas on nodes with few. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they keep if
+    possible.
     """
     table, pools = problem.table, problem.pools
     staged: dict[tuple[int, int], list[tuple[str, ...]]] = {}
@@ -98,7 +99,7 @@ def _choose(
         return (-min(kept, request.group), link, fill, node)
 
     fitting = [node for node, left in enumerate(free) if len(left) >= request.group]
-    assert fitting, f"a group of {request.group} GPUs has no place among {[len(left) for left in free]}"
+    assert fitting, f"no node has {request.group} free GPUs: {[len(left) for left in free]}"
     return min(fitting, key=rank)
 
 
@@ -109,7 +110,7 @@ def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, s
 
 
 def _mutual(cluster: Cluster, nodes: Sequence[int]) -> list[float]:
-    """Return, for each node, its slowest link into the best-connected half of the pool. Training prefers high
+    """Return, for each node, the median bandwidth to the other nodes of the pool. Training prefers nodes with high
     values."""
     found = []
     for a in nodes:

@@ -1,9 +1,9 @@
 """Lower bounds of the step time, cheap enough to order and discard hundreds of thousands of candidates.
 
-Fractions of GPUs do at least as well as whole replicas: a pool of n GPUs does at most n · φ(T) in time T, where φ is
-the best work per GPU of any of its shapes. The staleness gate enters with a price λ per running trajectory: for
-every λ ≥ 0, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the integer program (weak
-duality).
+If replicas may be fractional, the optimum does not get worse. A pool of n GPUs therefore generates at most n · φ(T)
+tokens in time T, and φ is the best work per GPU of any shape. The staleness gate enters with a price λ per running
+trajectory. By weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the integer
+program, for every λ ≥ 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from baton.planner.problem import AssignmentProblem, Floats
 GRID = 1500
 """Number of times at which φ is tabulated. φ is convex, so linear interpolation lies above it and the bound holds."""
 PRICES = 7
+"""Number of prices λ that are tried, including 0."""
 DUALS = 201
-"""Number of weights between training and rollout that the bound over all divisions tries."""
+"""Number of weights w that `division_bound_s` tries."""
 
 
 class RolloutBound:
-    """Lower bounds on rollout time from the GPUs of each pool."""
+    """Lower bounds on the rollout time, given the number of GPUs of each pool."""
 
     def __init__(self, problem: AssignmentProblem) -> None:
         self.tokens, self.gate = problem.step.output_tokens, problem.step.max_running
@@ -33,7 +34,7 @@ class RolloutBound:
         rates = [column.cost.tokens_per_s / column.num_gpus for column in problem.columns] or [1.0]
         gpus = sum(pool.num_gpus for pool in problem.pools.pools)
         low = self.tokens / (gpus * max(rates))
-        high = (self.tokens / min(rates) + max(pauses)) * 4
+        high = (self.tokens / min(rates) + max(pauses)) * 4  # one GPU of the slowest shape, with a margin
         self.times = np.geomspace(low, high, GRID)
         self.prices = self._choose_prices()
         self.tables = [self._table(price) for price in self.prices]
@@ -55,8 +56,7 @@ class RolloutBound:
         return best
 
     def times_s(self, gpus: NDArray[np.int64]) -> Floats:
-        """Return times below which these GPUs cannot generate a step's tokens: [candidates, pools] GPUs →
-        [candidates]."""
+        """Return lower bounds on the time to generate a step's tokens, [candidates]. `gpus` is [candidates, pools]."""
         least = np.zeros(len(gpus))
         for price, table in zip(self.prices, self.tables, strict=True):
             least = np.maximum(least, self._root(gpus.astype(float), table, price * self.gate if price else 0.0))
@@ -82,10 +82,10 @@ class RolloutBound:
 
 
 def division_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Sequence[int]) -> float:
-    """Return a step time that no division of these GPUs between trainer and rollout undercuts.
+    """Return a lower bound on the step time of every division of these GPUs between trainer and rollout.
 
-    In time T a GPU of pool k trains ρ_k·T batches or generates φ_k(T)/tokens of one. Both sums must reach 1, so for
-    every weight w in [0, 1]: Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
+    In time T, a GPU of pool k either trains ρ_k·T batches or generates the fraction φ_k(T)/tokens of a batch. Both sums
+    must reach 1, so for every weight w in [0, 1]: Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
     """
     count = np.array(gpus, dtype=float)
     step = problem.step

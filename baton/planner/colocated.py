@@ -28,7 +28,8 @@ MOST_ROWS = 20
 
 
 def make_colocated_plan(inputs: Inputs) -> Plan:
-    """Return the best plan in which trainer and engines alternate. Raises UserError if there is none."""
+    """Return the best plan in which training and generation alternate on the same GPUs. Raises UserError if no plan
+    is feasible."""
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
     problem = make_problem(serial, "alike" if are_alike(inputs.cluster) else "pessimistic")
@@ -48,13 +49,14 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
                 best = (total, row, rollout, sync_s, extra_s)
     if best is None:
         raise UserError(
-            "infeasible: memory of a replica beside or after the trainer's state. More memory per GPU would help"
+            "infeasible: memory. No replica fits beside the trainer's state, and none fits while that state is in host "
+            "memory. More memory per GPU would help"
         )
     return _described(serial, problem, best)
 
 
 def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
-    """Return the bytes that the trainer keeps on a GPU between steps, without activations, [pools]."""
+    """Return the bytes that the trainer keeps on each GPU of a pool between steps, without activations, [pools]."""
     table, model = problem.table, inputs.model
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:
@@ -69,7 +71,8 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
 
 
 def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
-    """Return the fastest replicas on all GPUs beside the trainer's state, and the publication time to them."""
+    """Return the fastest replicas on all GPUs beside the trainer's state (`kept` bytes), and the time to publish to
+    them."""
     pools = problem.pools.pools
     columns = tuple(
         column
@@ -104,7 +107,7 @@ def _described(
     plan = describe_seated(inputs, problem, solution, "exact", training_seats, engine_seats)
     used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
     outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
-    idle = (Idle(outside, "neither training nor generation gets faster with it"),) if outside else ()
+    idle = (Idle(outside, "it would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s
     bound = Bound.of(total, min(total, least_s), _swap_note(swap_s))
     return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
@@ -112,5 +115,5 @@ def _described(
 
 def _swap_note(swap_s: float) -> str:
     if swap_s:
-        return f"the trainer's state goes to the machine's memory and back: {swap_s:.3g} s of the sync time"
+        return f"the trainer's state is moved to host memory and back in each step: {swap_s:.3g} s of the sync time"
     return "the trainer's state stays in GPU memory while engines generate"

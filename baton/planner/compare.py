@@ -20,7 +20,7 @@ from baton.specs.plan import Plan
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another way to use the cluster or its price."""
+    """Another plan for the cluster, or a plan for another cluster of the same price."""
 
     name: str
     plan: Plan | None
@@ -28,12 +28,12 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 def alternatives(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Alternative]:
-    """Return the alternatives to a plan of this cluster."""
+    """Return alternatives to the plan of this cluster."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
         ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
         ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),
         ("50 % rollout, 50 % training", lambda: split_plan(inputs, 0.5)),
-        ("taking turns on all GPUs", lambda: make_colocated_plan(inputs)),
+        ("training and generation alternate on all GPUs", lambda: make_colocated_plan(inputs)),
     ]
     if len(inputs.cluster.gpu_types) > 1:
         for cluster in homogeneous(inputs.cluster):
@@ -49,7 +49,7 @@ def alternatives(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Alternat
 
 
 def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield clusters of one GPU type each for the price of this one, rounded down to whole GPUs."""
+    """Yield one cluster for each GPU type: as many GPUs of this type as the price of the given cluster pays for."""
     for name in cluster.gpu_types:
         own = [node for node in cluster.nodes if node.gpu.name == name]
         count = int(cluster.price_per_h / own[0].price_per_gpu_h + 1e-9)
@@ -65,7 +65,8 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:
-    """Return a cluster of `count` GPUs in nodes like `node`; the last node is smaller if `count` is not a multiple."""
+    """Return a cluster of `count` GPUs in nodes like `node`. The last node is smaller if `count` is not a multiple
+    of its size."""
     sizes = [node.num_gpus] * (count // node.num_gpus) + ([count % node.num_gpus] if count % node.num_gpus else [])
     nodes = tuple(
         msgspec.structs.replace(node, name=f"{node.gpu.name.lower()}-{index}", num_gpus=size)
@@ -76,14 +77,12 @@ def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: f
 
 
 def split_plan(inputs: Inputs, train_share: float) -> Plan:
-    """Return the plan in which this share of every GPU type trains, with the best shapes on each side.
-
-    Raises UserError if a side has no shape that fits.
-    """
+    """Return the best plan in which `train_share` of the GPUs of each type train. Raises UserError if no training
+    shape or no replica shape fits."""
     problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
     train = np.array([round(pool.num_gpus * train_share) for pool in problem.pools.pools], dtype=np.int64)
     found = evaluate_division(problem, RolloutProgram(problem), train)
     if found is None:
-        raise UserError("one side of this split has no shape that fits")
+        raise UserError("no training shape or no replica shape fits this split")
     found = msgspec.structs.replace(found, bound_s=found.step_s)
     return describe(inputs, problem, found, f"split {1 - train_share:.0%}/{train_share:.0%}")

@@ -1,11 +1,10 @@
-"""Pipelines that span GPU types, decomposed: with many GPUs of several types they are too many to enumerate.
+"""Searches pipelines that span GPU types if there are too many of them to enumerate.
 
-For a fixed step time T everything but the layers is separable. Fix a structure (stages and tp on each pool of a
-pipeline) and a split of the layers among its pools. Each pool then has a least number of GPUs with which its stages
-are fast enough for T, and the remaining GPUs must generate a step's tokens in T, for which there is a bound. If no
-structure and split passes, no crossing pipeline reaches T, which proves a lower bound. Those that pass at a T just
-below the best plan are candidates for a better one. Every number of GPUs is underestimated, never overestimated, so
-the bound stays valid.
+A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
+fixed step time T, the pools of a candidate are independent: each pool needs a least number of GPUs for its stages to be
+fast enough. The remaining GPUs must generate a step's tokens in T, which a bound can exclude. If every candidate is
+excluded, T is a lower bound on the step time of crossing pipelines. The candidates that remain at a T below the best
+step time may contain a better plan. Numbers of GPUs are never overestimated, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -29,40 +28,45 @@ from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, t
 Bools = NDArray[np.bool_]
 
 ROUNDS = 12
+"""Maximum number of bisection steps on the step time."""
 TARGET_GAP = 0.002
-"""The search ends when the gap to the bound is below this."""
+"""Gap to the bound below which the search ends."""
 MOST_CANDIDATES = 40_000
-"""Maximum number of structures and splits that a round turns into shapes."""
+"""Maximum number of candidates that a round turns into training shapes."""
 MOST_SPLITS = 4000
+"""Maximum number of splits of the layers per set of pools; more are thinned."""
 SPARE = (0, 1, 2)
-"""Numbers of groups that a pool gets beyond its minimum when a split is turned into shapes."""
+"""Numbers of additional groups that each pool is tried with when a candidate is turned into training shapes."""
 PASSES = 4
+"""Repetitions that let mutually dependent numbers of groups grow. Fewer only make the bound weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
-    """All structures and splits of one set of pools. Each list has one array per pool, in the order of the pipeline."""
+    """All candidates of one set of pools. Each list has one array [candidates] per pool, in the order of the
+    pipeline."""
 
     order: tuple[int, ...]
     stages: list[Ints]
     tp: list[Ints]
     layers: list[Floats]
-    """Layers of the fullest stage of each pool; the head counts as layers on the last."""
+    """Layers of the fullest stage of each pool. On the last pool, the output head counts as layers."""
     split: list[Ints]
-    """Layers of each pool, all stages together."""
+    """Layers of each pool, over all its stages."""
     most: list[Ints]
-    """Maximum number of groups of each pool."""
+    """Maximum number of tensor-parallel groups per stage of each pool."""
     one: list[StageTerms]
-    """Terms at dp = 1."""
+    """Terms of a stage with dp = 1."""
     head_layers: Floats
-    """Layers that the output head counts as."""
+    """Number of layers that take as long as the output head."""
 
 
 def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return a better solution if a crossing pipeline gives one, with a bound that covers all of them.
+    """Return the solution, improved if a crossing pipeline gives a better one, with a bound over all crossing
+    pipelines.
 
-    The returned problem has the table that the solution's row refers to.
+    The row of the solution refers to the table of the returned problem.
     """
     started = time.monotonic()
     bound = RolloutBound(problem)
@@ -80,7 +84,7 @@ def improve(
             continue
         found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
         if found is None:
-            high = middle  # no plan found, none ruled out: only a lower time can raise the bound
+            high = middle  # neither found nor excluded: only a shorter time can raise the bound
             continue
         problem, best = found
         solved_s = best.step_s
@@ -89,7 +93,7 @@ def improve(
 
 
 def _enumerated_bound_s(inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Return a bound of the pipelines on a single pool, all of which are in the table."""
+    """Return a lower bound on the step time of pipelines on a single pool; the table has all of them."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
         return np.inf
@@ -145,9 +149,10 @@ def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
-    """Return [splits, parts] all ways to give each part at least one layer, thinned if there are too many.
+    """Return the splits of the layers that give each part at least one layer, [splits, parts]. Too many splits are
+    thinned.
 
-    Thinning rounds every part down within a cell, so the computed needs are underestimated and the bound stays
+    Thinning rounds every part down to a multiple of a cell, so no number of GPUs is overestimated and the bound stays
     valid.
     """
     edges = combinations(range(1, num_layers), parts - 1)
@@ -165,10 +170,10 @@ def _splits(num_layers: int, parts: int) -> Ints:
 def _passing(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
-    """Return the structures and splits that a step time does not rule out, and the groups (dp) of each pool.
+    """Return the candidates (rows) that a step time does not exclude, and the groups (dp) that each pool needs.
 
-    The first pass uses the shortest publication time of each row. Rows that pass are tested again for each pool,
-    with the publication time to that pool and engines only on pools that weights reach no later.
+    The first pass uses the shortest publication time of each row. The remaining rows are tested once per pool: with the
+    publication time to this pool, and with engines only on pools that weights reach in this time.
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)
@@ -192,8 +197,7 @@ def _passing(
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
-    """Return publication times, [structures and splits, pools]. The layers of each pool are its share of the
-    weights."""
+    """Return publication times, [candidates, pools]. A pool's share of the layers is its share of the weights."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):
@@ -204,7 +208,8 @@ def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floa
 def _keeping_pace(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose pools have enough GPUs to train within `left_s` [all rows], and the groups they need."""
+    """Return the rows whose pools have enough GPUs to train within `left_s` [candidates], and the groups that they
+    need."""
     work, pools = inputs.work, problem.pools.pools
     overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
     per_rank = work.trained_tokens / work.minibatches / work.longest_tokens
@@ -237,8 +242,8 @@ def _generating(
     left_s: Floats,
     reached: Bools | None,
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose other GPUs may generate a step's tokens within `left_s` [all rows]. With `reached`, only
-    pools that weights reach in time count."""
+    """Return the rows whose remaining GPUs can generate a step's tokens within `left_s` [candidates]. With
+    `reached`, only the marked pools generate."""
     if not len(rows):
         return rows, groups
     pools, step = problem.pools.pools, problem.step
@@ -258,7 +263,7 @@ def _generating(
 def _least_groups(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
-    """Return the least dp with which a pool's stages take at most `pace` each. `groups` is a known lower bound."""
+    """Return the least dp with which each stage of a pool takes at most `pace`. `groups` is a known lower bound."""
     k = family.order[place]
     pool = problem.pools.pools[k]
     slowest = np.where(family.stages[place][alive] > 1, pool.place.inter_bytes_per_s, np.inf)
@@ -272,13 +277,14 @@ def _least_groups(
     work_s = family.layers[place][alive] * np.asarray(family.one[place].per_layer_s)[alive]
 
     def asked(nodes: Floats) -> Floats:
-        """Return the groups needed if a stage spans `nodes` nodes. More nodes cross the stage boundary faster."""
+        """Return the groups needed if a stage spans `nodes` nodes. More nodes send the activations faster to the
+        next stage."""
         left = pace - crossing / nodes / rate
         with np.errstate(divide="ignore"):
             return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
     need = np.maximum(groups, asked(np.full(len(alive), float(len(pool.sizes)))))
-    for _ in range(PASSES):  # either these nodes suffice for some more groups, or one more node is needed
+    for _ in range(PASSES):  # each pass adds groups on the same nodes, or one node
         nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / node))
         need = np.maximum(need, np.minimum(asked(nodes), nodes * node // tp + 1))
     return need
@@ -287,7 +293,7 @@ def _least_groups(
 def _tail_s(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints, groups: Sequence[Floats]
 ) -> Floats:
-    """Return a lower bound of the gradient time of the slowest stage, without vocabulary parameters."""
+    """Return a lower bound on the gradient time of the slowest stage, without vocabulary parameters."""
     longest = np.zeros(len(alive))
     for place, k in enumerate(family.order):
         pool = problem.pools.pools[k]
@@ -304,8 +310,8 @@ def _tail_s(
 
 
 def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
-    """Whether the layers fit into memory at the largest possible dp. Vocabulary parameters count only on pools with
-    one stage."""
+    """Return whether the layers fit into memory at the largest possible dp. Vocabulary parameters count only on
+    pools with one stage."""
     fits = np.ones(len(alive), dtype=bool)
     depth = np.sum([stage[alive] for stage in family.stages], axis=0)
     widest = np.max([most[alive] for most in family.most], axis=0)
@@ -333,7 +339,8 @@ def _realise(
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
-    """Turn the rows that pass into training shapes, also with a few groups more per pool, and solve with those."""
+    """Turn the remaining rows into training shapes, also with a few more groups per pool, and solve the problem with
+    these shapes."""
     share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):

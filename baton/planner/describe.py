@@ -1,4 +1,4 @@
-"""Turns a solution into a complete plan: every GPU's role, layers, memory, times, and what limits the plan."""
+"""Turns a solution into a complete plan: the role of each GPU, layers, memory, times, and the limits of the plan."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def describe_seated(
     """Return the plan of a solution with given GPUs for trainer and replicas."""
     training = describe_training(inputs, problem, solution.row, training_seats)
     step = problem.step
+    # the solver may return a longer time than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
     total = step.step_s(solution.sync_s, rollout_s, training.time_s)
     breakdown = Breakdown(
@@ -68,8 +69,8 @@ def describe_seated(
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
-    """Return the time that these replicas need. The solver may return a longer one, where a shorter one changes
-    nothing."""
+    """Return the rollout time of these replicas. The solver may return a longer time if a shorter rollout would not
+    shorten the step."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
@@ -119,8 +120,8 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
 
 
 def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
-    """Return the layers of each stage in order. If the balance has room for more layers than the model has, the
-    stages with most layers give some up."""
+    """Return the number of layers of each stage, in order. If the balance has more layers than the model, the stages
+    with the most layers get fewer."""
     found: list[int] = []
     for place, count in enumerate(stages):
         first, between, last = (int(each[0]) for each in balance.stage_layers[place])
@@ -199,22 +200,20 @@ def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown
         pool = problem.pools.pools[k]
         own = [column for column in problem.columns if column.pool == k]
         if not own:
-            why = f"no replica of the model fits on {pool.gpu}, and it would not make training faster"
+            why = f"no replica of the model fits on {pool.gpu}, and the GPU would not make training faster"
         elif breakdown.overlaps and breakdown.train_s >= breakdown.rollout_s + breakdown.reward_s:
-            why = "training sets the pace: more generation would not make a step faster"
+            why = "training is the bottleneck: more generation would not make a step faster"
         else:
-            why = (
-                "it fits into no replica shape beside the others, the gate is full, or weights would reach it too late"
-            )
+            why = "no replica shape fits beside the others, the staleness gate is full, or weights would arrive late"
         found.setdefault(why, []).append(gpu)
     return tuple(Idle(tuple(gpus), why) for why, gpus in found.items())
 
 
 def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
-    """Estimate the versions between a trajectory's first token and its training, by Little's law.
+    """Estimate the number of versions between a trajectory's first token and its training, by Little's law.
 
-    If training is slower than rollout, the gate is full and the value is max_staleness. Otherwise it is the number
-    of running trajectories over the batch, plus half a step in the buffer.
+    If training is slower than rollout, the staleness gate is full and the estimate is `max_staleness`. Otherwise it is
+    the number of running trajectories per trajectory of a batch, plus half a step in the buffer.
     """
     work = inputs.work
     if not breakdown.overlaps:
@@ -226,38 +225,38 @@ def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Break
 
 
 def limits(inputs: Inputs, problem: AssignmentProblem, plan: Plan) -> list[str]:
-    """Return what limits the plan, one sentence each."""
+    """Return one sentence for each limit of the plan's throughput."""
     b = plan.breakdown
     filled = b.rollout_s + b.reward_s
     found = []
     if not b.overlaps:
         found.append(
-            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) take turns: no staleness is allowed"
+            f"generation ({seconds(filled)}) and training ({seconds(b.train_s)}) alternate because max_staleness is 0"
         )
     elif b.train_s >= filled:
-        found.append(f"training sets the pace: {seconds(b.train_s)}, rollout and judging {seconds(filled)}")
+        found.append(f"training is the bottleneck: {seconds(b.train_s)}; rollout and scoring take {seconds(filled)}")
     else:
-        found.append(f"rollout sets the pace: {seconds(filled)} with judging, training {seconds(b.train_s)}")
+        found.append(f"rollout is the bottleneck: {seconds(filled)} with scoring; training takes {seconds(b.train_s)}")
     if b.sync_s > 0.1 * b.step_s:
-        found.append(f"weight publication takes {b.sync_s / b.step_s:.0%} of a step: the slowest link it crosses")
+        found.append(f"weight publication takes {b.sync_s / b.step_s:.0%} of a step, because of its slowest link")
     if problem.step.judge_s > b.rollout_s:
-        found.append(f"judging a batch takes {seconds(problem.step.judge_s)}, longer than generating it")
+        found.append(f"scoring a batch takes {seconds(problem.step.judge_s)}, longer than generating it")
     running = sum(replica.batch for replica in plan.replicas)
     if np.isfinite(problem.step.max_running) and running > 0.9 * problem.step.max_running:
         found.append(
-            f"the staleness gate: {running} trajectories run at once, it allows {problem.step.max_running:.0f}"
+            f"the staleness gate allows {problem.step.max_running:.0f} running trajectories, and {running} run"
         )
     paused = [replica.pause_s for replica in plan.replicas]
     if paused and max(paused) > 0.1 * b.rollout_s:
         what = "prefilling running trajectories again after each version" if b.overlaps else "the tail of each batch"
         found.append(f"{what} takes up to {max(paused) / b.rollout_s:.0%} of the rollout time")
     if plan.training.bubble_s > 0.1 * plan.training.time_s:
-        found.append(f"the pipeline waits {plan.training.bubble_s / plan.training.time_s:.0%} of the training time")
+        found.append(f"pipeline bubbles take {plan.training.bubble_s / plan.training.time_s:.0%} of the training time")
     if plan.training.comm_s > 0.1 * plan.training.time_s:
-        found.append(f"gradients take {plan.training.comm_s / plan.training.time_s:.0%} of the training time")
+        found.append(f"gradient exchange takes {plan.training.comm_s / plan.training.time_s:.0%} of the training time")
     return found
 
 
 def seconds(value: float) -> str:
-    """Format a time with three digits, never in powers of ten."""
+    """Format a time with three digits, without an exponent."""
     return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"

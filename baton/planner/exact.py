@@ -1,10 +1,10 @@
-"""Phase 2, `exact`: best-first search over training shapes, each with its best rollout. Proves optimality or reports
-a gap.
+"""Phase 2, `exact`: best-first search over training shapes, each with its best rollout. It proves that the plan is
+optimal, or reports a gap.
 
-Every candidate training shape has a lower bound on the step time from the GPUs that it leaves. Candidates are
-visited in the order of that bound, and the integer program decides whether a candidate beats the best plan so far.
-The search ends when the next bound is no better. If not all shapes were enumerated (many GPUs of many types),
-`division_bound_s` covers the others.
+The GPUs that a training shape leaves free give a lower bound on the step time. Shapes are visited in the order of this
+bound, and an integer program decides whether a shape beats the best plan so far. The search ends when the next bound is
+not below the best step time. `division_bound_s` covers the shapes that were not enumerated, which happens with many
+GPUs of many types.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from baton.planner.replicas import CLOSE, RolloutAllocation, RolloutProgram
 
 
 class Solution(msgspec.Struct, frozen=True):
-    """The best division found: a row of the table and its replicas."""
+    """The best division found: a training shape (a row of the table) and replicas."""
 
     row: int
     rollout: RolloutAllocation
     sync_s: float
     step_s: float
     bound_s: float
-    """No division has a shorter step."""
+    """Lower bound on the step time of all divisions."""
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """Candidates with a limit on publication time: engines run only on pools that weights reach within it."""
+    """Candidates: a training shape and a maximum publication time. Engines run only on pools that weights reach in
+    that time."""
 
     rows: Ints
     sync_s: Floats
@@ -41,7 +42,7 @@ class _Entries(msgspec.Struct, frozen=True):
 def solve_exact(
     problem: AssignmentProblem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf
 ) -> Solution | None:
-    """Return the division with the shortest step, or None if none is faster than `ceiling_s`."""
+    """Return the division with the shortest step, or None if no division is faster than `ceiling_s`."""
     started = time.monotonic()
     bound = RolloutBound(problem)
     entries = _entries(problem, bound)
@@ -53,7 +54,7 @@ def solve_exact(
         if lower >= step_s * (1 - CLOSE):
             least_s = min(least_s, lower)
             break
-        if best is not None and time.monotonic() - started > time_limit_s:
+        if best is not None and time.monotonic() - started > time_limit_s:  # at least one plan is always found
             least_s = min(least_s, lower)
             break
         found, missed_s = _try(problem, program, entries, int(place), step_s)
@@ -95,7 +96,8 @@ def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
 def _try(
     problem: AssignmentProblem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
 ) -> tuple[Solution | None, float]:
-    """Return the candidate's solution if it beats `step_s`, and a step time that the candidate cannot undercut."""
+    """Return the candidate's solution, or None if it is not faster than `step_s`, and a lower bound on its step
+    time."""
     table, step = problem.table, problem.step
     row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
     train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])

@@ -1,4 +1,4 @@
-"""Errors for infeasible inputs: which constraint binds, with the bytes needed and available."""
+"""Errors for infeasible inputs. They name the binding constraint, with the bytes needed and available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise UserError: no replica shape fits into memory on any pool."""
+    """Raise the UserError for a model of which no replica shape fits into memory on any pool."""
     lines = []
     for pool in pools.pools:
         needs = [
@@ -44,7 +44,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise UserError: no training shape fits into memory on any pool."""
+    """Raise the UserError for a model of which no training shape fits into memory on any pool."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
@@ -53,7 +53,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoR
 
 
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
-    """Describe the least memory per GPU that training would need if all GPUs of this pool trained."""
+    """Return a text with the least memory per GPU that training needs if all GPUs of this pool train."""
     best: tuple[float, int, int, int] | None = None
     for tp in tensor_widths(model, pool):
         for stages in (1, 2, 4, 8):
@@ -74,12 +74,13 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 
 def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
-    """Raise UserError: trainer and rollout fit separately but not together, or the gate admits too few trajectories."""
+    """Raise the UserError for trainer and rollout that fit separately but not together, or for a staleness gate that
+    admits too few trajectories."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:
         raise UserError(
-            f"infeasible: staleness gate. It lets {problem.step.max_running:.1f} trajectories run at once, fewer than "
+            f"infeasible: staleness gate. It allows {problem.step.max_running:.1f} running trajectories, fewer than "
             f"the smallest replica's {smallest}. A larger batch or a larger max_staleness would help"
         )
     gpus = table.gpus.sum(axis=1)
@@ -90,5 +91,5 @@ def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
     raise UserError(
         f"infeasible: number of GPUs. The smallest training shape of {model.name} takes {shape}, the smallest replica "
         f"{replica.num_gpus} {pools[replica.pool].name}, and they do not fit side by side into {total} GPUs. "
-        "More GPUs would help; `--colocated` plans for taking turns on the same ones"
+        "More GPUs would help; with `--colocated`, both use the same GPUs alternately"
     )

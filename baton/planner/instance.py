@@ -29,7 +29,7 @@ from baton.specs.workload import Workload
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """What to plan."""
+    """The cluster, model and workload to plan."""
 
     cluster: Cluster
     model: ModelSpec
@@ -38,14 +38,14 @@ class Inputs(msgspec.Struct, frozen=True):
     rates: RatesSettings | None = None
     """Measured rates; they replace the cost model."""
     cross_types: bool = True
-    """Whether one training pipeline may span GPU types. False for trainers that do not support it (Megatron, FSDP)."""
+    """Whether a training pipeline may span GPU types. False for trainers without such pipelines (Megatron, FSDP)."""
 
     def on(self, cluster: Cluster) -> Inputs:
         return msgspec.structs.replace(self, cluster=cluster)
 
 
 def make_problem(inputs: Inputs, view: View = "alike") -> AssignmentProblem:
-    """Return the problem of a view of the cluster. If no shape fits, raises UserError with the bytes needed."""
+    """Return the problem of a view of the cluster. Raises UserError with the bytes needed if no shape fits."""
     pools = make_pools(inputs.cluster, inputs.efficiencies, view)
     return make_rate_problem(inputs, pools) if inputs.rates is not None else make_cost_problem(inputs, pools)
 
@@ -85,10 +85,10 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
 def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     """Return the problem of a table of rates: a replica is one GPU, and the training rates of GPUs add up.
 
-    Memory and shapes are not modelled: the rates were measured with shapes that fit.
+    Memory and shapes are not modelled, because the rates were measured with shapes that fit.
     """
     rates, work = inputs.rates, inputs.work
-    assert rates is not None, "there is a table of rates"
+    assert rates is not None, "the inputs have no table of rates"
     missing = sorted({pool.gpu for pool in pools.pools} - set(rates.rates))
     if missing:
         raise UserError(
@@ -140,7 +140,8 @@ def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
-    """Return divisions in which every pool but one trains completely or not at all: the basic solutions of the LP."""
+    """Return the divisions in which all pools except one train completely or not at all: the basic solutions of the
+    LP."""
     rows = set()
     for split in range(len(pools)):
         others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]

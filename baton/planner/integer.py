@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 
 class IntegerSolution(msgspec.Struct, frozen=True):
-    """The best solution found, and an upper bound of the optimum."""
+    """The best solution found, and an upper bound on the optimal value."""
 
     counts: tuple[int, ...]
     value: float
@@ -31,7 +31,7 @@ def check_solver() -> None:
 def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float = 20.0) -> IntegerSolution:
     """Solve one integer program. `rows` is [constraints, columns]; `gains`, `rows` and `limits` are non-negative.
 
-    Within the time limit the solution is optimal (relative gap 10⁻⁹); otherwise `bound` shows the gap.
+    The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit; then `bound` exceeds `value`.
     """
     check_solver()
     import highspy
@@ -50,11 +50,11 @@ def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float
     lp.a_matrix_.index_ = np.concatenate(places) if places else np.zeros(0, dtype=int)
     lp.a_matrix_.value_ = np.concatenate([rows[place, column] for column, place in enumerate(places)])
     lp.integrality_ = [highspy.HighsVarType.kInteger] * num_columns
-    make: Any = highspy.Highs
+    make: Any = highspy.Highs  # Any: highspy has no type annotations
     solver = make()
     for key, value in (
         ("output_flag", False),
-        ("threads", 1),
+        ("threads", 1),  # one thread, so that the same problem has the same solution
         ("mip_rel_gap", 1e-9),
         ("mip_abs_gap", 0.0),
         ("time_limit", time_limit_s),
@@ -64,7 +64,7 @@ def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float
     solver.run()
     solution = np.round(np.array(solver.getSolution().col_value)) if solver.getInfo().primal_solution_status else None
     counts = np.zeros(num_columns) if solution is None or len(solution) != num_columns else solution
-    assert np.all(rows @ counts <= limits + 1e-6), "HiGHS returned what is not allowed"
+    assert np.all(rows @ counts <= limits + 1e-6), "HiGHS returned a solution that violates a limit"
     value = float(gains @ counts)
     bound = max(value, float(solver.getInfo().mip_dual_bound))
     return IntegerSolution(tuple(int(count) for count in counts), value, bound)

@@ -1,8 +1,8 @@
-"""What to rent: the most throughput for a budget, or the cheapest cluster that reaches a throughput.
+"""Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
-Offers are machines with a price. Every combination of machine counts is a cluster. A bound on its throughput (with
-fractional GPUs, computed for all combinations at once) gives the search order and discards combinations without
-planning.
+An offer is a machine type with a price. A combination of machine counts is a cluster. Bounds on the throughput of all
+combinations are computed at once, with fractional GPUs. They give the order of the search and exclude combinations that
+need not be planned.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, Node
 from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
+"""Maximum number of combinations of machines."""
 BOUND_STEPS = 24
+"""Bisection steps of the bounds of all combinations; enough to order them."""
 BOUND_WEIGHTS = 41
+"""Number of weights w that `_reaches` tries; fewer than in `division_bound_s`, for speed."""
 
 
 class OfferSettings(Settings):
@@ -38,11 +41,12 @@ class OfferSettings(Settings):
     gpus: int = Field(default=8, ge=1)
     """GPUs per machine."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """Price of one GPU; the default is the GPU type's."""
+    """Price of one GPU; the default is the price of the GPU type."""
     max_nodes: int | None = Field(default=None, ge=1)
-    """Number of machines on offer; the default is what the budget buys."""
+    """Maximum number of machines; by default, the budget is the only limit."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the GPU type's."""
+    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
+    type."""
 
 
 class OffersSettings(Settings):
@@ -55,7 +59,7 @@ class OffersSettings(Settings):
     offers: tuple[OfferSettings, ...] = Field(min_length=1)
     """Machines on offer."""
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
-    """New GPU types, or changes to the catalogue's, by name."""
+    """New GPU types, or changes to GPU types of the catalogue, by name."""
 
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
         nodes = tuple(
@@ -74,27 +78,28 @@ class OffersSettings(Settings):
 
 
 class RentalChoice(msgspec.Struct, frozen=True):
-    """What to rent, and its plan."""
+    """The machines to rent, and their plan."""
 
     counts: tuple[int, ...]
-    """Machines of each offer."""
+    """Number of machines of each offer."""
     plan: Plan
     inputs: Inputs
     spots: list[PricePoint]
-    """All clusters that were planned during the search."""
+    """Price and throughput of each cluster that was planned during the search."""
     num_choices: int
     num_planned: int
     bound: float
-    """Budget: tokens per second that no affordable choice exceeds. Target: the lowest price that may still reach it."""
+    """For a budget: upper bound on the throughput of every affordable choice. For a target: lower bound on the price
+    of every choice that reaches it."""
 
 
 class _Market(msgspec.Struct, frozen=True):
     offers: OffersSettings
     inputs: Inputs
     problem: AssignmentProblem
-    """Problem of all offers at once, for bounds."""
+    """Problem of the cluster of all offers, which gives the bounds."""
     prices: Floats
-    """Price of one machine of each offer, per hour."""
+    """[offers] price of one machine per hour."""
     pool_of: list[int]
     gpus: Floats
 
@@ -105,7 +110,7 @@ class _Market(msgspec.Struct, frozen=True):
 def rent_for_budget(
     inputs: Inputs, offers: OffersSettings, budget: float, *, time_limit_s: float = 120.0
 ) -> RentalChoice:
-    """Return the cluster with the most throughput for a price per hour. `inputs.cluster` is ignored."""
+    """Return the choice with the highest throughput for a price per hour. `inputs.cluster` is ignored."""
     prices = _prices(offers)
     if budget < prices.min():
         raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")
@@ -129,7 +134,7 @@ def rent_for_budget(
             if best is None or found[1].breakdown.step_s < best[1].breakdown.step_s * (1 - 1e-9):
                 best = (found[0], found[1], tuple(choices[place].tolist()))
     if best is None:
-        raise UserError(f"--budget {budget:g}: {inputs.model.name} can be planned on no cluster at this price")
+        raise UserError(f"--budget {budget:g}: no cluster at this price has a feasible plan for {inputs.model.name}")
     top = best[1].tokens_per_step / min(least_s, best[1].breakdown.step_s)
     return RentalChoice(best[2], best[1], best[0], marked(spots), len(choices), planned, top)
 
@@ -137,11 +142,11 @@ def rent_for_budget(
 def rent_for_target(
     inputs: Inputs, offers: OffersSettings, target: float, *, time_limit_s: float = 120.0
 ) -> RentalChoice:
-    """Return the cheapest cluster whose throughput, in trained tokens per second, reaches a target."""
+    """Return the cheapest choice whose throughput, in trained tokens per second, reaches `target`."""
     prices = _prices(offers)
     without = [offer.gpu for offer in offers.offers if offer.max_nodes is None]
     if without:
-        raise UserError(f"offers: max_nodes is missing for {without[0]}, and --target-throughput needs it")
+        raise UserError(f"offers: max_nodes is missing for {without[0]}; --target-throughput needs it for every offer")
     most = [offer.max_nodes or 1 for offer in offers.offers]
     choices = _choices(most, prices, np.inf, only_full=False)
     costs = choices @ prices
@@ -165,9 +170,9 @@ def rent_for_target(
             counts = tuple(choices[place].tolist())
             return RentalChoice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
         if found[1].tokens_per_step / found[1].bound.step_s >= target:
-            open_price = min(open_price, float(costs[place]))  # a better plan of it may reach the target
+            open_price = min(open_price, float(costs[place]))  # a better plan of this choice may reach the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
-    late = ", and time ran out: allow more with --time-limit" if np.isfinite(open_price) else ""
+    late = "; the search reached its time limit, which --time-limit raises" if np.isfinite(open_price) else ""
     raise UserError(
         f"--target-throughput {target:g}: no choice of the offers reaches it; the best one planned gives "
         f"{best:,.0f} tokens/s{late}"
@@ -185,8 +190,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return [choices, offers] machine counts within a budget. `only_full`: only those that no machine can be added
-    to."""
+    """Return the machine counts within a budget, [choices, offers]. If `only_full`, choices are left out to which
+    the budget allows another machine."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(
@@ -205,7 +210,7 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices:
     whole = inputs.on(offers.cluster_settings(most).build())
     problem = make_problem(whole, "optimistic")
     links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
-    if inputs.rates is None:  # a single machine publishes over its own link
+    if inputs.rates is None:  # within a single machine, weights are published over its own link
         size = inputs.model.params * inputs.work.weight_bytes
         latency = min(pool.place.efficiency.publish_latency_s for pool in problem.pools.pools)
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))
@@ -245,7 +250,7 @@ def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarr
 
 
 def _bounds_s(market: _Market, choices: Ints) -> Floats:
-    """Return lower bounds of the step time, [choices]."""
+    """Return lower bounds on the step time, [choices]."""
     low = np.full(len(choices), market.problem.sync_bound_s)
     slowest_s = max(float(RolloutBound(market.problem).times[-1]), 1 / float(market.problem.train_rate_bound.min()))
     high = np.full(len(choices), slowest_s * 4 + market.problem.sync_bound_s)

@@ -1,4 +1,4 @@
-"""What-if plans: one more GPU of each type, or fewer machines, with throughput and price."""
+"""Plans of changed clusters, with throughput and price: one more GPU of a type, or fewer machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.planner.solve import make_plan, restricted
 from baton.specs.cluster import Cluster
 
 NOTHING = 1e-6
-"""A smaller relative gain counts as 0."""
+"""Relative gain below which a gain counts as 0."""
 
 
 class Marginal(msgspec.Struct, frozen=True):
@@ -21,26 +21,27 @@ class Marginal(msgspec.Struct, frozen=True):
 
     gpu: str
     tokens_per_s: float
-    """Throughput of the cluster with it."""
+    """Throughput of the cluster with the added GPU."""
     gain: float
-    """Throughput relative to the cluster without it, minus 1."""
+    """Relative increase of the throughput."""
     price_per_h: float
-    """Price of that GPU."""
+    """Price of the added GPU."""
 
 
 class PricePoint(msgspec.Struct, frozen=True):
-    """One cluster on the curve of throughput over price."""
+    """Price and throughput of one cluster."""
 
     counts: dict[str, int]
     """GPUs by type."""
     price_per_h: float
     tokens_per_s: float
     is_efficient: bool = False
-    """Whether no cheaper or equally priced cluster is faster."""
+    """Whether no cluster of the same or a lower price is faster."""
 
 
 def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0) -> list[Marginal]:
-    """Return the throughput with one more GPU of each type, on its own machine with links like others of its type."""
+    """Return the throughput with one more GPU, for each GPU type. The GPU is in a machine of its own, with links
+    like the other machines of its type."""
     found = []
     for name in inputs.cluster.gpu_types:
         place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
@@ -52,7 +53,7 @@ def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0
 
 
 def with_one_more(cluster: Cluster, place: int) -> Cluster:
-    """Return the cluster with one more machine of one GPU, linked like the machine at index `place`."""
+    """Return the cluster with one more machine of one GPU, with links like those of the machine at index `place`."""
     like = cluster.nodes[place]
     same = [k for k, node in enumerate(cluster.nodes) if node.gpu.name == like.gpu.name and k != place]
     others = [rate for k, rate in enumerate(cluster.bytes_per_s[place]) if k != place]
@@ -69,7 +70,7 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 
 def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -> list[PricePoint]:
-    """Return throughput and price of this cluster with fewer machines, with the efficient points marked."""
+    """Return throughput and price of parts of this cluster, with the efficient points marked."""
     started = time.monotonic()
     cluster = inputs.cluster
     by_type = [
@@ -98,7 +99,7 @@ def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -
 
 
 def marked(spots: list[PricePoint]) -> list[PricePoint]:
-    """Return points sorted by price, with the efficient ones marked."""
+    """Return the points sorted by price, with the efficient points marked."""
     best, result = 0.0, []
     for spot in sorted(spots, key=lambda s: (s.price_per_h, -s.tokens_per_s)):
         is_efficient = spot.tokens_per_s > best * (1 + 1e-9)

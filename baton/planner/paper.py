@@ -1,10 +1,8 @@
-"""Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm
-1.
+"""Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm 1.
 
-A baseline, never the default: equation 3 prefers many GPUs with fast links to GPUs that train well (on the paper's
-own 56 GPUs it would train on 40 H20 rather than on 8 H800). The paper leaves some points open. Here the training
-share of FLOP/s must be within half a step of γ, both sides keep at least one GPU, and the best plan found during the
-search is returned.
+This is a baseline. Equation 3 prefers many GPUs with fast links to GPUs that train fast: on the paper's 56 GPUs it
+selects 40 H20 for training in place of 8 H800. The paper leaves three points open. Here, the training share of FLOP/s
+must be within half a step of γ, and both sides have at least one GPU. The search returns the best plan that it found.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """Iterations without improvement after which the search stops (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions; beyond it, whole nodes are divided, then groups of nodes."""
+"""Maximum number of divisions. If single GPUs give more, whole nodes are divided, then groups of nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
-    """Return equation 3 of each division: share of link bandwidth within training plus share of memory bandwidth in
-    rollout.
+    """Return equation 3 of each division: the training side's share of link bandwidth plus the rollout side's share of
+    memory bandwidth.
 
-    All pairs of GPUs count. The first `rows[:, k]` GPUs of each pool train, node by node.
+    The link bandwidth is summed over all pairs of GPUs. The first `rows[:, k]` GPUs of each pool train, node by node.
     """
     everything = np.array([[pool.num_gpus for pool in problem.pools.pools]], dtype=np.int64)
     links = _pair_sums(problem, rows) / _pair_sums(problem, everything)
@@ -50,14 +48,14 @@ def _pair_sums(problem: AssignmentProblem, rows: Ints) -> Floats:
 
 
 def _inner_pairs(pool: GpuPool) -> Floats:
-    """Return the pairs within a node among the first n GPUs of a pool, [GPUs + 1]."""
+    """Return, for each n, the number of pairs within a node among the first n GPUs of a pool, [GPUs + 1]."""
     new = [float(place) for size in pool.sizes for place in range(size)]
     pairs: Floats = np.cumsum([0.0, *new])
     return pairs
 
 
 def divisions(problem: AssignmentProblem) -> Ints:
-    """Return the GPUs that may train, [divisions, pools]: by GPU if these are few enough, else by one or several
+    """Return the numbers of GPUs that train, [divisions, pools], in steps of one GPU, of one node, or of several
     nodes."""
     pools = problem.pools.pools
     steps = [list(range(pool.num_gpus + 1)) for pool in pools]
@@ -73,7 +71,7 @@ def divisions(problem: AssignmentProblem) -> Ints:
 
 
 def propose(problem: AssignmentProblem, gamma: float, rows: Ints, scores: Floats) -> Ints:
-    """Return the division with the highest equation 3 among those whose share of FLOP/s is nearest to γ."""
+    """Return the division with the highest equation 3 among the divisions whose share of FLOP/s is nearest to γ."""
     flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
     share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
     reach = np.sort(np.unique(np.round(share, 9)))
@@ -132,7 +130,8 @@ def taken_sizes(pool: GpuPool, count: int) -> list[int]:
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
-    """Run phase 1 on a fixed division: the best training shape on one side, the best replicas on the other."""
+    """Return the fastest training shape and the fastest replicas of a fixed division, or None if a side has no shape
+    that fits."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):
         return None

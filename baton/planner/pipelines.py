@@ -1,9 +1,9 @@
-"""Phase 1, training side: every training shape on given pools, and its time.
+"""Phase 1, training side: all training shapes on given pools, and their times.
 
-A pipeline has `stages` equal stages on each pool that takes part, each of `dp` tensor-parallel groups of `tp` GPUs.
-TP and DP stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Types are ordered by
-speed, with the fastest last because the last stage has the output head. Layers are distributed to minimise the
-slowest stage, within memory.
+A pipeline has `stages` stages on each of its pools. A stage has `dp` tensor-parallel groups of `tp` GPUs. Tensor and
+data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). The fastest type is
+last, because the last stage has the output head. Layers are distributed so that the slowest stage is as fast as
+possible and all stages fit into memory.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 STAGES = (1, 2, 4, 8)
-"""Pipeline stages if a single pool trains."""
+"""Allowed numbers of pipeline stages if a single pool trains."""
 CROSSING_STAGES = (1, 2)
-"""Pipeline stages on each pool if several train."""
+"""Allowed numbers of pipeline stages on each pool if several pools train."""
 MAX_CROSSED = 3
-"""Maximum number of pools that one pipeline crosses."""
+"""Maximum number of pools in one pipeline."""
 MAX_SHAPES = 400_000
-"""If a set of pools has more combinations than this, only some of them are evaluated."""
+"""Maximum number of shapes that are evaluated for a set of pools. If more exist, only some are evaluated."""
 SATURATED_SHAPES = 3
-"""In that case: number of shapes of each pool that trains with all its GPUs."""
+"""Number of shapes of each pool that trains with all its GPUs, if only some shapes are evaluated."""
 
 
 Rows = tuple[Ints, Ints, Ints, Floats, Floats]
-"""Stages, tp, dp [candidates, pools], times [candidates], shares of the layers [candidates, pools]."""
+"""(stages, tp, dp, times, shares of the layers); times are [candidates], the others [candidates, pools]."""
 
 
 class Shapes(msgspec.Struct, frozen=True):
-    """Shapes of one pool's part of a pipeline; arrays of equal length."""
+    """Shapes of the part of a pipeline on one pool, [candidates] each."""
 
     stages: Ints
     tp: Ints
@@ -52,13 +52,13 @@ class Shapes(msgspec.Struct, frozen=True):
 
 
 class LayerBalance(msgspec.Struct, frozen=True):
-    """Layers of pipelines and the resulting times; arrays over candidates."""
+    """The layers of pipelines and the resulting times, [candidates] each."""
 
     pace_s: Floats
     """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
-    """For each pool: layers of the pipeline's first stage, of stages in between, and of its last stage (0 if there
-    is none)."""
+    """For each pool, the layers of the pipeline's first stage, of the stages in between and of its last stage; 0 if
+    the pool has no such stage."""
     compute_s: Floats
     bubble_s: Floats
     gradients_s: Floats
@@ -71,7 +71,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
 
 
 def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
-    """Return every training shape that fits into memory. `is_complete` says whether all were evaluated."""
+    """Return the training shapes that fit into memory. `is_complete` of the table is False if only some shapes were
+    evaluated."""
     alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
     tables = []
     is_complete = True
@@ -86,7 +87,7 @@ def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: 
 
 
 def pipeline_orders(pools: Pools, most: int) -> list[list[int]]:
-    """Return the sets of pools that a pipeline may cross, each in the order of the pipeline."""
+    """Return the sets of pools that a pipeline may use, each in the order of the pipeline."""
     count = len(pools.pools)
     return [
         sorted(subset, key=lambda k: (pools.pools[k].place.gpu.flops, pools.pools[k].name))
@@ -103,7 +104,7 @@ def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> 
 
 
 def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
-    """Return all (stages, tp, dp) that a pool's nodes can hold."""
+    """Return all (stages, tp, dp) that fit into the nodes of a pool."""
     pool = pools.pools[index]
     rows = [
         (stages, tp, dp)
@@ -117,7 +118,8 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield combinations of the pools' shapes: all, or those in which every pool but one trains with all its GPUs."""
+    """Yield combinations of the pools' shapes: all, or those in which all pools except one train with all their
+    GPUs."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return
@@ -137,7 +139,7 @@ def _product(parts: Sequence[Shapes]) -> list[Shapes]:
 
 
 def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]) -> Rows:
-    """Return stages, tp, dp, times and shares of layers of the pipelines that fit into memory."""
+    """Return the shapes, times and shares of the layers of the pipelines that fit into memory."""
     total = sum(part.stages for part in shapes)
     shapes = [part.take(np.asarray(total <= model.num_layers)) for part in shapes]
     balance = balanced(model, work, pools, order, shapes)
@@ -155,7 +157,7 @@ def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[in
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """`count` equal stages, each of which takes `base_s + layers · per_layer_s`."""
+    """A group of `count` equal stages. Each takes `base_s + layers · per_layer_s`."""
 
     count: Ints
     base_s: Floats
@@ -166,10 +168,10 @@ class _Kind(msgspec.Struct, frozen=True):
 def balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Distribute layers to minimise the slowest stage, and return the resulting times.
+    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times.
 
-    The pace takes only values at which some stage completes a whole number of layers. Start at the pace that
-    fractional layers would allow, and go to the next value until all layers are placed.
+    The pace is the time of the slowest stage, which has a whole number of layers. The search starts at the pace that
+    fractional layers would allow, and raises it to the next possible value until all layers are placed.
     """
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
@@ -200,7 +202,7 @@ def balanced(
 
 def _held(kind: _Kind, pace: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
-        own = np.floor((pace - kind.base_s) / kind.per_layer_s * (1 + 1e-12) + 1e-9)
+        own = np.floor((pace - kind.base_s) / kind.per_layer_s * (1 + 1e-12) + 1e-9)  # absorbs rounding errors
     held: Floats = np.where(kind.count > 0, np.minimum(np.nan_to_num(own, posinf=0), kind.most), 0)
     return held
 
@@ -218,8 +220,8 @@ def _kinds(
     terms: Sequence[StageTerms],
     in_flight: Floats,
 ) -> list[list[_Kind]]:
-    """Return for each pool its stages that are first in the pipeline, in between, and last. A single stage counts as
-    last."""
+    """Return, for each pool, its stages that are first in the pipeline, in between, and last. A single stage counts
+    as the last stage."""
     found = []
     depth = np.sum([part.stages for part in shapes], axis=0)
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):

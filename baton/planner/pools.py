@@ -1,12 +1,12 @@
-"""Pools of interchangeable GPUs of one type, so that a search counts GPUs instead of naming them.
+"""Pools of interchangeable GPUs of one type. A search over pools counts GPUs and does not name them.
 
-Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. If the nodes
-of a type are not alike, one pool of the whole type is either pessimistic (slowest links: its plans are feasible) or
-optimistic (fastest links: it bounds what any plan reaches).
+Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. If the nodes of
+a type are not alike, a pool can still contain the whole type. A pessimistic pool has the slowest links, so its plans
+are feasible. An optimistic pool has the fastest links, so the step time of its best plan is a lower bound.
 
-Tensor-parallel groups have 2^i GPUs of one node. Groups of such sizes fit into nodes if and only if, for every size
-g, the GPUs in groups of at least g are at most g · Σ_nodes ⌊GPUs / g⌋. (Place the large groups first: they leave in
-a node its GPUs less a multiple of g.) Packing therefore needs no node names either.
+Tensor-parallel groups have 2^i GPUs of one node. Groups of these sizes fit into the nodes if and only if, for every
+size g, the GPUs in groups of at least g are at most g · Σ_nodes ⌊GPUs / g⌋. (Proof: place large groups first; each uses
+a multiple of g GPUs of a node.) Packing therefore needs no node names either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
-"""With more pools than this, only pools of whole types are planned: a search over subsets of pools takes too long."""
+"""Maximum number of pools of nodes that are alike. With more, only pools of whole types are planned, because a
+search over subsets of pools takes too long."""
 
 
 class GpuPool(msgspec.Struct, frozen=True):
@@ -47,11 +48,11 @@ class GpuPool(msgspec.Struct, frozen=True):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Sizes of groups that a node can hold: 1, 2, 4, …"""
+        """Sizes of the groups that fit into a node: 1, 2, 4, …"""
         return tuple(2**i for i in range(max(self.sizes).bit_length()))
 
     def capacity(self, level: int) -> int:
-        """Return the number of GPUs that can be used in groups of `level`."""
+        """Return the number of GPUs that are usable in groups of `level`."""
         return level * sum(size // level for size in self.sizes)
 
 
@@ -65,19 +66,19 @@ class Pools(msgspec.Struct, frozen=True):
 
     @property
     def publish_bytes_per_s(self) -> NDArray[np.float64]:
-        """[from, to] bandwidth that weight publication reaches."""
+        """[from, to] bandwidth of weight publication."""
         rates = np.array(self.bytes_per_s)
         reached: NDArray[np.float64] = rates * np.array([[pool.place.efficiency.publish] for pool in self.pools])
         return reached
 
 
 def are_alike(cluster: Cluster) -> bool:
-    """Whether all nodes of each GPU type are alike."""
+    """Return whether all nodes of each GPU type are alike."""
     return len(_alike(cluster)) == len(cluster.gpu_types)
 
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
-    """Group a cluster's nodes: nodes that are alike, or whole types under the pessimistic or optimistic view."""
+    """Return the pools of a cluster: nodes that are alike, or whole types under the pessimistic or optimistic view."""
     if view == "alike":
         groups = _alike(cluster)
     else:

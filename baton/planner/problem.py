@@ -29,7 +29,7 @@ class ReplicaShape(msgspec.Struct, frozen=True):
         return self.cost.num_gpus
 
     def work(self, time_s: float) -> float:
-        """Return the tokens generated in this time, less the pause."""
+        """Return the number of tokens generated in `time_s`, which includes the pause."""
         return self.cost.tokens_per_s * max(0.0, time_s - self.cost.pause_s)
 
 
@@ -64,12 +64,12 @@ class TrainTable(msgspec.Struct, frozen=True):
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """How the parts of a step add up to its time."""
+    """The formula of the step time, with the workload's constants."""
 
     output_tokens: float
     """Tokens generated per step."""
     max_running: float
-    """Trajectories that may run at once over all replicas; infinite if batches are not modelled."""
+    """Maximum number of running trajectories over all replicas; infinite if batches are not modelled."""
     judge_s: float
     """Time to score all trajectories of a batch."""
     latency_s: float
@@ -78,41 +78,41 @@ class StepModel(msgspec.Struct, frozen=True):
     """Whether generation continues while the trainer works."""
 
     def step_s(self, sync_s: float, rollout_s: float, train_s: float) -> float:
-        """Return sync + max(rollout + reward, train), or their sum without overlap."""
+        """Return sync + max(rollout + reward, train), or the sum of all four without overlap."""
         filled = rollout_s + self.reward_s(rollout_s)
         return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
 
     def reward_s(self, rollout_s: float) -> float:
-        """Return the scoring time that rollout does not hide. Scoring runs during rollout, except for the last
-        trajectory."""
+        """Return the scoring time that remains after the rollout. All trajectories except the last are scored during
+        the rollout."""
         return max(0.0, self.judge_s - rollout_s) + self.latency_s
 
     def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
-        """Return the longest rollout with which a step takes `step_s`; negative if there is none."""
+        """Return the longest rollout time with which a step takes `step_s`; negative if no rollout is short enough."""
         left = step_s - sync_s - self.latency_s - (0.0 if self.overlaps else train_s)
         is_possible = left >= self.judge_s and (not self.overlaps or sync_s + train_s <= step_s)
         return left if is_possible else -1.0
 
 
 class AssignmentProblem(msgspec.Struct, frozen=True):
-    """One instance, ready to be solved."""
+    """One instance of the planner's optimisation problem."""
 
     pools: Pools
     columns: tuple[ReplicaShape, ...]
     table: TrainTable
     sync_s: Floats
-    """[candidates, pools] time of publication from a candidate's trainer to engines of a pool."""
+    """[candidates, pools] time to publish from a candidate's trainer to engines of a pool."""
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] upper bound of the batches per second and GPU of any training shape, for bounds if the table is
+    """[pools] upper bound on the batches per second and GPU of any training shape. It serves bounds if the table is
     incomplete."""
     sync_bound_s: float
-    """Lower bound of the publication time."""
+    """Lower bound on the publication time."""
 
 
 def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[ReplicaShape, ...]:
-    """Return every replica shape that fits, at its largest batch and at repeated halves of it."""
+    """Return every replica shape that fits, with its largest batch and with 1/2, 1/4, … of this batch."""
     found = []
     for index, pool in enumerate(pools.pools):
         for tp in tensor_widths(model, pool):
@@ -144,8 +144,8 @@ def make_step(work: Workload) -> StepModel:
 
 
 def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
-    """Return publication times of candidates whose pools train these shares of the weights, both [candidates,
-    pools]."""
+    """Return publication times, [candidates, pools]. `shares` [candidates, pools] is the share of the weights that
+    each pool trains."""
     latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
     times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

@@ -1,9 +1,10 @@
 """Replanning after machines were lost or added: a good new plan that moves few GPUs.
 
-Up to four plans are made: without regard to the running one; with the training shape kept; with the training shape
-and the surviving replicas kept and the free GPUs filled; with the surviving replicas kept and training on the rest.
-Of the plans within `slack` of the fastest, the one with the fewest moves is chosen. A GPU moves if it was in the
-cluster before and now has another role, another training shape or another replica shape.
+Up to three plans are made. The first ignores the running plan. If the training shape still fits, the second keeps it,
+and the third keeps it and the surviving replicas and places more replicas on the free GPUs. Otherwise the second keeps
+the surviving replicas and trains on the other GPUs. Of the plans within `slack` of the fastest, the plan with the
+fewest moves is chosen. A GPU moves if it was in the cluster before and now has another role, training shape or replica
+shape.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan
 
 SECTIONS = 50
-"""Halvings of the interval of step times."""
+"""Maximum number of bisection steps."""
 
 
 class ReplanOption(msgspec.Struct, frozen=True):
@@ -45,12 +46,12 @@ class Replanned(msgspec.Struct, frozen=True):
     chosen: ReplanOption
     options: tuple[ReplanOption, ...]
     lost: tuple[str, ...]
-    """GPUs of the running plan that are no longer in the cluster."""
+    """GPUs of the running plan that are not in the cluster any more."""
     added: tuple[str, ...]
 
 
 def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
-    """Return the cluster without some machines. Raises UserError for an unknown name, or if no machine is left."""
+    """Return the cluster without the named machines. Raises UserError if a name is unknown or no machine is left."""
     known = [node.name for node in cluster.nodes]
     for name in names:
         if name not in known:
@@ -61,7 +62,8 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 
 def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
-    """Return the plan of the current cluster that moves fewest GPUs among those within `slack` of the fastest."""
+    """Return the plan of the current cluster that moves the fewest GPUs, among the plans within `slack` of the
+    fastest."""
     check_solver()
     problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
@@ -72,7 +74,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
     row = _same_shape(problem, running, there)
     ways: list[tuple[str, AssignmentProblem, Solution | None]] = []
     richer, anew = solve(inputs, problem, "exact", time_limit_s)
-    ways.append(("everything anew", richer, anew))
+    ways.append(("everything new", richer, anew))
     if row is not None:
         narrowed = _only(problem, row)
         ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)))
@@ -98,7 +100,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """Return a description of each GPU's job; it is equal in two plans if nothing changes for the GPU."""
+    """Return a text for each GPU. The texts of a GPU in two plans are equal if its role and shape are the same."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
     for replica in plan.replicas:
@@ -109,7 +111,7 @@ def jobs(plan: Plan) -> dict[str, str]:
 
 
 def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
-    """Return the GPUs that were and are in the cluster and have another job."""
+    """Return the GPUs in `there` that had another job in the running plan."""
     return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
 
 
@@ -119,7 +121,8 @@ def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:
 
 
 def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> list[int]:
-    """Return, for each column, how many replicas of that shape in the running plan still have all their GPUs."""
+    """Return, for each column, the number of replicas of its shape in the running plan that still have all their
+    GPUs."""
     counts = [0] * len(problem.columns)
     for replica in running.replicas:
         pool = _pool_of(problem, replica.gpu)
@@ -131,8 +134,8 @@ def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> li
 
 
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
-    """Return the row of the running plan's training shape, or None if one of its GPUs is gone or the shape is not in
-    the table."""
+    """Return the row of the running plan's training shape, or None if one of its GPUs is lost or the table has no
+    such shape."""
     if not set(running.training.gpu_ids) <= there:
         return None
     wanted = np.zeros((3, len(problem.pools.pools)), dtype=np.int64)
@@ -153,7 +156,7 @@ def _only(problem: AssignmentProblem, row: int) -> AssignmentProblem:
 
 
 def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
-    """Keep a training shape and replicas, and place more replicas on the free GPUs."""
+    """Return the solution that keeps a training shape and replicas, and places more replicas on the free GPUs."""
     table = problem.table
     left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
     rollout = _beside(problem, program, left, kept)
@@ -198,7 +201,8 @@ def _beside(
 
 
 def _trained_beside(problem: AssignmentProblem, program: RolloutProgram, kept: list[int]) -> Solution | None:
-    """Keep replicas, and choose the training shape beside them with the fastest step; tries the 8 fastest that fit."""
+    """Return the solution that keeps the replicas, with the training shape of the shortest step. Only the 8 fastest
+    shapes that fit are tried."""
     table = problem.table
     shapes = zip(table.gpus.tolist(), table.tp.tolist(), strict=True)
     rows = np.nonzero([min(program.less(program.left(*shape), kept)) >= 0 for shape in shapes])[0]

@@ -1,9 +1,10 @@
-"""Phase 1, rollout side: how many replicas of which shape, as an integer program.
+"""Phase 1, rollout side: the number of replicas of each shape, as an integer program.
 
-AReaL-Hex's equation 2 is bilinear as printed (work times count of each shape), but its optimum has a closed form:
-with work in proportion to speed all replicas end together, so Θ = tokens / Σ y·h. What remains is max Σ y·h under
-the available GPUs, a knapsack with one dimension per pool. A replica that pauses r seconds per step does h·(Θ − r);
-then Newton's iteration finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens, and each of its steps is such a knapsack.
+AReaL-Hex's equation 2 is bilinear (work times count of each shape), but the optimal work is known. If work is
+proportional to speed, all replicas end at the same time Θ = tokens / Σ y·h. The remaining problem, max Σ y·h with the
+available GPUs, is a knapsack with one dimension per pool. A replica that pauses r seconds per step generates h·(Θ − r)
+tokens. Newton's method then finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens, and solves such a knapsack in each
+iteration.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ CLOSE = 1e-9
 
 
 class RolloutAllocation(msgspec.Struct, frozen=True):
-    """Replicas and the time they need for a step's tokens."""
+    """Replicas, and the time in which they generate a step's tokens."""
 
     counts: tuple[int, ...]
     """Number of replicas of each column of the problem."""
     time_s: float
     least_s: float
-    """No choice of replicas is faster. Equals time_s unless the solver ran out of time."""
+    """Lower bound on the time of any choice of replicas. Equals `time_s` unless the solver reached its time limit."""
 
 
 class RolloutProgram:
@@ -46,28 +47,28 @@ class RolloutProgram:
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """Return the GPUs left at each level of each pool if training uses `gpus` in groups of `tp`."""
+        """Return the free GPUs at each level of each pool if training uses `gpus` in groups of `tp`."""
         return tuple(
             self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
             for pool, level in self._rows
         )
 
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the free GPUs that these replicas leave; negative if they do not fit."""
+        """Return the GPUs that remain free beside these replicas; negative if the replicas do not fit."""
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
     def reaches(self, left: tuple[int, ...], allowed: Sequence[bool], time_s: float) -> IntegerSolution:
-        """Return the replicas that generate most within a time."""
+        """Return the replicas that generate the most tokens within `time_s`."""
         key = (left, tuple(allowed), time_s)
         if key not in self._most:
             self._most[key] = self._solve(left, allowed, time_s)
         return self._most[key]
 
     def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
-        """Return the replicas that generate a step's tokens soonest, or None if there are none.
+        """Return the replicas that generate a step's tokens in the shortest time, or None if no replica fits.
 
-        `least_s` is a lower limit: the rollout cannot be shorter, or a shorter one does not shorten the step.
+        `least_s` is the shortest rollout time that is possible or useful: a shorter rollout would not shorten the step.
         """
         key = (left, tuple(allowed), least_s)
         if key not in self._best:
@@ -82,6 +83,7 @@ class RolloutProgram:
         usable = self._usable(left, allowed)
         if not usable.any():
             return None
+        # start just above the shortest pause: below it, no replica generates
         time_s = max(least_s, float(self._pause[usable].min()) * (1 + 1e-6) + 1e-9)
         answer = self.reaches(left, allowed, time_s)
         if time_s == least_s and answer.value >= tokens * (1 - CLOSE):
@@ -122,9 +124,11 @@ class RolloutProgram:
         return IntegerSolution(tuple(counts.tolist()), answer.value, answer.bound)
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
-        """Drop a column if another of its pool uses no more GPUs, in no larger groups, and generates no less.
+        """Return the columns that are not dominated. A column is dominated by a column of the same pool that generates
+        at least as much with at most as many GPUs, in groups that are not larger.
 
-        If the gate may bind, the other column must not run more trajectories either.
+            If the staleness gate can bind, the dominating column must also run at most as many trajectories.
+
         """
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(

@@ -1,4 +1,5 @@
-"""Requests to the planner and their results: plan a cluster, choose machines to rent, or replan a running cluster."""
+"""Requests to the planner and their results: plan a cluster, choose machines to rent, or plan a running cluster
+again."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from baton.specs.plan import Method, Plan
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """What to plan; by default the cluster of `inputs`."""
+    """A request for a plan. By default it asks for a plan of the cluster in `inputs`."""
 
     inputs: Inputs
     offers: OffersSettings | None = None
-    """Machines for rent, in place of a cluster. Then one of the two limits below is required."""
+    """Machines for rent, which replace the cluster. They require `price_per_h` or `tokens_per_s`."""
     price_per_h: float | None = None
     tokens_per_s: float | None = None
     running: Plan | None = None
-    """The running plan, to be replaced with few moves."""
+    """Running plan. The new plan gives few of its GPUs another role."""
     slack: float = 0.02
-    """With `running`: relative increase of the step time that is accepted to move fewer GPUs."""
+    """Relative increase of the step time that is accepted to move fewer GPUs; used with `running`."""
     is_colocated: bool = False
     method: Method = "exact"
     compares: bool = False
@@ -37,7 +38,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
 
 
 class PlanResult(msgspec.Struct, frozen=True):
-    """A plan and how it was found."""
+    """A plan and, depending on the request, its alternatives, a rental choice or the result of replanning."""
 
     plan: Plan
     inputs: Inputs
@@ -49,7 +50,7 @@ class PlanResult(msgspec.Struct, frozen=True):
     replanned: Replanned | None = None
 
     def price_curve(self) -> Sequence[PricePoint]:
-        """Return price and throughput of the planned cluster and of smaller ones."""
+        """Return price and throughput of the planned cluster and of parts of it."""
         return marked([*self.spots, *price_curve(self.inputs)])
 
     def public(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class PlanResult(msgspec.Struct, frozen=True):
 
 
 def run_request(request: PlanRequest) -> PlanResult:
-    """Plan what the request describes. Raises UserError if nothing fits."""
+    """Carry out a request. Raises UserError if no plan is feasible."""
     result = _plan(request)
     if not request.compares:
         return result

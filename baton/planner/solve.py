@@ -1,4 +1,4 @@
-"""The entry point of the planner: returns one plan for one request."""
+"""The planner: returns the best plan of a cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
 
 MOST_GPUS_IN_PARTS = 128
-"""In larger clusters, plans that use one machine of a GPU type are not tried: most GPUs of that type would be idle."""
-LEFT_OUT = "its machine's links would slow weights or gradients down by more than it would bring"
+"""Maximum size of a cluster for which plans with a single machine of a GPU type are tried. In larger clusters, such
+a plan would leave most GPUs of that type idle."""
+LEFT_OUT = "the links of its machine would slow the exchange of weights or gradients by more than it would gain"
 
 
 def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> Plan:
-    """Return the best plan of a cluster. If there is none, raises UserError with the binding constraint.
+    """Return the best plan of a cluster. Raises UserError with the binding constraint if no plan is feasible.
 
     A pool of several nodes communicates at the speed of the links between them, so a plan that uses only one of its
     nodes can be faster. In clusters of up to MOST_GPUS_IN_PARTS, each pool is therefore also tried with a single
@@ -39,6 +40,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     best: Plan | None = None
     least_s, refusal = float("inf"), None
     for part in _parts(inputs.cluster):
+        # a part is planned even if the time limit is used up, because the largest part is not always the best
         left_s = max(5.0, time_limit_s - (time.monotonic() - started))
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
@@ -51,14 +53,14 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
             if best is None or plan.breakdown.step_s < best.breakdown.step_s * (1 - 1e-9):
                 best = plan
     if best is None:
-        assert refusal is not None, "no plan, and no reason"
+        assert refusal is not None, "no plan was found and no error was raised"
         raise refusal
     bound = Bound.of(best.breakdown.step_s, least_s, best.bound.note)
     return msgspec.structs.replace(_on_whole(best, inputs.cluster), bound=bound)
 
 
 def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield the cluster and, if it is not too large, parts of it in which some GPU types keep only their largest
+    """Yield the cluster and, if it is not too large, the parts of it in which some GPU types have only their largest
     node."""
     yield cluster
     if cluster.num_gpus > MOST_GPUS_IN_PARTS:
@@ -75,7 +77,7 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def restricted(cluster: Cluster, places: list[int]) -> Cluster:
-    """Return the cluster with only these nodes."""
+    """Return the cluster with only the nodes at these indices."""
     return msgspec.structs.replace(
         cluster,
         nodes=tuple(cluster.nodes[place] for place in places),
@@ -84,7 +86,8 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan of a part of the cluster as one of the whole cluster; the other GPUs are idle, but paid for."""
+    """Return a plan of a part of the cluster as a plan of the whole cluster. The other GPUs are idle, but included
+    in the price."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)
@@ -93,10 +96,11 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
-    """Return the plan of a cluster in which all nodes take part, or None if no plan can beat `ceiling_s`.
+    """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If nodes of one GPU type differ in their links, plans are made for pools of nodes that are alike and for whole
-    types at their slowest links. The better plan is returned with the bound of whole types at their fastest links.
+    If the nodes of a GPU type have different links, it is planned twice: with pools of nodes that are alike, and with
+    pools of whole types at their slowest links. The better plan is returned, with the bound of whole types at their
+    fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)
@@ -116,22 +120,20 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
         plans.append(describe(inputs, problem, solution, method))
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
     least_s = solve(inputs, optimistic, "exact", time_limit_s / 3)[1].bound_s
-    note = "nodes of one GPU type differ: the bound takes the fastest link of each type for all"
+    note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 
 
 def lower_bound_s(problem: AssignmentProblem) -> float:
-    """Return a step time that no division of the problem's GPUs undercuts. Takes milliseconds."""
+    """Return a lower bound on the step time of the problem. Takes milliseconds."""
     return division_bound_s(problem, RolloutBound(problem), [pool.num_gpus for pool in problem.pools.pools])
 
 
 def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution of a problem by a method, and the problem whose table the solution refers to.
-
-    The solution of `paper` has the bound of `exact`.
-    """
+    """Solve a problem by a method. Return the solution, with the bound of `exact`, and the problem whose table its
+    row refers to."""
     best = solve_exact(problem, time_limit_s=time_limit_s / 2)
     if best is None:
         refuse_division(problem, inputs.model)

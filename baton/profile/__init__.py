@@ -1,4 +1,4 @@
-"""Measurements of this machine for the cost model and of the rollout modes: `baton profile` and `baton bench`."""
+"""Measurements on this machine: `baton profile` for the cost model, `baton bench` for the rollout modes."""
 
 from baton.profile.engine import keep_busy as keep_busy
 from baton.profile.measure import profile as profile

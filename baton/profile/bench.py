@@ -1,11 +1,11 @@
 """`baton bench rollout`: runs the modes of [rollout] alternately on one engine, with scripted long-tailed lengths.
 
-Only the rollout side is measured: the trainer takes no time, and every version has the same weights, loaded again
-each time. `sync_2x` is a control that separates over-provision from mere concurrency: sync with as many groups as
-`partial` keeps open, whose batch feeds several train steps.
+Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
+`sync_2x` is sync with as many groups per batch as `partial` has open, so that it has the same concurrency without
+over-provision.
 
-The bound is an engine that is always at full width: (tokens / slots) × the mean measured time of a step with every
-slot taken, plus one prefill per prompt.
+The bound is the time of an engine whose slots are always full: (tokens / slots) × the mean measured time of a step with
+all slots in use, plus one prefill per prompt.
 """
 
 from __future__ import annotations
@@ -33,59 +33,59 @@ from baton.types import FromPort, PolicyVersion, Prompt, RewardResult, SamplingP
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Uncounted first steps of each mode, after which the number of carried groups is steady."""
+"""Number of first steps of each mode that are not measured. Then the number of carried groups is steady."""
 
 
 class ModeResult(msgspec.Struct, frozen=True):
-    """Results of one mode over all its rounds."""
+    """Results of one mode, over all rounds."""
 
     mode: str
     steps: int
     tokens: int
-    """Tokens of the delivered batches."""
+    """Response tokens of the delivered batches."""
     seconds: float
-    """Processor time if the engine runs on a CPU, else wall time."""
+    """Processor time if the engine runs on a CPU, otherwise wall time."""
     tokens_per_s: float
     over_sync: float | None
     over_control: float | None
-    """Rate relative to sync with as many groups as partial keeps open; None if that was not measured."""
+    """Tokens per second divided by those of `sync_2x`; None if `sync_2x` was not measured."""
     occupancy: float
-    """Share of decode rows that had a trajectory."""
+    """Share of the computed decode rows that had a trajectory."""
     of_bound: float
-    """Time of the bound divided by the measured time."""
+    """Bound divided by the measured time."""
     full_step_ms: float | None
-    """Time of a decode step with every slot taken; None if this mode had none. All rows attend over the longest
-    context."""
+    """Time of a decode step with all slots in use; None if this mode had no such step. All rows attend over the
+    longest context."""
     reprefilled_frac: float
-    """Tokens prefilled again after an abort, per token."""
+    """Number of tokens prefilled again after an abort, per generated token."""
     mean_staleness: float
-    """Mean age, in versions, of the oldest token of each trajectory."""
+    """Mean staleness of the oldest token of each trajectory."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Rate of each round, which shows the spread."""
+    """Tokens per second of each round."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
     """Results of `baton bench rollout`."""
 
     clock: str
-    """`processor`, `wall`, or `steps`: every decode step takes the same time at any width."""
+    """`processor`, `wall`, or `steps` if every decode step counts as one second."""
     slots: int
     mean_tokens: float
     longest_tokens: int
     between: float
     within: float
     full_step_ms: float
-    """Time of a decode step with every slot taken."""
+    """Time of a decode step with all slots in use."""
     step_ms_by_width: dict[int, float]
-    """Mean time of a decode step without a prefill, by width. The bound is computed from its value at full width."""
+    """Mean time of a decode step without prefill, by width. The bound uses the time at full width."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """Upper bound of the speed-up of any mode over sync."""
+    """Upper bound on the speed-up of any mode over sync."""
     modes: tuple[ModeResult, ...]
 
 
 class TimedTransport(LocalTransport):
-    """Records the width, prefill and duration of each engine step."""
+    """A transport that records the width, prefilled tokens and duration of each engine step."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
         super().__init__(engine)
@@ -115,7 +115,7 @@ class FlatTransport(TimedTransport):
 
 
 class NoJudges:
-    """A `Judges` that takes no time; every other trajectory of a group has reward 1."""
+    """A reward scorer that takes no time. Rewards are alternately 0 and 1 within a group."""
 
     sees_groups = False
 
@@ -131,7 +131,7 @@ class NoJudges:
 
 
 class ModeBench:
-    """The controller and the measurements of one mode."""
+    """Controller and measurements of one mode."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class ModeBench:
         self._controller = RolloutController(parts, settings.rules())
         self._version = -1
         self._held = ExitStack()
-        """Keeps this mode paused while another mode uses the engine."""
+        """Context in which this mode is paused while another mode uses the engine."""
         self.tokens, self.seconds, self.steps = 0, 0.0, 0
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.reprefilled = self.prompt_tokens = 0
@@ -166,7 +166,7 @@ class ModeBench:
         self.full_steps_s: list[float] = []
 
     def turn(self, steps: int, *, is_counted: bool = True) -> None:
-        """Run this many steps on the engine that all modes share, and end with nothing running."""
+        """Run `steps` steps on the engine that all modes share, then pause this mode."""
         self._take_engine()
         before, first_step = self._port.stats(), len(self._port.steps)
         begin_s, tokens = self._port.clock(), 0
@@ -191,7 +191,7 @@ class ModeBench:
             self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
 
     def _take_engine(self) -> None:
-        """Start, or resume after another mode has used the engine."""
+        """Start this mode, or resume it after another mode has used the engine."""
         if self._version < 0:
             self._version = 0
             self._controller.begin(0, StreamCursor(0, {}))
@@ -231,7 +231,8 @@ class ModeBench:
 
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
-    """Return the settings of each mode (the recipe's if it has this mode, else defaults) and of the control."""
+    """Return the settings of each mode and of the control. The recipe's mode has the recipe's settings, other modes
+    have the defaults."""
     known: tuple[Mode, ...] = ("sync", "partial", "async")
     unknown = [mode for mode in modes if mode not in known]
     if unknown or not modes:
@@ -260,7 +261,7 @@ def measure(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Run the modes alternately, about `steps` batches each, and compute the results."""
+    """Run the modes alternately until each has at least `steps` batches, and return the results."""
     for side in sides:
         side.turn(warm_up, is_counted=False)
     port.steps.clear()
@@ -310,16 +311,17 @@ def bench_engine(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Measure modes on a real engine in this process."""
+    """Measure the modes on a real engine in this process."""
     port = TimedTransport(engine, time.process_time if on_cpu else time.perf_counter)
     sides = [ModeBench(name, s, port, source(), prompt_ids, lengths, tensors) for name, s in settings.items()]
     return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps, warm_up)
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
-    """Measure modes with a step time that does not depend on the width, and a slot for every trajectory in flight.
+    """Measure the modes with a fake engine whose step time does not depend on the width, and with a slot for every
+    trajectory.
 
-    Uses a scripted engine and a clock that counts decode steps. It models a GPU with short batches of a large model.
+    The clock counts decode steps. This models a GPU with small batches of a large model.
     """
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
@@ -332,7 +334,7 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
 
 
 def _most_in_flight(rules: Rules) -> int:
-    """Return how many trajectories a mode runs at once; for async as many as partial by default."""
+    """Return the maximum number of trajectories that a mode runs at once."""
     if rules.max_concurrency is not None:
         return rules.max_concurrency
     groups = rules.max_outstanding(rules.overprovision) if rules.mode == "partial" else rules.batch_groups
@@ -340,7 +342,7 @@ def _most_in_flight(rules: Rules) -> int:
 
 
 class _NumberedPrompts:
-    """Prompts without content."""
+    """A source of prompts without content."""
 
     def __init__(self) -> None:
         self.position: dict[str, int] = {}

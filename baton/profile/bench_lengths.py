@@ -1,4 +1,4 @@
-"""Scripted response lengths: lognormal, correlated within groups, cut at a maximum. The same for every mode."""
+"""Scripted response lengths, which are the same for every mode: lognormal, correlated within groups, with a maximum."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from statistics import NormalDist
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
-"""Steps of low-discrepancy sequences: even a few groups have nearly the requested spread."""
+"""Steps of low-discrepancy sequences, with which even a few groups have nearly the requested spread."""
 
 
 @dataclass(frozen=True)
 class ScriptedLengths:
-    """length = median · exp(between · z_group + within · z_trajectory), from 1 to `longest`; their mean is `mean`."""
+    """Lengths of median · exp(between · z_group + within · z_trajectory), from 1 to `longest`, with mean `mean`."""
 
     mean: float
-    """Tokens."""
+    """Mean length in tokens."""
     longest: int
     between: float
     """Standard deviation of the log length between groups."""

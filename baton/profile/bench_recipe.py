@@ -1,4 +1,4 @@
-"""Builds a bench from a recipe."""
+"""`baton bench rollout` with the model, engine and prompts of a recipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from baton.types import PolicyVersion
 def bench_rollout(
     recipe: Recipe, modes: Sequence[str], *, tail: float, between: float, within: float, steps: int, flat: bool
 ) -> BenchResult:
-    """Measure rollout modes on the recipe's model and engine, or, with `flat`, with a step time independent of its
-    width."""
+    """Measure rollout modes on the recipe's model and engine, or, if `flat`, with a step time that does not depend
+    on the width."""
     sides = sides_of(recipe.rollout, modes)
     longest = recipe.rollout.max_new_tokens
     lengths = ScriptedLengths(longest / tail, longest, between, within)

@@ -1,4 +1,4 @@
-"""Measures decode and prefill of the recipe's engine over batch and context."""
+"""Measures decode and prefill of the recipe's engine for several batch sizes and contexts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
 DECODE_STEPS = 24
 REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
-"""Contexts at which decode and prefill are measured, as shares of the engine's context."""
+"""Contexts at which decode and prefill are measured, as shares of the engine's maximum context."""
 START_S = 600.0
-"""Time limit for the start of an engine beside the measured one; several start at once."""
+"""Time limit for the start of a busy engine. Several start at the same time."""
 Say = Callable[[str], None]
 
 
 @contextmanager
 def companions(command: Sequence[str], count: int) -> Iterator[None]:
-    """Keep `count` engines busy in processes of their own while the context is open."""
+    """Run `count` processes with a busy engine each while the context is open."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
@@ -41,9 +41,9 @@ def companions(command: Sequence[str], count: int) -> Iterator[None]:
     ]
     try:
         for child in started:
-            assert child.stdout is not None, "it was asked for"
-            if not call_within(START_S, "an engine beside the measured one", child.stdout.readline):
-                raise EngineFault("an engine beside the measured one did not start")
+            assert child.stdout is not None, "stdout is a pipe"
+            if not call_within(START_S, "the start of a busy engine", child.stdout.readline):
+                raise EngineFault("a busy engine ended before it started to generate; its output is above")
         yield
     finally:
         for child in started:
@@ -52,7 +52,7 @@ def companions(command: Sequence[str], count: int) -> Iterator[None]:
 
 
 def keep_busy(recipe: Recipe) -> None:
-    """Generate until killed, as an engine process does. Writes `busy` to stdout after the first batch."""
+    """Generate like an engine process until killed. Writes `busy` to stdout after the first batch."""
     set_up_torch(1)
     engine = _engine(recipe)
     context, first = int(recipe.engine.max_context_tokens * CONTEXT_SHARES[0]), 0
@@ -65,7 +65,7 @@ def keep_busy(recipe: Recipe) -> None:
 
 
 def _engine(recipe: Recipe) -> EmbeddedEngine:
-    """Build the recipe's engine without end tokens: only its length ends a trajectory."""
+    """Build the recipe's engine without end tokens, so that trajectories end only by their length."""
     model = load_model(
         recipe.model.path,
         dtype=torch_dtype(recipe.engine.dtype),
@@ -77,7 +77,7 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
-    """Measure decode steps and prefills over batch and context, and the prefill of a single sequence."""
+    """Measure decode steps and prefills for several batch sizes and contexts, and the prefill of a single sequence."""
     engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})
@@ -103,7 +103,7 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
 
 
 def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
-    """Return the seconds of a prefill and of a decode step, for distinct prompts."""
+    """Return the seconds of a prefill and of a decode step of a batch of distinct prompts."""
     generator = torch.Generator().manual_seed(first)
     sampling = SamplingParams(steps + 2)
     for index in range(batch):
@@ -118,5 +118,5 @@ def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: 
     for index in range(batch):
         engine.abort(first + index)
     engine.step()
-    decode = statistics.median(times[len(times) // 4 :])
-    return times[0] - decode, decode
+    decode = statistics.median(times[len(times) // 4 :])  # without the first steps, which warm up
+    return times[0] - decode, decode  # the first step includes the prefill

@@ -1,10 +1,9 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-Every figure is a median over repeats on the machine as it is, with its usual disturbances. Measured are: decode and
-prefill over batch and context (`engine.py`); batches of the recipe's prompts and train steps alternately, and on a
-CPU also at the same time because they share cores (`turns.py`); weight publication. Then the cost model's parameters
-are fitted to these. On a CPU an engine process has one thread and the trainer has all; there one core counts as one
-GPU.
+`engine.py` measures decode and prefill for several batch sizes and contexts. `turns.py` measures batches of the
+recipe's prompts and train steps alternately, on a CPU also at the same time (they share the cores), and weight
+publication. Every figure is a median over repeats. The cost model's parameters are then fitted to these measurements.
+On a CPU, an engine process has one thread, the trainer has all threads, and a core counts as a GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from baton.trainer import alarms
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """The measurements, and the efficiencies fitted to them."""
+    """The measurements of a device, and the efficiencies fitted to them."""
 
     gpu: str
     devices: int
-    """Cores or GPUs of the trainer."""
+    """Number of cores or GPUs of the trainer."""
     efficiency: Efficiency
     points: list[Measurement]
     publish_s: float
@@ -48,7 +47,7 @@ class Profile(msgspec.Struct, frozen=True):
 def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = ()) -> Profile:
     """Measure the recipe's model, engine and trainer on its device. Raises UserError if the GPU's name is unknown.
 
-    `companion` is a command that keeps an engine busy. If a run has several engine processes on a CPU, one is
+    `companion` is a command that runs a busy engine. If the recipe has several engine processes on a CPU, one is
     measured while the others are busy, because they share memory and cores.
     """
     device = torch_device(recipe.model.device)
@@ -61,7 +60,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     with companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
         points = list(engine_points(recipe, say))
     torch.set_num_threads(threads)
-    alarms.logger.disabled = True  # rewards and behavior logprobs of these batches are made up and would raise alarms
+    alarms.logger.disabled = True  # the invented rewards and behavior logprobs of these batches would raise alarms
     try:
         turns = take_turns(recipe, threads, say)
     finally:
@@ -110,4 +109,4 @@ def _gpu_name(device: torch.device) -> str:
     for name in sorted(gpu_types(), key=len, reverse=True):
         if name.replace("-", "") in plain.replace("-", ""):
             return name
-    raise UserError(f"--gpu: {shown} is no GPU of the catalogue; name the one it is like: {', '.join(gpu_types())}")
+    raise UserError(f"--gpu: {shown} is not in the catalogue; give the most similar of {', '.join(gpu_types())}")

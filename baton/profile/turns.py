@@ -1,8 +1,8 @@
 """Measures batches and train steps, first alternately as in `sync`, then at the same time as in `async`.
 
-Train steps get the lengths of the generated batches and multiples of them, with an advantage for all groups or for
-half. Groups without an advantage need no backward pass, which separates the cost of a backward pass from that of a
-forward pass.
+Train steps have the lengths of the generated batches, or multiples of these lengths. All groups or half of the groups
+have an advantage. Groups without an advantage need no backward pass, so the fit can separate the times of backward and
+forward passes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from baton.types import (
 )
 
 NEVER_STALE = 1_000
-"""A staleness bound that no batch here reaches."""
+"""A staleness bound that these batches never reach."""
 LONGEST_ROLLOUT = 256
 """Maximum response length, to limit the time of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
-"""Measured train steps: factor on the generated lengths, share of groups that have an advantage."""
+"""(factor on the generated lengths, share of groups with an advantage) of each kind of train step."""
 
 
 class StepTimings(msgspec.Struct):
@@ -64,15 +64,15 @@ class StepTimings(msgspec.Struct):
     rollout: Measurement
     train: list[Measurement]
     beside: OverlapMeasurement | None
-    """Both at the same time, if they share cores."""
+    """Batches and train steps at the same time; None if they share no cores."""
     lengths: Workload
     handover_s: float
     publish_s: float
 
 
 class _Rollouts:
-    """Batches of the recipe's prompts generated as in a run: by the controller, with a journal and a publication
-    before each."""
+    """A generator of batches from the recipe's prompts. As in a run, it uses a controller and a journal, and
+    publishes before each batch."""
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
@@ -81,7 +81,7 @@ class _Rollouts:
         longest = min(sampling.max_new_tokens, LONGEST_ROLLOUT)
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
         self.spans: list[Span] = []
-        """Spans of leases."""
+        """Spans of the leases of the last batch."""
         self._weights, self._version = weights, 0
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
@@ -108,7 +108,7 @@ class _Rollouts:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
     def batch(self) -> tuple[float, list[Trajectory]]:
-        """Generate one batch; return its seconds and its trajectories."""
+        """Generate a batch. Return the seconds and the trajectories."""
         self._controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
         self.spans = []
         started = time.perf_counter()
@@ -119,8 +119,8 @@ class _Rollouts:
         return seconds, [member.trajectory for group in groups for member in group.members]
 
     def beside(self, trainer: Trainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
-        """Train in a thread while engines that are always full generate, as in `async`. Return the seconds of a
-        train step and the generated tokens per second."""
+        """Train in a thread while full engines generate, as in `async`. Return the seconds of a train step and the
+        generated tokens per second."""
         keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE, **self._shape}
         controller = RolloutController(self._parts, RolloutSettings.model_validate(keys).rules())
         controller.begin(self._version, self._controller.place)
@@ -139,8 +139,8 @@ class _Rollouts:
         return statistics.median(seconds[1:]), statistics.median(rates[1:])
 
     def handover_s(self) -> float:
-        """Return the median time from the end of a lease to the next one in its slot, in the last batch; 0 if no
-        slot had two."""
+        """Return the median time from the end of a lease to the next lease in its slot, in the last batch; 0 if no
+        slot had two leases."""
         gaps: list[float] = []
         ends: dict[tuple[str, int], float] = {}
         for span in sorted(self.spans, key=lambda span: span.begin_s):
@@ -156,7 +156,7 @@ class _Rollouts:
 
 
 def take_turns(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Generate and train alternately, with repeats of each kind of train step; then both at the same time."""
+    """Measure batches and train steps alternately, with repeats of each kind of train step, then at the same time."""
     trainer = _trainer(recipe)
     with tempfile.TemporaryDirectory() as directory:
         rollouts = _Rollouts(recipe, trainer.publish(), Path(directory))
@@ -211,7 +211,7 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 
 
 def _trainer(recipe: Recipe) -> Trainer:
-    """Build the recipe's trainer, alone on this device, with a learning rate that keeps the weights unchanged."""
+    """Build the recipe's trainer with one rank, and with a learning rate so low that the weights hardly change."""
     alone: dict[str, object] = {"ranks": 1, "tensor_parallel": 1}
     still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
     return build_trainer(recipe.model_copy(update={"trainer": still}), load_tokenizer(recipe.model.path))
@@ -224,7 +224,8 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Return a batch with these lengths times `factor`; rewards differ within a share of the groups."""
+    """Return a batch with the lengths of `trajectories` times `factor`. Rewards differ in the given share of the
+    groups."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}
@@ -249,7 +250,7 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
-    """Time publication: write weights to a file, read it and load it into an engine, as for an engine process."""
+    """Return the median time of a publication: write the weights to a file, read it, and load it into an engine."""
     engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
     times = []
     with tempfile.TemporaryDirectory() as directory:

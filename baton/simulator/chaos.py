@@ -1,10 +1,10 @@
-"""Thousands of random cases with faults: `make chaos`. The number of a case is the seed of its mode, settings and
-faults.
+"""Simulates thousands of random cases with faults: `make chaos`. The number of a case is the seed of its mode, settings
+and faults.
 
-    python -m baton.simulator.chaos [DAYS] [FIRST]
+    python -m baton.simulator.chaos [CASES] [FIRST]
 
-Every invariant is checked at every event. A case that violates one is printed with its number and the shortest event
-log found that reproduces it; then the exit code is 1.
+Every invariant is checked at every event. If a case violates an invariant, its number and the shortest event log found
+that reproduces the violation are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from baton.swarm.lease_rules import LeaseRules
 MODES = ("sync", "partial", "async")
 DAYS = 10_000
 UNTIL_S = 40.0
-"""Faults begin before this time."""
+"""Time before which all faults begin."""
 HELP_S = 200.0
-"""Time at which a worker joins in every case, so that a run that has lost all workers can continue."""
+"""Time at which a worker joins, so that a run that has lost all its workers can end."""
 LOT = 50
-"""Number of cases per task of a process."""
+"""Number of cases that a process simulates per task."""
 
 
 @dataclass(slots=True)
 class ChaosSummary:
-    """Summary of many cases."""
+    """Counts over many cases."""
 
     days: Counter[str] = field(default_factory=Counter)
     """Number of cases by mode."""
@@ -50,7 +50,7 @@ class ChaosSummary:
     """Number of faults and of reactions to them, by name."""
     tokens: int = 0
     violations: dict[int, str] = field(default_factory=dict)
-    """Case → violated invariant and the log that shows it."""
+    """Violated invariant, and the event log up to the violation, by case."""
 
     def add(self, other: ChaosSummary) -> None:
         self.days += other.days
@@ -60,7 +60,7 @@ class ChaosSummary:
 
 
 def random_case(number: int) -> tuple[Setting, RunOptions]:
-    """Return a case: three workers, with timeouts of seconds instead of minutes."""
+    """Return the setting and options of a case: three workers, with timeouts of seconds in place of minutes."""
     draw = choices(number, "day")
     mode = MODES[number % len(MODES)]
     keys: dict[str, object] = {
@@ -110,12 +110,12 @@ def live_through(numbers: Iterable[int]) -> ChaosSummary:
             record = simulate(setting, options)
         except (AssertionError, NoProgress) as error:
             violation = broken_law(setting, options)
-            found.violations[number] = violation.sentence() if violation is not None else f"once only: {error}"
+            found.violations[number] = violation.sentence() if violation is not None else f"not reproduced: {error}"
             continue
         found.outcomes += record.outcomes
         found.tokens += record.generated
-        if record.outcomes["an honest worker was convicted"]:
-            found.violations[number] = "an honest worker was convicted"
+        if record.outcomes["correct worker disconnected for a fault"]:
+            found.violations[number] = "correct worker disconnected for a fault"
     return found
 
 
@@ -134,16 +134,16 @@ def survey(days: int, first: int = 0, processes: int = 1) -> ChaosSummary:
 
 
 def sentences(found: ChaosSummary, seconds: float) -> Iterator[str]:
-    """Yield lines that describe the results."""
+    """Yield the lines of the summary."""
     modes = ", ".join(f"{count:,} {mode}" for mode, count in found.days.items())
-    yield f"{found.days.total():,} bad days ({modes}), {found.tokens:,} tokens, {seconds:.0f} s"
+    yield f"{found.days.total():,} random cases ({modes}), {found.tokens:,} tokens, {seconds:.0f} s"
     faults = {kind: found.outcomes[f"fault: {kind}"] for kind in KINDS}
     yield f"{sum(faults.values()):,} faults: " + ", ".join(f"{count:,} {kind}" for kind, count in faults.items())
     done = {name: count for name, count in sorted(found.outcomes.items()) if not name.startswith("fault: ")}
-    yield "what came of them: " + ", ".join(f"{count:,} × {name}" for name, count in done.items())
+    yield "outcomes: " + ", ".join(f"{count:,} × {name}" for name, count in done.items())
     for number, sentence in found.violations.items():
-        yield f"\nday {number}: {sentence}"
-    yield f"days on which a law did not hold: {len(found.violations)}"
+        yield f"\ncase {number}: {sentence}"
+    yield f"cases with a violated invariant: {len(found.violations)}"
 
 
 def main(arguments: list[str]) -> int:

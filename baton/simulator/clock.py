@@ -1,5 +1,5 @@
-"""Virtual time: a heap of scheduled actions. Time jumps to the next action; simultaneous actions run in scheduling
-order."""
+"""Virtual time: a heap of scheduled actions. Time jumps to the next action. Simultaneous actions run in the order in
+which they were scheduled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Action = Callable[..., None]
 
 
 class VirtualClock:
-    """One timeline. It uses neither randomness nor real time."""
+    """The clock of one simulation. It uses no random numbers and no real time."""
 
     __slots__ = ("_heap", "_sequence", "now_s", "num_fired")
 
@@ -24,7 +24,7 @@ class VirtualClock:
 
     def at(self, at_s: float, action: Action, *args: Any) -> None:
         """Schedule an action; `at_s` must not be in the past."""
-        assert at_s >= self.now_s, f"an action at {at_s} s is asked for at {self.now_s} s"
+        assert at_s >= self.now_s, f"an action is scheduled for {at_s} s, but the time is already {self.now_s} s"
         self._sequence += 1
         heapq.heappush(self._heap, (at_s, self._sequence, action, args))
 

@@ -26,19 +26,19 @@ from baton.simulator.tracing import trace_row
 
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, as in vLLM."""
-# tolerance for rounding when times are compared, seconds
+# seconds; absorbs rounding errors when times are compared
 _CLOSE = 1e-9
 
 
 class EngineOwner(Protocol):
-    """The owner of an engine, which receives its reports."""
+    """The receiver of an engine's reports."""
 
     def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
-        """Receive reports of the engine. May submit, abort and switch in the call."""
+        """Receive reports of the engine. The owner may call submit, abort and switch from here."""
 
 
 class SimEngine:
-    """One engine."""
+    """One engine with its slots, queue and KV cache."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SimEngine:
         self._heap: list[tuple[int, int, SimulatedLease]] = []
         self._waiting: deque[SimulatedLease] = deque()
         self._rows: dict[int, SimulatedLease] = {}
-        """Every lease in the engine, running or waiting."""
+        """All leases in the engine, running or waiting."""
         self._here: Counter[int] = Counter()
         """Number of running rows by group."""
         self._lanes: list[int] = list(range(spec.slots))
@@ -69,7 +69,7 @@ class SimEngine:
         self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
         """`_since_s`: end of the last whole step, including the prefill after it."""
         self._wake = 0
-        """Number of the latest wake; earlier ones are ignored."""
+        """Sequence number of the last scheduled wake. Earlier wakes are ignored."""
         self._report_s, self._slowness = math.inf, 1.0
         self._is_between = self._is_stopped = self._has_prefilled = False
 
@@ -104,8 +104,8 @@ class SimEngine:
             self._poke()
 
     def switch(self, version: int, *, resumes: bool, load_s: float = 0.0) -> None:
-        """Serve another version from the next step on. `resumes`: running rows are prefilled again under the new
-        weights."""
+        """Load another version after the current step. If `resumes`, running trajectories are prefilled again under the
+        new weights."""
         self._switch = (version, resumes, load_s)
         self._poke()
 
@@ -115,12 +115,12 @@ class SimEngine:
             self._poke()
 
     def stop(self) -> None:
-        """Stop at the last whole step, permanently or until `go_on`."""
+        """Stop after the last whole step, until `go_on` or permanently."""
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 
     def abandon(self) -> None:
-        """Give up the running rows, after a permanent `stop`; their tokens are lost."""
+        """Discard the running trajectories after a permanent `stop`. Their tokens are lost."""
         for _, _, row in self._heap if self._tracer is not None else ():
             self._count(row)
             self._leave(row, "lost")
@@ -172,7 +172,7 @@ class SimEngine:
         done = self._whole_steps()
         if now_s <= self._since_s + self._duration_s(done) + _CLOSE:
             self._set_wake(max(now_s, self._since_s + self._duration_s(done)), done)
-        elif done + 1 < self._planned:
+        elif done + 1 < self._planned:  # otherwise the engine wakes at the end of this step anyway
             self._set_wake(max(now_s, self._since_s + self._duration_s(done + 1)), done + 1)
 
     def _set_wake(self, at_s: float, steps: int) -> None:
@@ -252,7 +252,7 @@ class SimEngine:
             self._waiting = deque(row for row in self._waiting if row.lease not in gone)
 
     def _exchange(self, reports: list[LeaseProgress]) -> None:
-        assert self._switch is not None, "there is a version to switch to"
+        assert self._switch is not None, "no switch was requested"
         version, resumes, load_s = self._switch
         self._switch = None
         for row in [row for row in self._rows.values() if row.is_exact and row.version != version]:
@@ -280,7 +280,7 @@ class SimEngine:
         return row.length - (row.end_step - self._step) - row.tokens
 
     def _count(self, row: SimulatedLease) -> None:
-        """Record the tokens since the last count under the served version."""
+        """Add the tokens since the last count to the row, under the version that is served."""
         fresh = self._fresh(row)
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"
@@ -319,7 +319,7 @@ class SimEngine:
             self.busy.preemptions += 1
 
     def _admit(self) -> None:
-        """Fill free slots with waiting rows in order of arrival, as far as the KV cache allows."""
+        """Fill free slots with waiting rows in order of arrival, while the KV cache has room."""
         waiting, self._has_prefilled = self._waiting, False
         while waiting and self._width < self.slots:
             row = waiting[0]
@@ -360,7 +360,7 @@ class SimEngine:
         self.busy.prefill_s += seconds
 
     def _plan(self) -> None:
-        """Find the next event and schedule a wake for it."""
+        """Schedule a wake at the next event: a row that ends, a full KV cache, or a due report."""
         width = self._width
         if not width:
             if self._waiting:
@@ -382,7 +382,7 @@ class SimEngine:
         self._set_wake(self._since_s + self._duration_s(steps), steps)
 
     def _until_report(self, steps: int) -> int:
-        """Return fewer steps if a report is due before."""
+        """Return the number of steps until the next report, at most `steps`."""
         if self._report_s == math.inf:
             self._report_s = self._clock.now_s + self._report_every_s
         if self._since_s + self._duration_s(steps) <= self._report_s:

@@ -8,9 +8,10 @@ worker = "w3"         # a name; without it one of the running workers
 for_s = 60.0
 ```
 
-Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (ends after it has
-reported), `join` (adds a worker like `worker`), `restart` (the controller stops and is back after for_s),
-`partition`, and `network_fault` (of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
+Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (reports its tokens, then
+ends), `join` (adds a worker like `worker`), `restart` (the controller stops and resumes after for_s), `partition`
+(messages are delayed until it ends, fetches fail), and `storm` (messages: loss, duplicate, reorder, delay_s; fetches:
+corrupt).
 """
 
 from __future__ import annotations
@@ -38,42 +39,42 @@ class FaultSettings(Settings):
     at_s: float = Field(ge=0)
     """Virtual time of the fault."""
     worker: str = ""
-    """Name of the worker. Without it one of the running workers, or for `partition` and `network_fault` all."""
+    """Name of the worker. By default a random running worker; for `partition` and `storm`, all workers."""
     for_s: float = Field(default=0.0, ge=0)
-    """Duration of the fault, or time until a replacement starts; 0: permanent."""
+    """Duration of the fault, or time until a replacement starts; 0 means permanent."""
     factor: float = Field(default=1.0, ge=1)
-    """`slow`: factor on all times of the worker."""
+    """`slow`: factor by which all times of the worker increase."""
     loss: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of messages lost, each together with its connection."""
+    """`storm`: share of messages that are lost; each loss also cuts the connection."""
     duplicate: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of messages that arrive twice."""
+    """`storm`: share of messages that arrive twice."""
     reorder: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of messages that later ones overtake."""
+    """`storm`: share of messages that arrive after later messages."""
     delay_s: float = Field(default=0.0, ge=0)
-    """`network_fault`: maximum extra delay of a message."""
+    """`storm`: maximum extra delay of a message."""
     corrupt: float = Field(default=0.0, ge=0, le=1)
-    """`network_fault`: share of fetched versions with a corrupt chunk."""
+    """`storm`: share of fetched versions that have a corrupt chunk."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> FaultSettings:
         if self.kind == "slow" and self.factor == 1.0:
-            raise ValueError('factor: kind = "slow" needs one above 1')
+            raise ValueError('factor: kind = "slow" needs a factor above 1')
         if self.kind in ("partition", "storm", "hang") and not self.for_s:
-            raise ValueError(f'for_s: kind = "{self.kind}" needs how long it lasts, in seconds above 0')
+            raise ValueError(f'for_s: kind = "{self.kind}" needs a duration in seconds, above 0')
         if self.kind == "storm" and not (self.loss or self.duplicate or self.reorder or self.delay_s or self.corrupt):
             raise ValueError('kind = "storm" needs at least one of loss, duplicate, reorder, delay_s, corrupt')
         return self
 
 
 class RandomSettings(Settings):
-    """[random] faults drawn from the seed, in addition to those listed."""
+    """[random] faults that are drawn from the seed, in addition to the listed faults."""
 
     faults: int = Field(ge=0)
     """Number of faults."""
     until_s: float = Field(gt=0)
-    """They begin before this time."""
+    """Time before which all drawn faults begin."""
     kinds: tuple[Kind, ...] = KINDS
-    """Kinds to draw from."""
+    """Kinds of fault to draw from."""
 
 
 class SpotSettings(Settings):
@@ -82,15 +83,15 @@ class SpotSettings(Settings):
     trace: Path
     """CSV with columns at_s, worker, for_s: time of the preemption, and time until a replacement starts (0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
-    """Warning time before a preemption. If positive, the worker reports its tokens and leaves when warned, instead
-    of crashing."""
+    """Time from the warning to the preemption. If positive, the worker reports its tokens and leaves at the warning;
+    otherwise it crashes at the preemption."""
 
 
 class FaultsSettings(Settings):
     """A fault file."""
 
     fault: tuple[FaultSettings, ...] = ()
-    """Faults, in any order."""
+    """The listed faults, in any order."""
     random: RandomSettings | None = None
     """Faults drawn from the seed."""
     spot: SpotSettings | None = None
@@ -130,7 +131,9 @@ def read_trace(spot: SpotSettings) -> list[FaultSettings]:
     with spot.trace.open(newline="", encoding="utf-8") as file:
         rows = csv.DictReader(file)
         if not {"at_s", "worker"} <= set(rows.fieldnames or ()):
-            raise UserError(f"{spot.trace}: got columns {rows.fieldnames}, a trace needs at_s, worker and for_s")
+            raise UserError(
+                f"{spot.trace}: got columns {rows.fieldnames}, a trace needs at_s and worker, and may have for_s"
+            )
         for row in rows:
             try:
                 at_s, for_s = max(0.0, float(row["at_s"]) - spot.notice_s), float(row.get("for_s") or 0)

@@ -1,4 +1,4 @@
-"""Reduces a violated invariant to few faults, few train steps and the event log up to it."""
+"""Finds a small case that violates an invariant: few faults, few train steps, and the event log up to the violation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.simulator.world import NoProgress
 
 
 class InvariantBroken(BatonError):
-    """An invariant does not hold; the message has the seed and the log that shows it."""
+    """Raised if an invariant does not hold. The message has the seed and the event log up to the violation."""
 
 
 MOST_TRIES = 400
@@ -24,7 +24,7 @@ SHOWN_LINES = 60
 
 @dataclass(frozen=True, slots=True)
 class ReproducedViolation:
-    """A reproduced violation, reduced as far as it was found."""
+    """A violation that was reproduced, in the smallest case found."""
 
     law: str
     what: str
@@ -35,19 +35,20 @@ class ReproducedViolation:
     """Every event and command up to the violation."""
 
     def sentence(self, shown: int = SHOWN_LINES) -> str:
-        """Return the invariant, the seed, the faults, and the end of the log as text."""
+        """Return a text with the invariant, the seed, the faults and the last lines of the log."""
         faults = "\n".join(f"  {f.model_dump(exclude_defaults=True)}" for f in self.faults) or "  none"
         left_out = max(0, len(self.log) - shown)
         lines = "\n".join(f"  {line}" for line in self.log[left_out:])
-        before = f"  ({left_out} lines before)\n" if left_out else ""
+        before = f"  ({left_out} earlier lines)\n" if left_out else ""
         return (
-            f"the law of {self.law} does not hold: {self.what}\nseed {self.seed}, {self.steps} train steps, "
+            f"invariant violated: {self.law}, {self.what}\nseed {self.seed}, {self.steps} train steps, "
             f"{len(self.log)} events and commands; faults:\n{faults}\nlog:\n{before}{lines}"
         )
 
 
 def broken_law(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
-    """Simulate with all invariants checked. Return the violation with the fewest faults and events found, or None."""
+    """Simulate with all invariants checked. Return None if they hold, otherwise the violation in the smallest case
+    found."""
     first = _try(setting, options)
     if first is None:
         return None
@@ -85,7 +86,7 @@ def _try(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
         law, what = error.law, f"at {error.at_s:.3f} s: {error.what}"
     except NoProgress as error:
         law, what = "progress", str(error)
-    except AssertionError as error:  # an assertion of a decision object
-        law, what = "its own assertion", str(error)
+    except AssertionError as error:  # raised by the scheduler or the lease table
+        law, what = "an assertion", str(error)
     lines = tuple(line.decode() for line in log.lines)
     return ReproducedViolation(law, what, options.seed, setting.num_steps, tuple(faults), lines)

@@ -1,7 +1,7 @@
 """The hub in virtual time: the live run's lease table, with token counts as payloads.
 
-Handles messages as `swarm/hub/hub.py` and `swarm/lease_broker.py` do: a report counts only if its lease is current
-and its offset equals the lease's length. A disconnected worker keeps its leases until its heartbeat timeout.
+The hub handles messages like `swarm/hub/hub.py` and `swarm/lease_broker.py`. A report counts only if its lease is
+current and its offset equals the lease's length. A disconnected worker keeps its leases until its heartbeat timeout.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry
 
 MAX_REFUSALS = 64
-"""Consecutive refusals after which a worker is disconnected, as in the live lease broker."""
+"""Number of consecutive refusals after which a worker is disconnected, as in the live lease broker."""
 
 
 class LeaseTableObserver(Protocol):
-    """Observes every event and command of the lease table."""
+    """An observer of every event and command of the lease table."""
 
     def on_lease_event(self, event: ev.Event) -> None:
         """Called after the table has handled an event, before its commands are applied."""
@@ -45,22 +45,22 @@ class SimulatedTask:
     generation_request: GenerationRequest
     committed: int
     newest: int
-    """Version of the last committed token; -1 before the first."""
+    """Version of the last committed token; -1 before the first token."""
     branches: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedProgress:
-    """One lease of a task."""
+    """Progress of one lease of a task."""
 
     worker: int
     task: int
     base: int
     length: int
     newest: int
-    """Version of its last token; -1 before the first."""
+    """Version of the last token; -1 before the first token."""
     segments: Segments = field(default_factory=list)
-    """Tokens after `base`."""
+    """Segments after the first `base` tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class SimHub:
     def __init__(
         self, table: LeaseTable, clock: VirtualClock, controller: Simulation, lineage: str, acks: bool
     ) -> None:
-        """acks: whether reports are acknowledged to workers, which is only needed with faults."""
+        """Acknowledge reports if `acks`; only runs with faults need acknowledgements."""
         self.table, self.lineage = table, lineage
         self.peers: dict[int, SimulatedPeer] = {}
         self.versions: dict[int, PolicyVersion] = {}
@@ -88,13 +88,13 @@ class SimHub:
         self.branches: dict[int, SimulatedProgress] = {}
         self.watches: list[LeaseTableObserver] = []
         self.outcomes: Callable[[str], None] = lambda name: None
-        """Receives the name of each outcome to count, such as an expulsion."""
+        """Called with the name of each outcome to count, such as `worker expelled`."""
         self._clock, self._controller, self._acks = clock, controller, acks
         self._want: Want | None = None
         self._next_worker = 0
         self._to_say: deque[tuple[Any, ...]] = deque()
-        """Calls to the controller, delayed until the table's commands are applied; the live controller has its own
-        thread."""
+        """Pending calls to the controller. They wait until the table's commands are applied, because the live
+        controller receives them in another thread."""
         self._is_speaking = False
 
     # ---- from the controller -----------------------------------------------------------------------------------------
@@ -152,10 +152,10 @@ class SimHub:
                 self._dispatch(ev.WorkerLeft(self._clock.now_s, number, "left"))
                 self._count_slots()
             case _:
-                raise AssertionError(f"a worker sends no {type(message).__name__}")
+                raise AssertionError(f"unexpected message from a worker: {type(message).__name__}")
 
     def cut(self, worker: SimWorker) -> None:
-        """Mark a worker as disconnected: it gets no new leases and keeps those it has."""
+        """Mark a worker as disconnected. It keeps its leases and gets no new leases."""
         peer = self.peers.get(worker.number)
         if peer is None or peer.worker is not worker:
             return
@@ -182,7 +182,8 @@ class SimHub:
         self._alive(number, peer)
 
     def _held(self, number: int, claimed: set[int]) -> None:
-        """Return leases that the worker should hold but does not to the queue, and drop those it should not hold."""
+        """Compare the leases that a worker claims with the table: queue the tasks of missing leases again, and drop
+        unknown leases."""
         known = set(self.table.workers[number].leases)
         for lease in sorted(known - claimed):
             self._dispatch(ev.LeaseReturned(self._clock.now_s, lease))
@@ -199,7 +200,7 @@ class SimHub:
             self._acknowledge(number, lease, branch)
             return
         if self._is_older(branch, report.segments):
-            self.outcomes("an honest worker was convicted")
+            self.outcomes("correct worker disconnected for a fault")
             self._disconnect(number, "fault")
             return
         peer.refusals = 0
@@ -218,7 +219,8 @@ class SimHub:
         self._acknowledge(number, lease, branch)
 
     def _is_older(self, branch: SimulatedProgress, segments: Segments) -> bool:
-        """Whether tokens follow those of a newer version, which the live hub treats as a fault (swarm/checks.py)."""
+        """Return whether a segment has an older version than the tokens before it; the live hub treats this as a fault
+        (swarm/checks.py)."""
         return any(version < branch.newest for version, _ in segments)
 
     def _refused(self, number: int, peer: SimulatedPeer, retry: Retry) -> None:
@@ -237,7 +239,7 @@ class SimHub:
         self._dispatch(ev.WorkerSeen(self._clock.now_s, number, peer.serves, peer.decoded))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of a version of this lineage; None for any other."""
+        """Return the number of a version, or None if this hub did not announce the version."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _acknowledge(self, number: int, lease: int, branch: SimulatedProgress) -> None:
@@ -278,7 +280,7 @@ class SimHub:
             self._apply_command(command)
         for watch in self.watches:
             watch.settled_lease(event)
-        if not self._is_speaking:
+        if not self._is_speaking:  # a call can dispatch further events, whose calls follow in order
             self._is_speaking = True
             while self._to_say:
                 say, *words = self._to_say.popleft()
@@ -304,7 +306,7 @@ class SimHub:
             case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 self._to_say.append((self._controller.lost, cause, num_tokens))
             case ev.ReplaceTokens():
-                raise AssertionError("simulated workers are of one kind: none makes other tokens than another")
+                raise AssertionError("tokens are never replaced in a simulation: all workers generate the same tokens")
             case ev.DisconnectWorker(worker=worker):
                 peer = self.peers.pop(worker, None)
                 if peer is not None:

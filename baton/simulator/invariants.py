@@ -1,14 +1,13 @@
-"""The invariants of the architecture, checked at every event against independent counts.
+"""The invariants of docs/architecture.md, checked at every event against counts that are made here independently.
 
-conservation  every trajectory is in exactly one state, the same in the scheduler and here; generated = trained +
-              masked + filtered + dropped + lost + carried, exactly; groups in a batch are complete, of the right
-              number, and never trained twice
-append only   a trajectory grows only by whole segments with ascending versions, and ends at its scripted length
-staleness     trained tokens are within the bound, older ones are masked; the gate limits the open groups
-version       tokens have the requested version, which is published and of this lineage; nothing runs while weights
-              are exchanged, unless the mode allows it
-leases        a trajectory has at most two; reported tokens are committed, wasted or open, exactly; a worker with
-              room gets what waits; no silent worker is considered alive beyond the timeout
+conservation  every trajectory is in exactly one state, the same in the scheduler and here; generated = trained + masked
++ filtered + dropped + lost + carried, exactly; groups in a batch are complete, of the right number, and never trained
+twice append only   a trajectory grows only by whole segments with ascending versions, and ends at its scripted length
+staleness     no trained token exceeds the staleness bound; older tokens are masked; the number of open groups is
+limited version       tokens have the requested version, and that version is published; no trajectory runs while weights
+are loaded, unless the mode allows it leases        a trajectory has at most two leases; reported tokens = committed +
+wasted + open, exactly; no task waits while a worker has a free slot for it; a worker that sends nothing is removed at
+its heartbeat timeout
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Key = tuple[int, int]
 
 
 class InvariantViolation(AssertionError):
-    """An invariant does not hold."""
+    """Raised if an invariant does not hold."""
 
     def __init__(self, law: str, what: str, at_s: float) -> None:
         super().__init__(f"{law}, at {at_s:.3f} s: {what}")
@@ -37,7 +36,7 @@ class InvariantViolation(AssertionError):
 
 @dataclass(slots=True)
 class _Own:
-    """One trajectory, as counted here."""
+    """State and tokens of one trajectory, as counted here."""
 
     state: TrajectoryState = TrajectoryState.PENDING
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -63,12 +62,12 @@ class InvariantChecker:
         self._wanted = False
         self._places = 0
         self._counts: Counter[str] = Counter()
-        """Tokens by account, of this lineage."""
+        """Number of tokens by account since the controller started."""
         self._table = _LeaseTableChecker(self)
         self.num_checked = 0
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:
-        """Raise InvariantViolation unless `holds`. `what` may be a function; it is called only in that case."""
+        """Raise InvariantViolation unless `holds`. If `what` is a function, it is called only to raise."""
         if not holds:
             raise InvariantViolation(law, what() if callable(what) else str(what), self._world.clock.now_s)
 
@@ -90,14 +89,12 @@ class InvariantChecker:
                 self.check(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
             case ro.LeaseEnded(group_id=g, sample_index=s):
                 own = self._own[g, s]
-                self.check(
-                    own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} put down while {own.state.name}"
-                )
+                self.check(own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} ended while {own.state.name}")
                 own.state = TrajectoryState.PENDING
             case ro.Rewarded(group_id=g, sample_index=s):
                 own = self._own[g, s]
                 self.check(
-                    own.state is TrajectoryState.JUDGING, "conservation", f"{g}/{s} judged while {own.state.name}"
+                    own.state is TrajectoryState.JUDGING, "conservation", f"{g}/{s} rewarded while {own.state.name}"
                 )
                 own.state = TrajectoryState.JUDGED
             case ro.TokensLost(num_tokens=count):
@@ -120,7 +117,7 @@ class InvariantChecker:
         self.check(version >= last, "append only", f"{key}: tokens of version {version} after version {last}")
         asked, is_exact = own.ask
         right = version == asked if is_exact else version >= asked
-        self.check(right, "version", f"{key} asked for {'exactly ' * is_exact}{asked}, and was served {version}")
+        self.check(right, "version", f"{key}: requested {'exactly ' * is_exact}version {asked}, got {version}")
         known = self._swarm.hub.versions if self._swarm is not None else range(self._world.version + 1)
         self.check(version in known, "version", f"{key}: version {version} is not published")
         own.versions.append((version, event.num_tokens))
@@ -129,7 +126,7 @@ class InvariantChecker:
         self._counts["generated"] += event.num_tokens
 
     def _restarted(self) -> None:
-        """Reset for a new controller: tokens in open groups count as generated, everything settled before is
+        """Reset the counts for a new controller: tokens in open groups count as generated, settled tokens are
         removed."""
         self._lineage = self._world.lineage
         self._counts.clear()
@@ -160,9 +157,11 @@ class InvariantChecker:
             case ro.Discard(group_id=g, cause=cause):
                 self._counts[cause] += sum(own.num_tokens for own in self._taken(g, "discarded"))
             case ro.Load(version=version):
-                self.check(version <= self._world.version, "version", f"{version} is loaded before it is made")
+                self.check(
+                    version <= self._world.version, "version", f"version {version} is loaded before it is trained"
+                )
                 is_free = self._rules.is_in_flight or not self._leased
-                self.check(is_free, "version", "weights are exchanged under running trajectories")
+                self.check(is_free, "version", "weights are loaded while trajectories run")
             case ro.Restart(group_id=g, sample_index=s):
                 self._counts["lost"] += self._own[g, s].num_tokens
                 self._own[g, s] = _Own()
@@ -177,13 +176,17 @@ class InvariantChecker:
         key, rules = (assign.group_id, assign.sample_index), self._rules
         own = self._own[key]
         self.check(own.state is TrajectoryState.PENDING, "conservation", f"{key} leased while {own.state.name}")
-        self.check(self._leased < self._places, "conservation", "more leases than places")
-        self.check(rules.mode == "async" or self._wanted, "conservation", "generated without a wish for a batch")
+        self.check(self._leased < self._places, "conservation", "more leases than slots")
+        self.check(rules.mode == "async" or self._wanted, "conservation", "generated although no batch is requested")
         served = self._served
         self.check(served is not None, "version", "leased while nothing is served")
         is_exact = not rules.is_in_flight
         self.check(assign.is_exact == is_exact, "version", f"{key}: exactness {assign.is_exact}")
-        self.check(assign.version == served if is_exact else assign.version <= (served or 0), "version", "wrong ask")
+        self.check(
+            assign.version == served if is_exact else assign.version <= (served or 0),
+            "version",
+            "wrong version requested",
+        )
         own.state, own.ask = TrajectoryState.LEASED, (assign.version, assign.is_exact)
 
     def _taken(self, group_id: int, why: str) -> list[_Own]:
@@ -191,12 +194,12 @@ class InvariantChecker:
         del self._groups[group_id]
         members = [self._own.pop((group_id, s)) for s in range(self._rules.group_size)]
         whole = all(own.state is TrajectoryState.JUDGED for own in members)
-        self.check(whole, "conservation", f"group {group_id} is {why} before it is judged")
+        self.check(whole, "conservation", f"group {group_id} is {why} before all its rewards arrived")
         return members
 
     def _delivered(self, deliver: ro.Deliver) -> None:
         rules, ids, now = self._rules, deliver.group_ids, self._world.version
-        self.check(self._wanted, "conservation", "a batch that nobody wants")
+        self.check(self._wanted, "conservation", "a batch was delivered that was not requested")
         self._wanted = False
         self.check(len(ids) == len(set(ids)) == rules.batch_groups, "conservation", f"a batch of {len(ids)} groups")
         self.check(not self._trained & set(ids), "conservation", f"trained twice: {self._trained & set(ids)}")
@@ -228,7 +231,11 @@ class InvariantChecker:
             dropped=ledger.dropped,
             lost=ledger.lost.total(),
         )
-        self.check(+theirs == +counts, "conservation", lambda: f"the ledger has {dict(theirs)}, here {dict(counts)}")
+        self.check(
+            +theirs == +counts,
+            "conservation",
+            lambda: f"the scheduler counts {dict(theirs)}, the checker {dict(counts)}",
+        )
         carried = sum(own.num_tokens for own in self._own.values())
         self.check(ledger.generated == ledger.settled + carried, "conservation", f"{carried} carried")
         self.check({g.group_id for g in scheduler.groups()} == set(self._groups), "conservation", "open groups")
@@ -236,7 +243,7 @@ class InvariantChecker:
             for member in group.members:
                 own = self._own[member.group_id, member.sample_index]
                 same = member.state is own.state and member.num_tokens == own.num_tokens
-                self.check(same, "conservation", lambda m=member, o=own: f"{m} is here {o}")
+                self.check(same, "conservation", lambda m=member, o=own: f"the scheduler has {m}, the checker {o}")
         self.check(scheduler.num_leased == self._leased, "conservation", "leased trajectories")
         is_open = len(self._groups)
         if rules.mode == "partial":
@@ -261,7 +268,7 @@ class InvariantChecker:
 
 
 class _LeaseTableChecker:
-    """Checks one incarnation of the lease table."""
+    """Checks the lease table of one incarnation of the hub."""
 
     def __init__(self, laws: InvariantChecker) -> None:
         self._must = laws.check
@@ -269,7 +276,7 @@ class _LeaseTableChecker:
         self._wasted: Counter[str] = Counter()
         self._leases: set[int] = set()
         self._lengths: dict[int, int] = {}
-        """Task → number of committed tokens."""
+        """Number of committed tokens by task."""
         self._aborted: set[int] = set()
         self._heard_s: dict[int, float] = {}
 
@@ -291,7 +298,7 @@ class _LeaseTableChecker:
             case ev.GrantLease(lease=lease, task=task):
                 self._must(lease not in self._leases, "leases", f"lease {lease} is used again")
                 self._leases.add(lease)
-                self._must(task not in self._aborted, "leases", f"task {task} is aborted, and leased")
+                self._must(task not in self._aborted, "leases", f"task {task} is leased after its abort")
             case ev.CommitTokens(task=task, length=length):
                 before = self._lengths[task]
                 self._must(length > before, "append only", f"task {task} shrinks from {before} to {length}")
@@ -308,7 +315,7 @@ class _LeaseTableChecker:
     def settled(self, event: ev.Event, swarm: Swarm) -> None:
         must, hub = self._must, swarm.hub
         table = hub.table
-        must(set(hub.tasks) == set(self._lengths), "leases", "tasks that one has and the other has not")
+        must(set(hub.tasks) == set(self._lengths), "leases", "the hub and the checker have different tasks")
         must(table.num_tasks == len(self._lengths), "leases", "tasks in the table")
         must(table.wasted == self._wasted, "conservation", "wasted tokens")
         restarts, open_ = table.rules.restarts, 0
@@ -329,7 +336,7 @@ class _LeaseTableChecker:
                 must(
                     silent_s <= table.rules.heartbeat_timeout_s,
                     "leases",
-                    f"worker {number} is silent for {silent_s:.1f} s",
+                    f"worker {number} has sent nothing for {silent_s:.1f} s",
                 )
 
     def _check_places(self, table: LeaseTable) -> None:
@@ -340,4 +347,4 @@ class _LeaseTableChecker:
         waiting = [task for task in table.tasks() if task.is_waiting]
         for task in waiting if room else ():
             idle = [w.number for w in room if w.serves(*task.ask)]
-            self._must(not idle, "leases", f"workers {idle} have room, and task {task.number} waits")
+            self._must(not idle, "leases", f"task {task.number} waits although workers {idle} have free slots")

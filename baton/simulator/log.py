@@ -14,10 +14,10 @@ _encode = msgspec.json.encode
 
 
 class EventLog:
-    """Keeps the last lines, and a digest of all lines."""
+    """The last lines of the log, and a digest of all lines."""
 
     def __init__(self, kept: int | None = None) -> None:
-        """kept: number of lines; None keeps all."""
+        """Keep the last `kept` lines; None keeps all lines."""
         self.lines: deque[bytes] = deque(maxlen=kept)
         self._digest = blake2b(digest_size=16)
 

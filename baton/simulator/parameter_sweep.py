@@ -16,30 +16,31 @@ from baton.simulator.world import NoProgress
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1
-"""Maximum share of a batch that may be masked as stale in a recommended setting; over-provision uses the same bound."""
+"""Maximum share of a batch's tokens that a recommended setting may mask as stale. Over-provision uses the same bound.
+"""
 CLOSE = 0.02
-"""Throughputs within this relative difference count as equal; then the setting with the fresher tokens is
+"""Relative difference below which throughputs count as equal. Of equal settings, the one with the least staleness is
 recommended."""
 
 
 class SweepAxis(msgspec.Struct, frozen=True):
-    """One setting and its values."""
+    """A key of [rollout] and the values to simulate."""
 
     key: str
     values: tuple[str, ...]
 
 
 class SweepPoint(msgspec.Struct, frozen=True):
-    """One cell of the table."""
+    """One combination of values and its result."""
 
     values: dict[str, str]
     result: Result | None
     why_not: str = ""
-    """Why the values cannot be combined, as a sentence."""
+    """Reason why the combination was not simulated; empty if it was."""
 
 
 class ParameterSweep(msgspec.Struct, frozen=True):
-    """A complete table."""
+    """Results of all combinations, and the recommended one."""
 
     axes: tuple[SweepAxis, ...]
     points: tuple[SweepPoint, ...]
@@ -59,7 +60,7 @@ def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
             raise UserError(f"--sweep {text!r}: allowed is key=value,value,… such as max_staleness=0,1,2,4")
         if key not in RolloutSettings.model_fields:
             raise UserError(
-                f"--sweep {text!r}: {key!r} is no key of [rollout]; there are {', '.join(RolloutSettings.model_fields)}"
+                f"--sweep {text!r}: unknown key {key!r}; allowed are {', '.join(RolloutSettings.model_fields)}"
             )
         axes.append(SweepAxis(key, found))
     if not axes:
@@ -68,14 +69,14 @@ def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
     for axis in axes:
         total *= len(axis.values)
     if total > MOST_POINTS:
-        raise UserError(f"--sweep: got {total} settings, allowed at most {MOST_POINTS}")
+        raise UserError(f"--sweep: got {total} combinations of values, allowed are at most {MOST_POINTS}")
     return tuple(axes)
 
 
 def sweep(
     source: SettingSource, simulation_options: SimulationOptions, axes: Sequence[SweepAxis], options: RunOptions
 ) -> ParameterSweep:
-    """Simulate every combination."""
+    """Simulate every combination of values."""
     points = []
     for values in product(*(axis.values for axis in axes)):
         chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
@@ -99,11 +100,14 @@ def _point(
 
 
 def recommend(points: Sequence[SweepPoint]) -> tuple[int | None, str]:
-    """Return the index of the recommended point and the reason: the freshest tokens among the fastest with few
-    masked tokens."""
+    """Return the index of the recommended point, and the reason.
+
+    Points that mask more than MAX_MASKED of their tokens are excluded, if others exist. Of the fastest remaining
+    points, the one with the least staleness is recommended.
+    """
     run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
     if not run:
-        return None, "none of the settings can be run"
+        return None, "no combination of values can be simulated"
     useful = [(place, result) for place, result in run if result.masked_share <= MAX_MASKED]
     note = ""
     if not useful:

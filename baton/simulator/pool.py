@@ -1,7 +1,7 @@
 """Engines behind one queue, like `rollout/processes/pool.py`: a lease is sent to an engine when a slot is free.
 
-The engines exchange weights together, and the trainer waits for it. Messages take no time here, so tokens are
-reported only when they matter: at the end of a lease and when weights are exchanged.
+The engines load new weights at the same time, and the trainer waits until they have. Messages take no time, so an
+engine reports its tokens only at the end of a lease and when it loads weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SimulatedEnginePool:
         self._queue: dict[int, GenerationRequest] = {}
         self._held: dict[int, SimEngine] = {}
         self._given: Counter[int] = Counter()
-        """Engine (by id) → leases that it has or that are being sent to it."""
+        """Number of leases by `id` of the engine, including leases in transit to the engine."""
 
     def begin(self) -> None:
         setting = self._setting
@@ -51,7 +51,7 @@ class SimulatedEnginePool:
         self._assign_waiting()
 
     def abort(self, lease: int) -> None:
-        """Abort a lease. A waiting lease is sent to an engine first, so that all aborts take one path."""
+        """Abort a lease. A waiting lease is sent to an engine first, so that every abort takes the same path."""
         generation_request = self._queue.pop(lease, None)
         if generation_request is not None:
             self._hand_over(self.engines[0], generation_request)
@@ -94,7 +94,8 @@ class SimulatedEnginePool:
         self._assign_waiting()
 
     def _assign_waiting(self) -> None:
-        """Send waiting leases to the engines with the most free slots. Siblings stay together while there is room."""
+        """Send waiting leases to the engine with the fewest leases. Leases of one group go to the same engine while it
+        has free slots."""
         while self._queue:
             engine = min(self.engines, key=self._num_assigned) if len(self.engines) > 1 else self.engines[0]
             if self._num_assigned(engine) >= engine.slots:
@@ -112,8 +113,8 @@ class SimulatedEnginePool:
         self._after_handover(engine.submit, generation_request)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
-        """Call an engine, after `handover_s` if set: engine processes receive messages late, after starting another
-        step."""
+        """Call an engine, delayed by `handover_s`: an engine process receives a message only after its next step has
+        started."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

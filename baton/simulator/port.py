@@ -1,4 +1,5 @@
-"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`, with token counts."""
+"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`. Messages have token
+counts in place of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ class SimulatedTransport(Protocol):
     """Generates trajectories: a pool of engines or a swarm."""
 
     def begin(self) -> None:
-        """Start, or start again after `restart`."""
+        """Start the engines. Called again when the controller resumes after `restart`."""
 
     def want(self, generation_request: GenerationRequest) -> None:
         """Submit a trajectory to generate."""
@@ -23,10 +24,11 @@ class SimulatedTransport(Protocol):
         """Load a version into the engines."""
 
     def restart(self) -> None:
-        """Disconnect because the controller has stopped. `begin` is called when it is back."""
+        """Stop or disconnect the engines because the controller has stopped. `begin` follows when the controller
+        resumes."""
 
     def slow(self, factor: float) -> None:
-        """From now on, everything takes this many times as long."""
+        """Multiply all times of the engines by `factor` from now on."""
 
     def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Return engine → (slots, GPUs, use of its time)."""
+        """Return (slots, GPUs, use of time) by engine name."""

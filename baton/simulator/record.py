@@ -14,34 +14,34 @@ class SimulatedStep:
     """One train step."""
 
     wanted_s: float
-    """Time at which its batch was requested."""
+    """Time at which the batch was requested."""
     begin_s: float
     """Time at which training began."""
     tokens: int
     """Prompt and response tokens of the batch."""
     counts: StepCounts
-    """Counts since the previous batch."""
+    """Counts of the scheduler since the previous batch."""
     staleness: dict[int, int]
-    """Versions behind the trainer → tokens."""
+    """Number of tokens by staleness."""
     end_s: float = 0.0
     is_trained: bool = False
-    """False for a step that a restart of the controller interrupted."""
+    """False if a restart of the controller interrupted the step."""
     train_s: float = 0.0
 
 
 @dataclass(slots=True)
 class RunRecord(Ledger):
-    """One run, with the sum of the ledgers of all incarnations of its controller."""
+    """Record of one run. Its token counts are summed over all incarnations of the controller."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
     engines: dict[str, tuple[int, int, EngineTime]] = field(default_factory=dict)
-    """Name → (slots, GPUs, use of its time)."""
+    """(slots, GPUs, use of time) by engine name."""
     judge_s: float = 0.0
     carried: int = 0
     """Tokens in open groups at the end."""
     unreported: int = 0
-    """Tokens that were generated but lost with their worker before it reported them."""
+    """Tokens that a worker generated but did not report before it ended."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Number of faults and of reactions to them, by name."""
 

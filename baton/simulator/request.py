@@ -1,4 +1,5 @@
-"""One simulated run as `baton simulate` requests it, with its log, its spans and readable errors."""
+"""Runs one simulation for `baton simulate`: writes the event log, returns the trace spans, and raises errors for
+users."""
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ from baton.simulator.world import NoProgress
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate and what to record."""
+    """A setting to simulate, and what to record of the run."""
 
     setting: Setting
     options: RunOptions = field(default_factory=RunOptions)
     log: Path | None = None
-    """File for all events and commands; also written if the run fails."""
+    """Path of the event log. The log is also written if the run fails."""
     is_traced: bool = False
 
 
 def run_request(request: SimulationRequest) -> tuple[Result, Sequence[Span]]:
-    """Simulate; return the result, and the spans if `is_traced`.
+    """Simulate. Return the result and, if `is_traced`, the trace spans.
 
-    Raises UserError for a run that makes no progress, and InvariantBroken with the smallest log that shows the
-    violation.
+    Raises UserError if the run makes no progress. Raises InvariantBroken if an invariant does not hold; its message has
+    the shortest event log found that reproduces the violation.
     """
     setting, options = request.setting, request.options
     log = EventLog() if request.log is not None else None

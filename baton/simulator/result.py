@@ -1,4 +1,4 @@
-"""Summary of a simulated run in the figures of a real one."""
+"""Summary of a simulated run, in the figures that a live run reports."""
 
 from __future__ import annotations
 
@@ -14,70 +14,71 @@ from baton.simulator.record import RunRecord, SimulatedStep
 from baton.simulator.setting import Setting
 
 WARM_SHARE = 0.2
-"""Share of the first steps that are excluded from steady-state figures."""
+"""Share of the steps, counted from the first, that steady-state figures exclude."""
 STEADY_STEPS = 5
-"""Minimum number of later steps for steady-state figures; with fewer, a note is added."""
+"""Minimum number of steps after the pipeline is full. With fewer steps, the result has a note."""
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Use of time by one kind of engine, as shares of the run."""
+    """Use of time by one kind of engine, in shares of the run's time."""
 
     name: str
     num: int
     """Number of engines."""
     gpus: int
-    """GPUs of all of them together."""
+    """Number of GPUs of these engines together."""
     decode: float
     prefill: float
     load: float
     idle: float
     occupancy: float
-    """Slot time in which a trajectory was decoded."""
+    """Share of the slot time in which a trajectory was decoded."""
     tokens_per_s: float
     preemptions: int
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Results of one simulated run. Times are in seconds and tokens are the policy's unless stated otherwise."""
+    """Results of one simulated run. Times are in seconds. Token counts exclude prompts unless stated otherwise."""
 
     mode: str
     steps: int
     seconds: float
     """Virtual time of the whole run."""
     warm_steps: int
-    """First steps that steady-state figures exclude."""
+    """Number of first steps that steady-state figures exclude."""
     step_s: float
-    """Time from one version to the next."""
+    """Mean time from one version to the next."""
     step_s_spread: float
-    """Standard deviation over steps."""
+    """Standard deviation of that time over steps."""
     wait_s: float
-    """Part of a step in which the trainer waits for its batch."""
+    """Mean time per step in which the trainer waits for its batch."""
     train_s: float
     other_s: float
-    """Rest of a step: publication and other time between a train step and the request for the next batch."""
+    """Rest of the step, such as publication: time between a train step and the request for the next batch."""
     trained_tokens_per_s: float
-    """Prompt and response tokens trained per second; the planner's throughput."""
+    """Prompt and response tokens trained per second; the planner calls this throughput."""
     generated_tokens_per_s: float
     trajectories_per_s: float
     trainer_busy: float
     """Share of the steady state in which the trainer trains."""
     rollout_occupancy: float
-    """Share of slot time in which a trajectory was leased, while any ran."""
+    """Share of slot time in which a trajectory was leased; times in which none ran are excluded."""
     engines: list[Shares]
-    """By kind; engines of one shape are one entry."""
+    """Use of time by kind of engine. Engines of one shape are one entry."""
     staleness: dict[int, float]
-    """Versions behind the trainer → share of the trained batches' tokens."""
+    """Share of the batches' tokens by staleness."""
     mean_staleness: float
     masked_share: float
-    """Share of the batches' tokens."""
+    """Share of the batches' tokens that were masked as stale."""
     carried_groups: float
-    """Mean number of open groups when a batch is taken."""
+    """Mean number of open groups when a batch is delivered."""
     carry_age: float
-    """Mean number of versions from a group's opening to its batch."""
+    """Mean number of versions between the opening of a group and its batch."""
     reprefilled_share: float
-    """Tokens prefilled again after an abort, per generated token."""
+    """Number of tokens prefilled again after an abort, per generated token."""
     tokens: dict[str, int]
-    """Keys: generated, trained, masked, filtered, dropped, carried, unreported; `lost: CAUSE`."""
+    """Token counts with the keys generated, trained, masked, filtered, dropped, carried, unreported and `lost: CAUSE`.
+    """
     price: float
     """Price of the whole run."""
     price_per_million_tokens: float
@@ -90,7 +91,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def summarise(setting: Setting, record: RunRecord) -> Result:
-    """Summarise a run."""
+    """Summarise the record of a run."""
     rules = setting.rules
     done = [step for step in record.steps if step.is_trained]
     warm = min(len(done) - 1, max(1, int(WARM_SHARE * len(done)), _first_full(rules))) if len(done) > 1 else 0
@@ -143,13 +144,13 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
     if num_steps >= first + STEADY_STEPS:
         return []
     return [
-        f"{num_steps} train steps are too few: the first {first} fill the pipeline, so the figures of a step are not "
-        f"those of a steady state; give --steps {first + STEADY_STEPS} or more"
+        f"{num_steps} train steps are too few for steady-state figures, because the first {first} fill the pipeline; "
+        f"use --steps {first + STEADY_STEPS} or more"
     ]
 
 
 def _first_full(rules: Rules) -> int:
-    """Return the number of steps until the pipeline of versions is full."""
+    """Return the number of first steps that fill the pipeline of versions."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 
@@ -179,7 +180,7 @@ def _tokens(record: RunRecord) -> dict[str, int]:
 
 
 def _engines(record: RunRecord) -> list[Shares]:
-    """Group engines whose names differ only in their number."""
+    """Return the use of time by kind: engines whose names differ only in their number."""
     kinds: dict[str, list[tuple[int, int, object]]] = {}
     for name, engine in record.engines.items():
         kinds.setdefault(name.rstrip("0123456789").rstrip("#- "), []).append(engine)

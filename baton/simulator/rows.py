@@ -1,4 +1,4 @@
-"""Types of a simulated engine: a lease, its reports, and the use of the engine's time."""
+"""Types of a simulated engine: leases, progress reports, and the use of the engine's time."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ class GenerationRequest:
     sample_index: int
     prompt: int
     tokens: int
-    """Tokens after the prompt."""
+    """Number of response tokens that exist already."""
     length: int
-    """Number of tokens at which it ends."""
+    """Number of response tokens of the complete trajectory."""
     version: int
     is_exact: bool
     newest: int = -1
-    """Version of its last token; -1 before the first."""
+    """Version of the last token; -1 before the first token."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedLease(GenerationRequest):
-    """One lease in an engine, with the tokens at its last count."""
+    """A lease in an engine. `tokens` has the value of the last count."""
 
     grown: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens) not reported yet."""
+    """(version, number of tokens) of segments that are not reported yet."""
     end_step: int = -1
-    """The engine's step after which it is complete; -1 while it waits."""
+    """Engine step after which the trajectory is complete; -1 while the lease waits for a slot."""
     born: int = 0
-    """Order of admission."""
+    """Sequence number of the admission to a slot."""
     lane: int = 0
     since_s: float = 0.0
-    """Time of its admission."""
+    """Time of the admission."""
     traced: dict[int, int] = field(default_factory=dict)
-    """Version → tokens since then, for the trace."""
+    """Number of tokens by version since the admission, for the trace."""
 
 
 class LongestContext:
-    """The longest context among running rows. All grow by one token per step, so their order is constant."""
+    """The longest context among the running leases. Every context grows by one token per step, so their order never
+    changes."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, SimulatedLease]] = []
@@ -51,7 +52,7 @@ class LongestContext:
         heapq.heappush(self._heap, (step - context, row.born, row))
 
     def context(self, step: int) -> int:
-        """Return the longest context; at least one row must run."""
+        """Return the longest context. At least one lease must be running."""
         heap = self._heap
         while heap[0][2].end_step < 0 or heap[0][2].born != heap[0][1]:
             heapq.heappop(heap)
@@ -64,24 +65,24 @@ class LeaseProgress:
 
     row: SimulatedLease
     segments: list[tuple[int, int]]
-    """(version, tokens) since the last report."""
+    """(version, number of tokens) of the segments since the last report."""
     end: str
     """Empty, `finished`, `put_down` or `refused`."""
 
 
 @dataclass(slots=True)
 class EngineTime:
-    """Where an engine's time went, in seconds, and the tokens it computed."""
+    """Seconds that an engine spent on each activity, and the number of tokens that it computed."""
 
     decode_s: float = 0.0
     prefill_s: float = 0.0
     load_s: float = 0.0
     row_s: float = 0.0
-    """Slot time in which a trajectory was decoded."""
+    """Seconds of decoding, summed over the slots in use."""
     decoded: int = 0
     prefilled: int = 0
     reprefilled: int = 0
-    """Prefilled tokens that were generated before (not prompt tokens)."""
+    """Response tokens that were prefilled again."""
     preemptions: int = 0
 
     def plus(self, other: EngineTime) -> EngineTime:

@@ -23,14 +23,14 @@ from baton.swarm.leases import LeaseTable
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run is simulated."""
+    """Seed, faults, checks and observers of a simulated run."""
 
     seed: int = 0
     faults: Sequence[FaultSettings] = ()
     laws: bool = False
-    """Check every invariant at every event."""
+    """Whether every invariant is checked at every event."""
     log: EventLog | None = None
-    """Receives every event and command."""
+    """Log of every event and command."""
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)
@@ -44,7 +44,8 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
     if setting.swarm is None:
         if options.faults:
             raise UserError(
-                "faults happen to workers, and engine processes die with their run: set swarm.workers=2, say"
+                "faults apply to the workers of a swarm, and this recipe has none; set swarm.workers, such as "
+                "swarm.workers=2"
             )
         world.port = SimulatedEnginePool(setting, world.clock, world, options.tracer)
     else:
@@ -66,5 +67,6 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
 
 
 def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
-    """Simulate a run. Raises NoProgress, and AssertionError (InvariantViolation) if an invariant does not hold."""
+    """Simulate a run. Raises NoProgress if the run stops making progress, and InvariantViolation if an invariant does
+    not hold."""
     return build(setting, options).run()

@@ -1,9 +1,9 @@
-"""Lengths, prompts and rewards of trajectories. They depend only on the seed and the trajectory's ids, so decisions
-of the scheduler do not change the work.
+"""Prompt lengths, response lengths and rewards of trajectories. They depend only on the seed and on the trajectory's
+ids, so the scheduler's decisions do not change the work.
 
-Lengths follow a `Lengths` distribution. Members of a group share a part of their normal score (`correlation`),
-because hard prompts are long for all members. `drift` changes lengths during training. Alternatively, lengths are
-those of the groups of a recorded run, in order, which include both effects.
+Lengths follow a `Lengths` distribution. The lengths within a group are correlated (`correlation`), because a hard
+prompt leads to long responses in all members. `drift` changes the lengths during training. Alternatively, the lengths
+are those of a recorded run's groups, in order, which include correlation and drift.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.specs.workload import Lengths
 BLOCK = 256
 """Number of groups drawn at once."""
 KEPT_BLOCKS = 256
-"""Number of cached blocks; others are drawn again with the same numbers when needed."""
+"""Number of cached blocks. A block that was dropped is drawn again, with the same numbers, when it is needed."""
 _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
@@ -32,7 +32,7 @@ class RecordedGroup:
     prompt: int
     lengths: tuple[int, ...]
     teaches: bool
-    """Whether its rewards differ."""
+    """Whether the rewards of its members differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class TrajectoryWork:
     correlation: float = 0.0
     """Correlation of the normal scores of two members of a group, 0 to 1."""
     drift: float = 0.0
-    """Relative growth of lengths per train step; they stay within the longest."""
+    """Relative growth of the lengths per train step, up to the longest length."""
     trained_share: float = 1.0
     """Share of groups whose rewards differ."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Recorded groups, used cyclically in order. If given, nothing is drawn."""
+    """Groups of a recorded run, repeated in order. If given, they replace the distributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Block:
 
 
 class Script:
-    """The work of one run."""
+    """Lengths and rewards of one simulated run."""
 
     def __init__(self, work: TrajectoryWork, seed: int, batch_groups: int, group_size: int) -> None:
         self.work, self._seed = work, seed
@@ -73,7 +73,7 @@ class Script:
         return self._block(group_id).prompts[group_id % BLOCK]
 
     def length(self, group_id: int, sample_index: int) -> int:
-        """Return the tokens of a complete trajectory, after its prompt."""
+        """Return the number of response tokens of the complete trajectory."""
         if self._recorded:
             lengths = self._recorded[group_id % len(self._recorded)].lengths
             return lengths[sample_index % len(lengths)]
@@ -104,6 +104,7 @@ class Script:
         work, size = self.work, self._group_size
         shared = generator(self._seed, "length of groups", number).standard_normal(BLOCK)
         own = generator(self._seed, "length of trajectories", number).standard_normal((BLOCK, size))
+        # the two weights keep the variance of the score at 1
         score = work.correlation**0.5 * shared[:, None] + (1 - work.correlation) ** 0.5 * own
         step = (number * BLOCK + np.arange(BLOCK)) // self._batch_groups
         factor = np.maximum(1e-3, 1 + work.drift * step)[:, None]

@@ -1,4 +1,5 @@
-"""Random generators by concern, so that a change of one leaves the draws of the others unchanged."""
+"""One random generator per concern. Additional draws for one concern therefore leave the draws of all others
+unchanged."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ Concern = Literal[
     "rewards",
     "victims",
 ]
-"""What is drawn. The text is part of the seed, so none of these may change."""
+"""Subject of the draws. The text is part of the seed and must never change."""
 
 
 def generator(seed: int, concern: Concern, *place: int) -> Generator:
-    """Return numpy's generator for a concern and an index within it."""
+    """Return the numpy generator of a concern and of an index (`place`) within the concern."""
     return Generator(PCG64(SeedSequence([seed, zlib.crc32(concern.encode()), *place])))
 
 
 def choices(seed: int, concern: Concern) -> Random:
-    """Return Python's generator for a concern, for a small number of draws."""
+    """Return the `random.Random` of a concern, which is faster than numpy for single draws."""
     return Random(f"{seed}/{concern}")  # no cryptographic use

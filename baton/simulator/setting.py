@@ -1,4 +1,4 @@
-"""What is simulated: a run in numbers, independent of their source."""
+"""The inputs of a simulation as numbers, whether they come from a plan or from a recipe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class EngineSpec:
     slots: int
     speed: Speed
     kv_tokens: float = math.inf
-    """Tokens that its KV cache holds."""
+    """Number of tokens that fit into the KV cache."""
     weight: float = 1.0
-    """Share of the work per slot by the plan, relative to other engines."""
+    """Throughput per slot according to the plan, relative to the other engines."""
     num_gpus: int = 1
     pads: bool = False
-    """Whether every row of a step attends over the longest running context."""
+    """Whether every trajectory of a decode step attends over the longest running context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,34 @@ class ScoringSpec:
     """The reward scorer for finished trajectories."""
 
     latency_s: float = 0.0
-    """Mean time of one scoring."""
+    """Mean time to score one trajectory."""
     cv: float = 0.0
-    """Standard deviation over mean; lognormal."""
+    """Standard deviation of the lognormal scoring time, divided by its mean."""
     concurrency: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmSpec:
-    """A hub and its workers; times in seconds."""
+    """The numbers of a hub and its workers; times are in seconds."""
 
     rules: LeaseRules = field(default_factory=LeaseRules)
     have_want: VersionSyncRules = field(default_factory=VersionSyncRules)
     link_s: float = 0.02
     """Latency of a message."""
     fetch_s: float = 1.0
-    """Time in which a worker fetches and verifies an announced version."""
+    """Time to fetch and verify an announced version."""
     activate_s: float = 0.0
-    """Time in which the engine switches to it."""
+    """Time to load a fetched version into the engine."""
     heartbeat_s: float = 5.0
     tick_s: float = 1.0
     report_every_s: float = 2.0
     reconnect_s: float = 0.5
-    """First wait before reconnecting; doubled after each failure, at most 30 s."""
+    """Wait before the first attempt to reconnect. Each failed attempt doubles the wait, up to 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run."""
+    """All inputs of one simulated run."""
 
     rules: Rules
     engines: tuple[EngineSpec, ...]
@@ -68,20 +68,20 @@ class Setting:
     train: TrainSpeed
     judges: ScoringSpec = field(default_factory=ScoringSpec)
     publish_s: float = 0.0
-    """Time from the end of a train step until all engines serve its version, or, in a swarm, until it can be
-    fetched."""
+    """Time from the end of a train step until all engines serve its version, or, in a swarm, until workers can fetch
+    the version."""
     num_steps: int = 50
     publish_every: int = 1
-    """One of this many versions is published."""
+    """Number of train steps per published version."""
     checkpoint_every: int = 50
     swarm: SwarmSpec | None = None
-    """None: engines share one queue and exchange weights together."""
+    """None if the engines share one queue and load new weights at the same time."""
     train_slowdown: float = 1.0
-    """Slowdown of the trainer while engines work on the same cores."""
+    """Factor on the time of a train step while engines use the same cores."""
     engine_slowdown: float = 1.0
-    """Slowdown of the engines while the trainer works."""
+    """Factor on the times of the engines during a train step."""
     handover_s: float = 0.0
-    """Time from an engine's report until it receives the next trajectory, if a queue feeds engines."""
+    """Time from an engine's report until the engine receives the next trajectory from the shared queue."""
     shares_prefill: bool = True
     trainer_gpus: int = 0
     price_per_h: float = 0.0

@@ -31,14 +31,14 @@ from baton.specs.plan import Plan, Replica
 from baton.specs.workload import LengthSettings, Workload
 
 REPORTS_PER_STEP = 20
-"""Reports per train step of workers without faults. More frequent reports would not change the results."""
+"""Reports per train step in a run without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Slots of an engine described by a table of rates, which does not specify a batch."""
+"""Slots of an engine that was planned with a table of rates, which has no batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """User options that change what a plan or recipe specifies."""
+    """A user's options, which change or complete what a plan or recipe specifies."""
 
     overrides: Sequence[str] = ()
     """`rollout.KEY=VALUE`."""
@@ -49,16 +49,16 @@ class SimulationOptions:
     swarm: SwarmSpec = field(default_factory=SwarmSpec)
     """Links, reports and timeouts of a swarm."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run; they replace drawn lengths."""
+    """Groups of a recorded run. They replace the distributions of lengths."""
     is_detailed: bool = False
-    """Whether a plan's workers report, send heartbeats and time out as often as live ones. Needed with faults."""
+    """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
 
     def also(self, overrides: Sequence[str]) -> SimulationOptions:
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
 class SettingSource(Protocol):
-    """Builds a setting."""
+    """A plan or a recipe, from which a setting is built."""
 
     def setting(self, simulation_options: SimulationOptions) -> Setting:
         """Return the setting. Raises UserError."""
@@ -69,17 +69,17 @@ class SettingSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """A plan, with the model and workload that it was made for."""
+    """A plan, with its model and workload."""
 
     plan: Plan
     model: ModelSpec
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """Source of the link bandwidths; without it, those of the catalogue are used."""
+    """Cluster of the plan, for the bandwidths of its links. None uses the bandwidths of the catalogue."""
 
     def setting(self, simulation_options: SimulationOptions) -> Setting:
-        """Return the setting. Engines are simulated as workers of a swarm, as in a live run of a plan."""
+        """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
         base: dict[str, Any] = {
@@ -131,15 +131,15 @@ class PlanSource:
         return replace(spec, report_every_s=pace_s, heartbeat_s=pace_s, tick_s=pace_s, rules=patient)
 
     def _notes(self, simulation_options: SimulationOptions) -> tuple[str, ...]:
-        found = ["engines exchange weights each by itself, in the plan's sync time, and the trainer does not wait"]
+        found = ["each engine loads new weights on its own, in the plan's sync time, and the trainer does not wait"]
         if not simulation_options.correlation and not simulation_options.recorded:
-            found.append("lengths within a group are independent (--correlation)")
+            found.append("lengths within a group are independent; --correlation changes this")
         return tuple(found)
 
     def _engine(self, index: int, replica: Replica) -> EngineSpec:
         name = f"{replica.gpu} tp{replica.tp} pp{replica.pp} #{index}"
         count = len(replica.gpu_ids)
-        if not replica.memory_bytes:  # planned by a table of rates
+        if not replica.memory_bytes:  # planned with a table of rates
             speed = FlatSpeed(0.0, 1 / replica.tokens_per_s)
             return EngineSpec(name, RATED_SLOTS, speed, weight=replica.tokens_per_s, num_gpus=count)
         layers = tuple(last - first for first, last in replica.layers)
@@ -171,12 +171,14 @@ def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
         if node.gpu.name == name:
             return node.gpu
     if name not in gpu_types():
-        raise UserError(f"the plan has GPUs of type {name}, which the catalogue has not: give its --cluster too")
+        raise UserError(
+            f"GPU type {name} of the plan is not in the catalogue; give the plan's cluster file with --cluster"
+        )
     return gpu_types()[name]
 
 
 def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
-    """Apply overrides to the settings of [rollout]. Raises UserError with the key."""
+    """Return the settings of [rollout] with overrides applied. Raises UserError that names the key."""
     wanted: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -184,7 +186,7 @@ def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutS
         if not equals or key not in RolloutSettings.model_fields:
             near = get_close_matches(key, RolloutSettings.model_fields, n=1)
             hint = f"; did you mean rollout.{near[0]}?" if near else ""
-            raise UserError(f"override {override!r}: with --plan, allowed are rollout.KEY=VALUE{hint}")
+            raise UserError(f"override {override!r}: with --plan, only rollout.KEY=VALUE is allowed{hint}")
         wanted[key] = _value(text)
     if wanted.get("mode", base["mode"]) != base["mode"]:  # defaults of the plan's mode do not apply to another mode
         base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
@@ -210,13 +212,13 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecipeSource:
-    """A recipe on this machine, with one engine per engine process or worker, as in a live run."""
+    """A recipe that runs on this machine, with one engine per engine process or worker."""
 
     path: Path
     efficiencies: Efficiencies | None = None
-    """Measurements of `baton profile` on this machine; None: default shares of peak."""
+    """Efficiencies that `baton profile` measured on this machine; None uses the defaults."""
     work: Workload | None = None
-    """Measured lengths, prompts and scoring times; None: assumed."""
+    """Workload with measured lengths and scoring times. If None, typical lengths are assumed."""
     gpu: str = "CPU"
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
@@ -236,7 +238,9 @@ class RecipeSource:
         devices = max(1, threads - count) if overlaps else threads
         shared = max(1.0, (devices + count) / self.cores)
         if self.efficiencies is None:
-            notes.append("efficiencies are not measured here: run `baton profile` and give --calibration")
+            notes.append(
+                "efficiencies are defaults: to measure them, run `baton profile` and give its file with --calibration"
+            )
         spec = None
         if swarm.is_on:
             leases = swarm.lease_rules(restarts=rules.mode == "sync")
@@ -285,8 +289,8 @@ class RecipeSource:
                 "output": LengthSettings(kind="lognormal", mean=mean, cv=1.0, max=max(longest, mean + 1)).build(),
             }
             notes.append(
-                f"lengths are assumed (lognormal, {mean:.0f} tokens on average, at most {longest}): give --workload "
-                "with a run's directory to measure them"
+                f"lengths are assumed (lognormal, {mean:.0f} tokens on average, at most {longest}): to use measured "
+                "lengths, give a run's directory with --workload"
             )
         return msgspec.structs.replace(own, **changes), notes
 
@@ -302,7 +306,8 @@ def _script_work(work: Workload, simulation_options: SimulationOptions) -> Traje
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
-    """Read the groups of a run in the order in which they were opened. Raises UserError if there is no run."""
+    """Return the recorded groups of a run, in the order in which they were opened. Raises UserError if there is no
+    run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
     return tuple(

@@ -1,4 +1,4 @@
-"""A swarm in virtual time, as a transport: the hub, its workers, their connections, and injected faults."""
+"""The transport of a swarm in virtual time: hub, workers, connections and injected faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Swarm:
         tracer: Tracer | None = None,
         make_table: Callable[..., LeaseTable] = LeaseTable,
     ) -> None:
-        assert setting.swarm is not None, "a swarm has its numbers"
+        assert setting.swarm is not None, "the setting has no swarm"
         self.setting, self.world, self.trouble = setting, world, trouble
         self.clock: VirtualClock = world.clock
         self.spec: SwarmSpec = setting.swarm
@@ -44,10 +44,10 @@ class Swarm:
         self._published_s = 0.0
         self.hub: SimHub
 
-    # ---- the port ----------------------------------------------------------------------------------------------------
+    # ---- methods of SimulatedTransport -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a new incarnation of the hub. After a restart, workers reconnect by themselves."""
+        """Start a new incarnation of the hub. After a restart, the workers reconnect on their own."""
         self.incarnation += 1
         self.is_down = False
         table = self._make_table(self.spec.rules)
@@ -66,7 +66,8 @@ class Swarm:
         self.hub.abort(lease)
 
     def load(self, version: int) -> None:
-        """Publish a version in the background, after those before it, and announce it when it is complete."""
+        """Publish a version in the background, after all earlier versions, and announce it when its publication is
+        complete."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
@@ -80,7 +81,7 @@ class Swarm:
             worker.engine.slow(factor * worker.slowness)
 
     def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Return the use of time by worker name; workers of one name are added up."""
+        """Return (slots, GPUs, use of time) by worker name. Workers of the same name are added up."""
         found: dict[str, tuple[int, int, EngineTime]] = {}
         for worker in self.workers:
             spec = worker.spec
@@ -131,14 +132,14 @@ class Swarm:
         if not self.is_down:
             self.hub.on_message(worker, message)
 
-    # ---- environment of the workers ----------------------------------------------------------------------------------
+    # ---- methods of WorkerHost ---------------------------------------------------------------------------------------
 
     def connects(self, worker: SimWorker) -> bool:
         return not self.is_down and not (self.trouble is not None and self.trouble.is_apart(worker.spec.name))
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
         if self.is_down:
-            return "the hub is gone"
+            return "the hub is down"
         if self.hub.versions.get(version.number) != version:
             return "no such version"
         return "" if self.trouble is None else self.trouble.fetch_fault(worker.spec.name)
@@ -161,7 +162,7 @@ class FaultInjector:
         for fault in faults:
             if fault.worker and fault.worker not in self._specs:
                 known = ", ".join([*self._specs][:8]) + (", …" if len(self._specs) > 8 else "")
-                raise UserError(f"fault at {fault.at_s:g} s: worker: got {fault.worker!r}, the workers are {known}")
+                raise UserError(f"fault at {fault.at_s:g} s: worker: got {fault.worker!r}, allowed are {known}")
             swarm.clock.at(fault.at_s, self._happen, fault)
 
     def _happen(self, fault: FaultSettings) -> None:
@@ -200,7 +201,7 @@ class FaultInjector:
                 if fault.for_s:
                     clock.after(fault.for_s, self._replace, worker)
             case _:
-                raise AssertionError(f"{fault.kind} has no worker as its victim")
+                raise AssertionError(f"{fault.kind} is not a fault of one worker")
 
     def _replace(self, worker: SimWorker) -> None:
         self._swarm.join(worker.spec)

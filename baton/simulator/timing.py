@@ -1,5 +1,5 @@
-"""Times of decode, prefill and training: the cost model's functions, tabulated because they are called millions of
-times."""
+"""Times of decode, prefill and training by the cost model. Decode times are tabulated because a simulation needs
+millions of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 KNOTS = 64
-"""Number of contexts at which a decode step is computed; linear in between."""
+"""Number of contexts at which the time of a decode step is tabulated. Times between them are interpolated linearly."""
 
 
 def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
-    """Return the number of steps of step_s, step_s + slope_s, … that fit into `elapsed_s`."""
+    """Return how many steps fit into `elapsed_s`, as a real number. The first step takes `step_s`, and each step takes
+    `slope_s` longer than the one before."""
     half = slope_s / 2
     first = step_s - half
     if abs(half) < 1e-15:
@@ -31,14 +32,14 @@ class Speed(Protocol):
 
     @property
     def trajectory_s(self) -> float:
-        """Engine time per trajectory, beside prefill and decode."""
+        """Engine time per trajectory, in addition to prefill and decode."""
 
     @property
     def prefill_overhead_s(self) -> float:
-        """Fixed time of one prefill, for any number of sequences."""
+        """Fixed time of one prefill, independent of the number of sequences."""
 
     def step_s(self, rows: int, context: float) -> float:
-        """Return the time in which each of `rows` trajectories of this mean context gets one token."""
+        """Return the time of a decode step of `rows` trajectories with this mean context."""
 
     def prefill_s(self, tokens: int) -> float:
         """Return the time to prefill one sequence."""
@@ -46,7 +47,7 @@ class Speed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlatSpeed:
-    """A speed in a few numbers, for tests and what-if questions."""
+    """A speed that is given by a few constants."""
 
     base_s: float = 0.01
     """Fixed time of a decode step."""
@@ -99,7 +100,8 @@ class CostSpeed:
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the tokens that a replica's KV cache holds; infinite if every slot has a fixed cache."""
+    """Return the number of tokens that fit into a replica's KV cache; infinite if every slot has a cache of fixed
+    size."""
     if work.engine_context_tokens:
         return math.inf
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
@@ -112,18 +114,19 @@ class TrainSpeed:
     """Terms of a train step's time."""
 
     fixed_s: float
-    """Independent of the batch: overheads, optimiser, gradients."""
+    """Time that is independent of the batch: overheads, optimiser, gradients."""
     token_s: float
-    """Per token, including prompts."""
+    """Time per token of prompts and responses."""
     squared_s: float
-    """Per squared token count of each trajectory (attention)."""
+    """Time per squared token count of each trajectory (attention)."""
 
     def step_s(self, lengths: Sequence[int]) -> float:
         return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Split a mean batch's compute time into terms per token and per squared token count, in proportion to FLOPs."""
+    """Split the compute time of a mean batch into a term per token and a term per squared token count, in proportion to
+    their FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token
@@ -132,7 +135,8 @@ def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: flo
 
 
 def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
-    """Return the speed of a trainer on `devices` equal GPUs or cores, as `baton profile` measures it."""
+    """Return the speed of a trainer on `devices` equal GPUs or cores, from the efficiencies that `baton profile`
+    measures."""
     flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
     passes = forward_passes(work, place.efficiency.backward)

@@ -1,5 +1,5 @@
-"""Spans of a simulated run, with the names of a live run's (`records/trace.py`); prefill is separate from
-generation."""
+"""Trace spans of a simulated run. They have the names of a live run's spans (`records/trace.py`), except that prefill
+has spans of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Spans:
 
 
 def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
-    """Trace a lease that leaves its slot. `ended` is finish, abort or lost."""
+    """Trace a lease that leaves its slot. `ended` is `finish`, `abort` or `lost`."""
     versions, row.traced = row.traced, {}
     if end_s <= row.since_s:
         return

@@ -1,4 +1,4 @@
-"""Faults of the network: what happens to messages and fetches while a `partition` or `network_fault` lasts."""
+"""Faults of the network: lost, late and repeated messages, and failed fetches, during a `partition` or a `storm`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FINE = MessageFault()
 
 
 class NetworkFaults:
-    """All partitions and storms of a run."""
+    """The partitions and storms of a run."""
 
     def __init__(self, faults: Sequence[FaultSettings], clock: VirtualClock, random: Random) -> None:
         self._storms = [fault for fault in faults if fault.kind in ("partition", "storm")]
@@ -31,11 +31,11 @@ class NetworkFaults:
             if network_fault.kind == "partition":
                 return "the store cannot be reached"
             if network_fault.corrupt and self._random.random() < network_fault.corrupt:
-                return "a chunk is not what its digest says"
+                return "the digest of a chunk does not match"
         return ""
 
     def _over(self, worker: str) -> list[FaultSettings]:
-        """Return the faults that affect a worker now."""
+        """Return the network faults that affect a worker now."""
         now_s = self._clock.now_s
         return [s for s in self._storms if s.at_s <= now_s < s.at_s + s.for_s and s.worker in ("", worker)]
 

@@ -1,9 +1,9 @@
 """Connections between hub and worker: ordered, with latency, possibly with faults.
 
-The messages are those of `swarm/messages.py`, except that messages with tokens have token counts here.
+The messages are those of `swarm/messages.py`, with token counts in place of tokens.
 
-A connection behaves like TCP: messages arrive in order, and a lost message breaks the connection. Faults can violate
-this: a message may be delayed behind later ones (reordered), arrive twice, or be lost.
+Without faults, messages arrive in order. A fault can delay a message behind later messages, deliver it twice, or lose
+it together with the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.simulator.clock import VirtualClock
 from baton.types import PolicyVersion
 
 Segments = list[tuple[int, int]]
-"""(version, tokens), in order."""
+"""(version, number of tokens) of each segment, in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class SimulatedReport:
     offset: int
     segments: Segments
     end: str = ""
-    """`finished` or `put_down`, or empty while the lease runs."""
+    """`finished`, `put_down` (aborted), or empty while the lease runs."""
 
     @property
     def length(self) -> int:
@@ -36,22 +36,22 @@ class SimulatedReport:
 
 @dataclass(slots=True, eq=False)
 class SimulatedHello:
-    """Sent when a worker connects or reconnects."""
+    """The first message after a worker connects or reconnects."""
 
     serves: PolicyVersion | None
     leases: list[int]
-    """Leases that it holds, or whose end has not been acknowledged."""
+    """Leases that the worker holds, and leases whose end the hub has not acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFault:
-    """What happens to a message."""
+    """The effect of network faults on one message."""
 
     delay_s: float = 0.0
     is_lost: bool = False
     is_doubled: bool = False
     is_late: bool = False
-    """It arrives after messages that were sent later."""
+    """Whether the message arrives after messages that were sent later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,12 +61,12 @@ class SimulatedConnection:
     clock: VirtualClock
     link_s: float
     take: Callable[[Any], None]
-    """Receives the messages."""
+    """Called with each message that arrives."""
     lose: Callable[[], None]
-    """Cuts the connection."""
+    """Called to cut the connection."""
     fate: Callable[[], MessageFault] | None = None
     connection: int = 0
-    """Number of the current connection; messages of an earlier one never arrive."""
+    """Sequence number of the connection. Messages of an earlier connection are discarded."""
     last_s: float = field(default=0.0)
 
     def send(self, message: Any) -> None:

@@ -1,7 +1,7 @@
 """A swarm worker in virtual time: one engine, one connection that the worker opens, one `VersionSync`.
 
-Like `swarm/worker/worker.py`: its engine continues while the connection is cut, and unacknowledged reports are sent
-again after it reconnects. If the hub has a new incarnation, the worker drops the leases of the old one.
+It behaves like `swarm/worker/worker.py`. The engine continues while the connection is cut, and the worker sends
+unacknowledged reports again after it reconnects. If the hub has restarted, the worker drops all leases.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry
 
 LONGEST_WAIT_S = 30.0
-"""Maximum wait between two attempts to connect."""
+"""Maximum wait before the next attempt to connect."""
 
 
 class WorkerHost(Protocol):
-    """Environment of a worker: the hub and the network."""
+    """The hub and the network, as a worker uses them."""
 
     incarnation: int
     """Incarnation of the hub."""
 
     def connects(self, worker: SimWorker) -> bool:
-        """Whether the hub can be reached now."""
+        """Return whether the worker can connect to the hub now."""
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
-        """Return why a fetched version is invalid, or an empty string."""
+        """Return why the fetch of a version failed, or an empty string."""
 
     def cut(self, worker: SimWorker) -> None:
         """Called when the worker's connection is cut."""
@@ -56,8 +56,8 @@ class SimWorker:
         remembers: bool,
         tracer: Tracer | None,
     ) -> None:
-        """remembers: whether unacknowledged reports are kept, which is only needed with faults."""
-        assert setting.swarm is not None, "a swarm has its numbers"
+        """Keep unacknowledged reports if `remembers`; only runs with faults need them."""
+        assert setting.swarm is not None, "the setting has no swarm"
         self.spec, self.number = spec, -1
         self.is_up = self.is_connected = False
         self.up: SimulatedConnection
@@ -79,7 +79,7 @@ class SimWorker:
         self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
         self._outbox: dict[int, list[SimulatedReport]] = {}
         self._said: dict[int, int] = {}
-        """Lease → tokens that were reported, including those it started with."""
+        """Number of tokens by lease: the tokens that the lease started with, and the tokens reported since."""
         self._incarnation = -1
         self._failures = 0
         self._beats = 0
@@ -197,7 +197,7 @@ class SimWorker:
             case Want(version=version):
                 self._consider(hw.VersionWanted(self._clock.now_s, version))
             case _:
-                raise AssertionError(f"a hub sends no {type(message).__name__}")
+                raise AssertionError(f"unexpected message from the hub: {type(message).__name__}")
 
     def _granted(self, generation_request: GenerationRequest) -> None:
         if generation_request.lease in self._said:
@@ -279,7 +279,7 @@ class SimWorker:
         if not self.is_up:
             return
         if self.is_frozen or self.engine.version != version.number:
-            self._clock.after(0.01, self._activated, version)  # the switch takes effect after the current step
+            self._clock.after(0.01, self._activated, version)  # the engine loads the version after its current step
             return
         self._consider(hw.Activated(self._clock.now_s, version))
         self._say_beat()

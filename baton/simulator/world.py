@@ -1,14 +1,14 @@
-"""The live loop in virtual time: the scheduler's events come from engines that only take time.
+"""The training loop in virtual time. The simulated engines take time and count tokens, but generate none.
 
       script ──lengths──▶ world ═ requests ═▶ port: pool or swarm ──▶ engines
                      events ▼ ▲ commands  ◀══ tokens, by count ══┘
                         RolloutScheduler ──Deliver──▶ trainer ──VersionTrained──▶ port.load
                             ▲── Rewarded ── scorer
 
-The control flow is that of `run/loop.py` and `rollout/controller.py`. Without overlap, a batch is trained when
-nothing is leased any more. In `async`, engines generate while the trainer works, and the next batch is requested
-when the last version is loaded (pool) or its publication is scheduled (swarm). The live run's own scheduler decides
-which trajectory runs and which group is in which batch.
+The control flow is that of `run/loop.py` and `rollout/controller.py`. Without overlap, a train step starts when no
+lease is left. In `async`, engines generate during the train step. The next batch is requested when the new version is
+loaded (pool) or when its publication is scheduled (swarm). The scheduler is the live run's: it decides which trajectory
+runs and which groups form a batch.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from baton.simulator.setting import Setting
 Key = tuple[int, int]
 _NOTHING = (0, -1)
 HANG_S = 24 * 3600.0
-"""Virtual time without a token or a reward, outside training, after which the run fails with NoProgress."""
+"""Virtual time after which a run without a new token, reward or train step fails with NoProgress."""
 
 
 class NoProgress(Exception):
-    """No event is scheduled, or no progress was made for HANG_S."""
+    """Raised if no event is scheduled, or if the run made no progress for HANG_S."""
 
 
 class EventObserver(Protocol):
-    """Observes every event and command, such as an invariant checker or a log."""
+    """An observer of every event and command, such as an invariant checker or a log."""
 
     def on_event(self, event: Event) -> None:
         """Called before the scheduler handles an event."""
@@ -67,7 +67,7 @@ class EventObserver(Protocol):
         """Called before a command is applied."""
 
     def settled(self) -> None:
-        """Called when an event and all that followed from it are handled."""
+        """Called when an event, and all events that it caused, are handled."""
 
 
 class Simulation:
@@ -86,7 +86,7 @@ class Simulation:
         self.record = RunRecord()
         self.watches: list[EventObserver] = []
         self.lineage = 0
-        """Counts restarts of the controller; events that were scheduled before the last one are ignored."""
+        """Number of restarts of the controller. Actions that were scheduled before the last restart are ignored."""
         self.version = 0
         self.num_trained = 0
         self.port: SimulatedTransport
@@ -96,9 +96,9 @@ class Simulation:
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
         self._tokens: dict[Key, tuple[int, int]] = {}
-        """(tokens, version of the last) of trajectories that are running or aborted."""
+        """(number of tokens, version of the last token) of running and aborted trajectories."""
         self._made: dict[int, dict[int, int]] = {}
-        """Group → version → tokens."""
+        """Number of tokens by group and version."""
         self._next_lease = 0
         self._batch: tuple[int, ...] | None = None
         self._is_training = False
@@ -129,7 +129,7 @@ class Simulation:
 
     def fire(self) -> None:
         if not self.clock.fire():
-            raise NoProgress(f"{self._where()}: nothing is under way, and nothing will be")
+            raise NoProgress(f"{self._where()}: no action is scheduled")
         if not self._is_training and self.clock.now_s - self._moved_s > HANG_S:
             raise NoProgress(f"{self._where()}: no token for {HANG_S:.0f} s")
 
@@ -171,7 +171,7 @@ class Simulation:
                 watch.settled()
 
     def do(self, commands: list[Command]) -> None:
-        """Apply commands, and show each to the observers first."""
+        """Apply commands. Observers receive each command before it is applied."""
         for command in commands:
             for watch in self.watches:
                 watch.on_command(command)
@@ -208,7 +208,7 @@ class Simulation:
             GenerationRequest(lease, *key, prompt, tokens, length, command.version, command.is_exact, newest)
         )
 
-    # ---- calls from the port -----------------------------------------------------------------------------------------
+    # ---- calls from the transport ------------------------------------------------------------------------------------
 
     def grew(self, lease: int, version: int, num_tokens: int) -> None:
         key = self._key_of[lease]
@@ -260,14 +260,14 @@ class Simulation:
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
     def _want(self) -> None:
-        """Request a batch, which begins a train step as in the live loop."""
+        """Request a batch. As in the live loop, the request begins the train step."""
         if self.version < self.setting.num_steps:
             self._wanted_s = self.clock.now_s
             self.dispatch(BatchRequested(self.clock.now_s))
 
     def _train_when_free(self) -> None:
-        """Train the delivered batch. Without overlap this waits until nothing is leased, and the engines wait until
-        the next request."""
+        """Train the delivered batch. Without overlap, training waits until no lease is left, and the engines then wait
+        for the next request."""
         if self._batch is None or (self.rules.mode != "async" and self.scheduler.num_leased):
             return
         group_ids, self._batch = self._batch, None
@@ -276,6 +276,7 @@ class Simulation:
         made: dict[int, int] = {}
         for group_id in group_ids:
             prompt = script.prompt(group_id)
+            # the trainer computes whole trajectories, whatever was masked
             lengths += [prompt + script.length(group_id, index) for index in range(size)]
             for version, num_tokens in self._made.pop(group_id).items():
                 made[version] = made.get(version, 0) + num_tokens
@@ -320,11 +321,11 @@ class Simulation:
     # ---- restarts of the controller ----------------------------------------------------------------------------------
 
     def restart(self, down_s: float) -> None:
-        """Stop the controller and start it again after `down_s`. Its journal has what was reported; the rest is
-        lost.
+        """Stop the controller and start it again after `down_s`. The journal restores reported tokens; unreported
+        tokens are lost.
 
-        It resumes from its checkpoint, trains the recorded batches again in order, and continues with the open
-        groups. In `sync` their unfinished trajectories start again.
+        The controller resumes from its checkpoint, trains the recorded batches again in order, and continues with the
+        open groups. In `sync`, unfinished trajectories start again.
         """
         now_s = self.clock.now_s
         self.port.restart()

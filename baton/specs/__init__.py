@@ -1,1 +1,1 @@
-"""Numeric descriptions that the planner reads and writes: clusters, models, workloads and plans."""
+"""Clusters, models, workloads and plans as data: the input and output of the planner."""

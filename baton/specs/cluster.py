@@ -89,7 +89,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 class GpuSettings(Settings):
-    """[gpu.NAME] a new GPU type, or changes to one of the catalogue."""
+    """[gpu.NAME] a new GPU type, or changes to a GPU type of the catalogue."""
 
     bf16_tflops: float | None = Field(default=None, gt=0)
     """Peak dense bf16, 10^12 FLOP/s."""
@@ -119,18 +119,20 @@ class NodeSettings(Settings):
     count: int = Field(default=1, ge=1)
     """Number of identical machines."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the machines; with several, -0, -1, … is appended. The default is the GPU's name in lower case."""
+    """Name of the machines. If `count` is above 1, -0, -1, … is appended. The default is the name of the GPU in
+    lower case."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the GPU type's."""
+    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
+    type."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """Price of one GPU; the default is the GPU type's."""
+    """Price of one GPU; the default is the price of the GPU type."""
 
 
 class BetweenSettings(Settings):
     """[[links.between]] bandwidth between two GPU types, or between two named machines."""
 
     ends: tuple[str, str]
-    """Two GPU types or two machine names; the same type twice means between machines of that type."""
+    """Two GPU types or two machine names. The same type twice means the machines of that type."""
     gb_per_s: float = Field(gt=0)
     """Bandwidth in one direction, 10^9 bytes/s."""
 
@@ -145,7 +147,7 @@ class LinkSettings(Settings):
     latency_us: float = Field(default=20.0, ge=0)
     """Latency of one message between two machines, microseconds."""
     between: tuple[BetweenSettings, ...] = ()
-    """Bandwidth of single pairs; replaces the values above."""
+    """Bandwidth of single pairs, which replaces the values above."""
 
 
 class ClusterSettings(Settings):
@@ -158,7 +160,7 @@ class ClusterSettings(Settings):
     nodes: tuple[NodeSettings, ...] = Field(min_length=1)
     """The machines."""
     gpu: dict[str, GpuSettings] = Field(default_factory=dict)
-    """New GPU types, or changes to the catalogue's, by name."""
+    """New GPU types, or changes to GPU types of the catalogue, by name."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> ClusterSettings:
@@ -166,14 +168,14 @@ class ClusterSettings(Settings):
         return self
 
     def build(self) -> Cluster:
-        """Build the cluster. Raises UserError for an unknown GPU, a missing link, duplicate machine names, mixed
-        currencies or contradicting link entries."""
+        """Build the cluster. Raises UserError for an unknown GPU, a missing bandwidth, duplicate machine names,
+        mixed currencies, or entries that contradict each other."""
         gpus = gpu_types(self.gpu)
         nodes = tuple(_nodes(self.nodes, gpus))
         names = [node.name for node in nodes]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise UserError(f"nodes: two machines are named {twice[0]!r}; names must differ, give each group a name")
+            raise UserError(f"nodes: two machines are named {twice[0]!r}; give each group of machines another name")
         currencies = sorted({node.gpu.currency for node in nodes})
         if len(currencies) > 1:
             raise UserError(
@@ -185,13 +187,14 @@ class ClusterSettings(Settings):
 
 @cache
 def catalogue() -> Mapping[str, GpuSettings]:
-    """Return the GPU types that are packaged with Baton, by name."""
+    """Return the GPU types that Baton includes, by name."""
     text = (files("baton.specs") / "catalogue" / "gpus.toml").read_text(encoding="utf-8")
     return {name: GpuSettings.model_validate(table) for name, table in tomllib.loads(text).items()}
 
 
 def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
-    """Return all GPU types by name: the catalogue's, with a user's changes and additions."""
+    """Return all GPU types by name: those of the catalogue, with the changes and additions in `own`. Raises
+    UserError if a new GPU type lacks a value."""
     found = {}
     for name in dict.fromkeys([*catalogue(), *(own or {})]):
         base = catalogue().get(name, GpuSettings())
@@ -200,7 +203,7 @@ def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
         needed = ("bf16_tflops", "hbm_gb_per_s", "hbm_gb", "link_gb_per_s", "price_per_hour")
         missing = [key for key in needed if getattr(merged, key) is None]
         if missing:
-            raise UserError(f"gpu.{name}: {', '.join(missing)} is missing, and the catalogue has no GPU of this name")
+            raise UserError(f"gpu.{name}: {', '.join(missing)} is missing; the catalogue has no GPU of this name")
         found[name] = _gpu(name, merged)
     return found
 
@@ -223,13 +226,13 @@ def _gpu(name: str, settings: GpuSettings) -> Gpu:
 
 
 def find_gpu(name: str, gpus: Mapping[str, Gpu], where: str) -> Gpu:
-    """Return a GPU type by name. `where` is the key that an error names. Raises UserError with the known names."""
+    """Return a GPU type by name. `where` is the key that an error names. Raises UserError with the allowed names."""
     if name not in gpus:
         lower = {known.lower(): known for known in gpus}
         near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
         hint = f"did you mean {lower[near[0]]!r}? " if near else ""
         raise UserError(
-            f"{where}: unknown GPU {name!r}; {hint}known are {', '.join(gpus)}; or add a [gpu.{name}] section"
+            f"{where}: unknown GPU {name!r}; {hint}allowed are {', '.join(gpus)}, or a type defined in [gpu.{name}]"
         )
     return gpus[name]
 
@@ -257,7 +260,9 @@ def _bandwidths(links: LinkSettings, nodes: Sequence[Node]) -> tuple[tuple[float
         rate = between.gb_per_s * GB
         if first in index and second in index:
             if first == second:
-                raise UserError(f"{where}.ends: {first!r} twice; a machine's own link is nodes.link_gb_per_s")
+                raise UserError(
+                    f"{where}.ends: got {first!r} twice; the bandwidth within a machine is nodes.link_gb_per_s"
+                )
             _set_once(by_node, frozenset((index[first], index[second])), rate, where)
         elif first in types and second in types:
             _set_once(by_type, tuple(sorted((first, second))), rate, where)
@@ -275,7 +280,7 @@ def _bandwidths(links: LinkSettings, nodes: Sequence[Node]) -> tuple[tuple[float
 def _set_once(rates: dict[Any, float], key: Any, rate: float, where: str) -> None:
     if rates.setdefault(key, rate) != rate:
         raise UserError(
-            f"{where}: got {rate / GB:g} GB/s, but an earlier entry says {rates[key] / GB:g} for the same ends"
+            f"{where}: got {rate / GB:g} GB/s, but an earlier entry has {rates[key] / GB:g} for the same ends"
         )
 
 
@@ -295,5 +300,5 @@ def _rate(
     given = links.cross_type_gb_per_s if is_cross and links.cross_type_gb_per_s else links.inter_node_gb_per_s
     if given is None:
         key = "links.cross_type_gb_per_s" if is_cross else "links.inter_node_gb_per_s"
-        raise UserError(f"{key} is missing: what connects {nodes[a].name} and {nodes[b].name}?")
+        raise UserError(f"{key} is missing; it gives the bandwidth between {nodes[a].name} and {nodes[b].name}")
     return given * GB

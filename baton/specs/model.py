@@ -16,9 +16,9 @@ WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon"
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
 """Model types with a bias in every linear layer and in the norms."""
 QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
-"""Model types with a bias in the query, key and value projections, whether or not the config says so."""
+"""Model types with a bias in the query, key and value projections, which the config may not mention."""
 HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
-"""Model types that normalise the queries and keys of each head."""
+"""Model types with a norm for the queries and keys of each head."""
 FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
 SYNONYMS = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -30,11 +30,11 @@ SYNONYMS = {
     "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "top_k_experts"),
 }
 NESTED = ("text_config", "llm_config", "language_config")
-"""Keys under which multimodal models nest the config of the language model."""
+"""Keys under which a multimodal model's config has the config of its language model."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """The numbers of a model that time and memory depend on."""
+    """The numbers of a model that determine time and memory."""
 
     name: str
     num_layers: int
@@ -46,26 +46,26 @@ class ModelSpec(msgspec.Struct, frozen=True):
     is_tied: bool
     """Whether the input embedding and the output head share their weights."""
     attention_params: float
-    """Parameters of one layer's attention, with biases; the mean where layers differ."""
+    """Parameters of one layer's attention, including biases; the mean if layers differ."""
     ffn_params: float
-    """Parameters of one layer's feed-forward part, with all experts, router and shared experts; the mean where
+    """Parameters of one layer's feed-forward part, including all experts, router and shared experts; the mean if
     layers differ."""
     active_ffn_params: float
-    """Feed-forward parameters of one layer that one token uses."""
+    """Feed-forward parameters of one layer that a token uses."""
     other_params: float
-    """Norms and learned positions, of the whole model."""
+    """Parameters of norms and learned positions in the whole model."""
     kv_values_per_token: float
-    """Values kept per token and layer in the KV cache."""
+    """Number of values per token and layer in the KV cache."""
     num_experts: int = 1
     experts_per_token: int = 1
     expert_params: float = 0.0
-    """Parameters of one layer's routed experts; the mean where layers differ."""
+    """Parameters of one layer's routed experts; the mean if layers differ."""
     window: int = 0
-    """Tokens that a layer with sliding-window attention attends to."""
+    """Number of tokens that a layer with sliding-window attention attends to."""
     window_layers: int = 0
     """Number of layers with sliding-window attention."""
     max_context_tokens: int = 0
-    """0 if the config does not say."""
+    """Maximum context length; 0 if the config has none."""
 
     @property
     def embedding_params(self) -> int:
@@ -114,7 +114,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def read_model(path: Path) -> ModelSpec:
-    """Read a config.json, or the one in the directory of a model or of an adapter's base model.
+    """Read the config.json of a model. `path` is the file, the model's directory, or the directory of an adapter for
+    the model.
 
     Raises UserError if the file or a required key is missing, or a value is invalid.
     """
@@ -128,13 +129,13 @@ def read_model(path: Path) -> ModelSpec:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise UserError(f"{file}: got a {type(config).__name__}, allowed is the object of a Hugging Face config.json")
+        raise UserError(f"{file}: got a {type(config).__name__}, allowed is a JSON object")
     name = file.parent.name if file.name == "config.json" else file.stem
     return model_spec(config, name, str(file))
 
 
 def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:
-    """Compute the numbers of a model from its Hugging Face config. `where` names the config in errors."""
+    """Return the numbers of a model, computed from its Hugging Face config. `where` names the config in errors."""
     for key in NESTED:
         if isinstance(config.get(key), Mapping):
             config = {**config, **config[key]}
@@ -176,7 +177,7 @@ def model_spec(config: Mapping[str, Any], name: str, where: str = "config.json")
 
 
 class _Reader:
-    """Reads values of a config under the names that different model families use."""
+    """A reader of config values under the names that model families use."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -199,7 +200,8 @@ class _Reader:
 
 
 def _attention(reader: _Reader, kind: str, hidden: int, heads: int) -> tuple[float, float, int, int]:
-    """Return the parameters of a layer, values kept per token, head dimension and number of KV heads."""
+    """Return the attention parameters of a layer, values per token in the KV cache, head dimension and number of KV
+    heads."""
     if reader.has("kv_lora_rank"):
         return _latent_attention(reader, hidden, heads)
     if not reader.has("head_dim") and hidden % heads:
@@ -223,8 +225,8 @@ def _attention(reader: _Reader, kind: str, hidden: int, heads: int) -> tuple[flo
 
 
 def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, float, int, int]:
-    """Return the same for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), which keeps one compressed
-    vector per token."""
+    """Return the values of `_attention` for multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), whose cache
+    has one compressed vector per token."""
     rank, rope = reader.whole("kv_lora_rank"), reader.whole("qk_rope_head_dim")
     nope, value = reader.whole("qk_nope_head_dim"), reader.whole("v_head_dim")
     query = heads * (nope + rope)
@@ -234,12 +236,13 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, 
     else:
         params = hidden * query
     params += hidden * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * hidden
-    # scores use nope + rope dimensions and outputs use value dimensions: their mean stands for head_dim
+    # scores use nope + rope dimensions and outputs use value dimensions; head_dim is their mean
     return float(params), float(rank + rope), (nope + rope + value) // 2, 1
 
 
 def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
-    """Return means over layers: parameters, active parameters, experts, experts per token, parameters in experts."""
+    """Return the means over layers of parameters and active parameters, the number of experts, experts per token,
+    and the mean of parameters in routed experts."""
     matrices = 2 if kind in WITHOUT_GATE else 3
     width = reader.whole("intermediate_size", 4 * hidden)
     dense = float(matrices * hidden * width)

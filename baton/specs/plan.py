@@ -1,5 +1,4 @@
-"""A plan: which GPUs train, which generate, in which parallel shape, and the expected times. Read and written as
-JSON."""
+"""A plan: the GPUs that train and generate, their parallel shapes, and the expected times. Plans are stored as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from baton.files import write_whole
 Method = Literal["exact", "paper"]
 FORMAT = 1
 PROVEN = 1e-6
-"""A plan whose gap is below this counts as proven optimal."""
+"""Gap below which a plan counts as proven optimal."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -26,9 +25,9 @@ class Stage(msgspec.Struct, frozen=True):
     dp: int
     tp: int
     layers: tuple[int, int]
-    """First layer, and one past the last."""
+    """First layer, and last layer + 1."""
     memory_bytes: float
-    """Memory needed on each GPU."""
+    """Memory used on each GPU."""
     memory_limit_bytes: float
 
 
@@ -40,12 +39,12 @@ class Training(msgspec.Struct, frozen=True):
     """Microbatches per optimiser update."""
     time_s: float
     compute_s: float
-    """Compute time of the slowest stage, without waiting."""
+    """Compute time of the slowest stage."""
     bubble_s: float
-    """Time spent filling and draining the pipeline."""
+    """Idle time while the pipeline fills and drains."""
     comm_s: float
-    """Gradient and parameter exchange between data-parallel ranks. Tensor-parallel sums and stage boundaries are
-    part of compute_s."""
+    """Time to exchange gradients and parameters between data-parallel ranks. Communication of tensor parallelism and
+    between stages is part of compute_s."""
     optimizer_s: float
 
     @property
@@ -58,22 +57,22 @@ class Replica(msgspec.Struct, frozen=True):
 
     gpu: str
     gpu_ids: tuple[str, ...]
-    """Ordered by stage."""
+    """`node:index`, in the order of the stages."""
     tp: int
     pp: int
     layers: tuple[tuple[int, int], ...]
     """Layer range of each pipeline stage."""
     batch: int
-    """Trajectories generated at once."""
+    """Number of trajectories generated at once."""
     tokens_per_s: float
-    """Rate while decoding, including the prefill of new prompts."""
+    """Generated tokens per second, including the time to prefill new prompts."""
     pause_s: float
-    """Time lost per train step: prefill of running trajectories under the new version, or the tail of a batch
-    without overlap."""
+    """Time per train step without generation: prefill of running trajectories under the new version, or, without
+    overlap, the end of a batch."""
     share: float
     """Share of the batch's trajectories."""
     trajectories: int
-    """Trajectories of the batch; shares are rounded by largest remainder."""
+    """Number of trajectories of the batch. Shares are rounded by largest remainder."""
     memory_bytes: float
     memory_limit_bytes: float
 
@@ -86,38 +85,38 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """Parts of a step's time: step = sync + max(rollout + reward, train), or sync + rollout + reward + train without
-    overlap."""
+    """The parts of a step's time: step = sync + max(rollout + reward, train), or sync + rollout + reward + train
+    without overlap."""
 
     step_s: float
     sync_s: float
     rollout_s: float
     reward_s: float
-    """Reward time that rollout does not hide."""
+    """Scoring time that remains after the rollout."""
     train_s: float
     overlaps: bool
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A lower bound of the step time."""
+    """A lower bound on the step time, and the plan's gap to it."""
 
     step_s: float
-    """No plan of the search space has a shorter step."""
+    """Lower bound on the step time of all plans of the search space."""
     gap: float
-    """step_s of the plan divided by this bound, minus 1."""
+    """Step time of the plan divided by the bound, minus 1."""
     is_proven: bool
     """Whether the gap is below PROVEN, so that the plan is optimal in the search space."""
     note: str = ""
 
     @classmethod
     def of(cls, step_s: float, least_s: float, note: str = "") -> Bound:
-        """Return the bound of a plan with this step time, given that no plan is faster than `least_s`."""
+        """Return the bound of a plan with step time `step_s`, if no plan is faster than `least_s`."""
         gap = max(0.0, step_s / least_s - 1)
         return cls(least_s, gap, gap < PROVEN, note)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A complete plan."""
+    """A complete plan, as `baton plan --out` writes it."""
 
     cluster: str
     model: str
@@ -135,9 +134,9 @@ class Plan(msgspec.Struct, frozen=True):
     currency: str
     bound: Bound
     limits: tuple[str, ...] = ()
-    """What limits the plan, one sentence each."""
+    """One sentence for each limit of the plan's throughput."""
     is_colocated: bool = False
-    """Trainer and engines share the same GPUs and use them alternately."""
+    """Whether trainer and engines use the same GPUs alternately."""
     format: int = FORMAT
 
     @property
@@ -157,7 +156,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan. Raises UserError if the file does not exist, is not a plan, or has another format number."""
+    """Read a plan. Raises UserError if the file does not exist, has no plan, or has another format number."""
     if not path.is_file():
         raise UserError(f"there is no plan {path}: `baton plan … --out {path}` writes one")
     try:

@@ -1,4 +1,4 @@
-"""A workload: the lengths, batch shape, staleness, algorithm and rewards that time and memory depend on."""
+"""A workload: the lengths, batch shape, staleness, algorithm and rewards that determine time and memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return float(np.mean(np.asarray(self.values) ** order))
 
     def longest_of(self, count: float) -> float:
-        """Return E[max of `count` independent lengths]."""
+        """Return the expected maximum of `count` independent lengths."""
         ranks = np.arange(len(self.values) + 1) / len(self.values)
         return float(np.dot(self.values, np.diff(ranks**count)))
 
@@ -50,15 +50,14 @@ def constant(mean: float) -> Lengths:
 
 
 def lognormal(mean: float, cv: float, longest: float) -> Lengths:
-    """Return a lognormal distribution cut at `longest`: longer trajectories end there. `mean` is the mean after the
-    cut.
+    """Return a lognormal distribution whose lengths above `longest` are cut to `longest`.
 
-    `cv` is the standard deviation over the mean before the cut.
+    `mean` is the mean after the cut. `cv` is the standard deviation divided by the mean, before the cut.
     """
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
     z = np.array([normal.inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES)])
-    # the cut lowers the mean, so the location is found by bisection
+    # the cut lowers the mean, so bisection finds the location parameter
     low, high = math.log(mean) - 10, math.log(mean) + 10
     for _ in range(80):
         middle = (low + high) / 2
@@ -81,7 +80,7 @@ def measured(counts: Sequence[int]) -> Lengths:
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """The work of one train step; every step has the same."""
+    """The work of one train step. All train steps have the same work."""
 
     name: str
     groups: int
@@ -89,12 +88,11 @@ class Workload(msgspec.Struct, frozen=True):
     prompt: Lengths
     output: Lengths
     max_staleness: int = 8
-    """Maximum staleness of a trained token; with 0, generation and training alternate."""
+    """Maximum staleness of a trained token. With 0, generation and training alternate."""
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Share of trajectories with a nonzero advantage. The others need only a forward pass (equal rewards in a group
-    give no gradient)."""
+    """Share of trajectories with a nonzero advantage. Trajectories without one need only a forward pass."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False
@@ -103,13 +101,13 @@ class Workload(msgspec.Struct, frozen=True):
     reward_concurrency: int = 1024
     shared_prefill: bool = True
     reprefills: bool = True
-    """Running trajectories are prefilled again after each new version because their KV cache is discarded."""
+    """Whether running trajectories are prefilled again under each new version, because their KV cache is discarded."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions that an engine allocates per slot, used or not (the embedded engine's fixed cache); 0: only those
-    used."""
+    """Positions that an engine allocates per slot (the embedded engine's fixed cache); 0 if it allocates only used
+    positions."""
 
     @property
     def num_trajectories(self) -> int:
@@ -117,22 +115,23 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def output_tokens(self) -> float:
-        """Tokens generated per train step."""
+        """Number of tokens generated per train step."""
         return self.num_trajectories * self.output.mean
 
     @property
     def trained_tokens(self) -> float:
-        """Tokens of the prompts and outputs of a batch."""
+        """Number of prompt and response tokens of a batch."""
         return self.num_trajectories * (self.prompt.mean + self.output.mean)
 
     @property
     def longest_tokens(self) -> float:
-        """Maximum tokens of prompt and output together."""
+        """Maximum number of tokens of a prompt and its response together."""
         return self.prompt.longest + self.output.longest
 
     @property
     def live_context_tokens(self) -> float:
-        """Mean length of a running trajectory at a random time. Long trajectories run longer, so they weigh more."""
+        """Mean length of a running trajectory at a random time. Long trajectories run longer, so they have more
+        weight."""
         return self.prompt.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property
@@ -144,7 +143,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def trajectory_squared(self) -> float:
-        """E[(prompt + output)²]."""
+        """Mean of (prompt + output)²."""
         return self.prompt.moment(2) + 2 * self.prompt.mean * self.output.mean + self.output.moment(2)
 
     @property
@@ -154,12 +153,12 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def max_running(self) -> float:
-        """Mean number of trajectories that the staleness gate lets run at once, if the trainer is always busy.
+        """Mean number of running trajectories that the staleness gate allows, if the trainer is always busy.
 
-        The gate enforces running + buffered + in training ≤ (η + 1)·B, with staleness bound η and batch B. In
-        training is B; buffered grows from 0 to B and is B/2 on average, which leaves (η − ½)·B. A group occupies the
-        gate until its longest member finishes, so the running share of that is E[L] / E[longest of the group].
-        Without overlap (η = 0) the value is B.
+        With staleness bound η and batch size B, the gate enforces running + buffered + in training ≤ (η + 1)·B. B
+        trajectories are in training, and B/2 are buffered on average, which leaves (η − ½)·B. A finished trajectory
+        counts until its group is complete, so only the share E[L] / E[longest of the group] is running. Without overlap
+        (η = 0), the value is B.
         """
         if self.max_staleness == 0:
             return float(self.num_trajectories)
@@ -171,16 +170,16 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class LengthSettings(Settings):
-    """Token counts: `constant`, `lognormal` or `measured`."""
+    """A distribution of token counts: `constant`, `lognormal` or `measured`."""
 
     kind: Literal["constant", "lognormal", "measured"] = "constant"
     """Family of the distribution."""
     mean: float | None = Field(default=None, gt=0)
-    """Mean token count (after the cut at `max`)."""
+    """Mean token count, after the cut at `max`."""
     cv: float = Field(default=0.8, gt=0)
-    """Standard deviation over mean of `lognormal`, before the cut."""
+    """Standard deviation of `lognormal` divided by its mean, before the cut at `max`."""
     max: float | None = Field(default=None, gt=0)
-    """Maximum length of `lognormal`; longer trajectories end there."""
+    """Maximum length of `lognormal`. Longer trajectories are cut at this length."""
     values: tuple[int, ...] = ()
     """Token counts of `measured`."""
 
@@ -199,53 +198,53 @@ class LengthSettings(Settings):
         if self.kind == "constant":
             return constant(self.mean)
         if self.max is None or self.max <= self.mean:
-            raise ValueError(f"max: got {self.max}, but lognormal needs a longest length above mean = {self.mean:g}")
+            raise ValueError(f"max: got {self.max}, but lognormal needs a maximum above mean = {self.mean:g}")
         return lognormal(self.mean, self.cv, self.max)
 
 
 class WorkAlgorithmSettings(Settings):
-    """[algorithm] what a train step computes."""
+    """[algorithm] the computation of a train step."""
 
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch per train step."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser updates per pass."""
     trained_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of trajectories with a nonzero advantage; the others need only a forward pass."""
+    """Share of trajectories with a nonzero advantage. Trajectories without one need only a forward pass."""
     proximal_forward: bool = True
     """Compute proximal log-probabilities in a forward pass."""
     reference_model: bool = False
-    """Run a forward pass of a frozen reference model, kept on the trainer's GPUs."""
+    """Run a forward pass of a frozen reference model, which is kept on the trainer's GPUs."""
     critic: bool = False
     """Also train a value model of the policy's size on the same GPUs."""
     recompute: bool = True
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass to save memory."""
 
 
 class WorkRewardSettings(Settings):
-    """[reward] how long scoring takes."""
+    """[reward] the time of scoring."""
 
     latency_s: float = Field(default=0.0, ge=0)
     """Seconds to score one trajectory."""
     concurrency: int = Field(default=1024, ge=1)
-    """Trajectories scored at once."""
+    """Maximum number of trajectories scored at once."""
 
 
 class WorkEngineSettings(Settings):
-    """[engine] how trajectories are generated."""
+    """[engine] the engine that generates."""
 
     shared_prefill: bool = True
-    """Prefill a prompt once for its group."""
+    """Prefill each prompt once per group."""
     reprefill: bool = True
     """Prefill running trajectories again after each new version."""
     weight_bytes: float = Field(default=2.0, gt=0)
-    """Bytes per parameter, in the engine and in transfers; 2 is bfloat16."""
+    """Bytes per parameter in the engine and in weight transfers; 2 is bfloat16."""
     kv_bytes: float = Field(default=2.0, gt=0)
     """Bytes per value in the KV cache."""
     max_batch: int = Field(default=1024, ge=1)
     """Maximum number of trajectories that one replica generates at once."""
     context_tokens: int = Field(default=0, ge=0)
-    """Positions that an engine slot allocates, used or not; 0: memory grows with the tokens (paged cache)."""
+    """Positions that the engine allocates per slot. With 0, memory grows with the tokens (paged cache)."""
 
 
 class WorkloadSettings(Settings):
@@ -258,17 +257,17 @@ class WorkloadSettings(Settings):
     group_size: int = Field(ge=1)
     """Trajectories per prompt."""
     max_staleness: int = Field(default=8, ge=0)
-    """Maximum staleness of a trained token; with 0, generation and training alternate."""
+    """Maximum staleness of a trained token. With 0, generation and training alternate."""
     prompt_tokens: LengthSettings
     """Prompt lengths."""
     output_tokens: LengthSettings
     """Response lengths."""
     algorithm: WorkAlgorithmSettings = WorkAlgorithmSettings()
-    """What a train step computes."""
+    """Computation of a train step."""
     reward: WorkRewardSettings = WorkRewardSettings()
-    """How long scoring takes."""
+    """Time of scoring."""
     engine: WorkEngineSettings = WorkEngineSettings()
-    """How trajectories are generated."""
+    """Engine that generates."""
 
     def build(self) -> Workload:
         algorithm, engine = self.algorithm, self.engine

@@ -90,7 +90,7 @@ def test_compared_with_other_ways_to_spend_the_money(files: Path) -> None:
     found = json.loads(plan(files, "--compare", "--json"))
     rows = {row["name"]: row for row in found["compare"]}
     # 4 · 3.86 + 8 · 1.35 = 26.24 an hour buys 6 H800 or 19 H20
-    assert {"6 H800, same price", "19 H20, same price", "taking turns on all GPUs"} <= set(rows)
+    assert {"6 H800, same price", "19 H20, same price", "training and generation alternate on all GPUs"} <= set(rows)
     assert {more["gpu"] for more in found["one_more"]} == {"H800", "H20"}
     for name in ("the published method (equation 3)", "75 % rollout, 25 % training", "50 % rollout, 50 % training"):
         assert (

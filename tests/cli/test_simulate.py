@@ -115,8 +115,8 @@ def test_a_run_too_short_for_a_steady_state_says_so() -> None:
     def said(steps: int) -> str:
         return " ".join(call("--recipe", RECIPE, "--steps", steps, "rollout.mode=partial").split())
 
-    assert "6 train steps are too few: the first 2 fill the pipeline" in said(6)
-    assert "give --steps 7 or more" in said(6)
+    assert "6 train steps are too few for steady-state figures, because the first 2 fill the pipeline" in said(6)
+    assert "use --steps 7 or more" in said(6)
     assert "too few" not in said(7)
 
 
@@ -178,13 +178,13 @@ def test_the_freshest_of_the_fastest_is_recommended() -> None:
     points = [point(100, 0), point(199, 1), point(200, 4), point(300, 9, masked=0.3), SweepPoint({}, None, "no")]
     assert recommend(points)[0] == 1
     assert recommend([points[3], points[4]])[0] == 0
-    assert recommend([points[4]]) == (None, "none of the settings can be run")
+    assert recommend([points[4]]) == (None, "no combination of values can be simulated")
 
 
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        (["max_stalenes=1"], "no key of"),
+        (["max_stalenes=1"], "unknown key"),
         (["max_staleness"], "allowed is key=value"),
         (["max_staleness="], "allowed is key=value"),
         (["max_staleness=" + ",".join(map(str, range(401)))], "at most 400"),

@@ -168,14 +168,14 @@ def test_staleness_of_a_plan_that_waits_for_its_trainer_is_the_bound() -> None:
     plan = make_plan(slow_trainer)
     if plan.breakdown.train_s >= plan.breakdown.rollout_s + plan.breakdown.reward_s:
         assert plan.mean_staleness == 4
-    assert "pace" in plan.limits[0]
+    assert "bottleneck" in plan.limits[0]
 
 
 def test_judging_that_takes_longer_than_generating_sets_the_pace() -> None:
     """24 trajectories, 2 at a time, 1 s each: 12 s, and the last one's second."""
     plan = make_plan(inputs(cluster(("Fast", 4)), reward={"latency_s": 1.0, "concurrency": 2}))
     assert plan.breakdown.rollout_s + plan.breakdown.reward_s == pytest.approx(13.0)
-    assert any("judging a batch takes 12 s" in sentence for sentence in plan.limits)
+    assert any("scoring a batch takes 12 s" in sentence for sentence in plan.limits)
 
 
 def test_without_overlap_the_sides_take_turns() -> None:
@@ -196,5 +196,5 @@ def test_what_binds_is_named_with_bytes() -> None:
         make_plan(inputs(cluster(("Slow", 1), slow_gb=0.1)))
     with pytest.raises(UserError, match=r"number of GPUs.*1 Fast.*--colocated"):
         make_plan(inputs(cluster(("Fast", 1))))
-    with pytest.raises(UserError, match=r"staleness gate.*0\.\d trajectories"):
+    with pytest.raises(UserError, match=r"staleness gate.*0\.\d running trajectories"):
         make_plan(inputs(cluster(("Fast", 4)), groups=1, group_size=1, max_staleness=1))

@@ -31,7 +31,7 @@ def survive(of, options: RunOptions) -> Counter[str]:
     """Simulate with all laws on; on a violation, fail with the smallest log that shows it."""
     try:
         outcomes = simulate(of, replace(options, laws=True)).outcomes
-        assert not outcomes["an honest worker was convicted"]
+        assert not outcomes["correct worker disconnected for a fault"]
         return outcomes
     except (AssertionError, NoProgress):
         violation = broken_law(of, options)
@@ -88,8 +88,8 @@ def test_a_fixed_sample_of_what_make_chaos_draws() -> None:
     assert not found.violations
     assert found.days == {"sync": 30, "partial": 30, "async": 30}
     said = list(chaos.sentences(found, 1.0))
-    assert said[0].startswith("90 bad days (30 sync, 30 partial, 30 async)")
-    assert said[-1] == "days on which a law did not hold: 0"
+    assert said[0].startswith("90 random cases (30 sync, 30 partial, 30 async)")
+    assert said[-1] == "cases with a violated invariant: 0"
 
 
 class _LosesCount(RolloutScheduler):
@@ -112,14 +112,15 @@ def test_make_chaos_ends_with_the_day_that_breaks_a_law(
     monkeypatch.setattr(chaos.os, "cpu_count", lambda: 1)
     assert chaos.main(["3", "3"]) == 1
     said = capsys.readouterr().out
-    assert "day 4: the law of conservation does not hold" in said
-    assert said.endswith("days on which a law did not hold: 1\n")
+    assert "case 4: invariant violated: conservation" in said
+    assert said.endswith("cases with a violated invariant: 1\n")
 
 
 def test_no_honest_worker_is_taken_for_a_liar() -> None:
-    """Slow workers get a version late: tokens of version v + 1 are followed by some of v, which convicts them."""
+    """Slow workers load a version late: they report tokens of version v after tokens of v + 1, which counts as a
+    fault."""
     late = [
         FaultSettings(kind="slow", at_s=1.473, for_s=1.584, factor=2.0),
         FaultSettings(kind="slow", at_s=3.038, for_s=1.252, factor=20.0),
     ]
-    assert not simulate(swarm("async"), RunOptions(62, late)).outcomes["an honest worker was convicted"]
+    assert not simulate(swarm("async"), RunOptions(62, late)).outcomes["correct worker disconnected for a fault"]

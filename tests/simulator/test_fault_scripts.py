@@ -50,9 +50,9 @@ def test_a_file_says_what_happens_and_the_seed_draws_the_rest(tmp_path: Path) ->
         ('[[fault]]\nkind = "earthquake"\nat_s = 1', "fault.0.kind"),
         ('[[fault]]\nkind = "crash"', "at_s"),
         ('[[fault]]\nkind = "crash"\nat_s = -1', "greater than or equal to 0"),
-        ('[[fault]]\nkind = "slow"\nat_s = 1', "needs one above 1"),
+        ('[[fault]]\nkind = "slow"\nat_s = 1', "needs a factor above 1"),
         ('[[fault]]\nkind = "storm"\nat_s = 1\nfor_s = 2', "at least one of loss"),
-        ('[[fault]]\nkind = "hang"\nat_s = 1', "how long it lasts"),
+        ('[[fault]]\nkind = "hang"\nat_s = 1', "needs a duration"),
         ('[[fault]]\nkind = "crash"\nat_s = 1\nwhen = 2', "when"),
         ("[[fault]\nkind", "is not TOML"),
     ],
@@ -74,7 +74,7 @@ def test_a_trace_that_is_none_is_named(tmp_path: Path, rows: str, said: str) -> 
 
 
 def test_an_unknown_worker_is_named() -> None:
-    with pytest.raises(UserError, match="'w9', the workers are w0, w1, w2"):
+    with pytest.raises(UserError, match="'w9', allowed are w0, w1, w2"):
         build(swarm(), RunOptions(faults=[FaultSettings(kind="crash", at_s=1.0, worker="w9")]))
 
 

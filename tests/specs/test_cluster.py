@@ -84,6 +84,6 @@ def test_what_is_wrong_is_named_with_what_is_allowed() -> None:
     between = [{"ends": ["H800", "H20"], "gb_per_s": 2}, {"ends": ["H20", "H800"], "gb_per_s": 3}]
     contradicting = refused(nodes=[{"gpu": "H20"}, {"gpu": "H800"}], links={**LINKS, "between": between})
     assert "links.between.1" in contradicting
-    assert "earlier entry says 2" in contradicting
+    assert "earlier entry has 2" in contradicting
     stranger = [{"ends": ["H800", "B300"], "gb_per_s": 2}]
     assert "allowed are two GPU types (H800)" in refused(links={**LINKS, "between": stranger})
