@@ -27,6 +27,7 @@ import baton
 from baton import files, types
 from baton.cluster import supervision
 from baton.cost import efficiency, fit
+from baton.environments import calls as environment_calls
 from baton.errors import Fault
 from baton.planner import more
 from baton.profile import bench as bench_rollout
@@ -69,6 +70,8 @@ ROOTS: dict[str, Any] = {
     "hub to relay": relay.RelayTicket,
     "controller to reward process": scorer_protocol.ScorerSetup | scorer_protocol.ScoreRequest,
     "reward process to controller": scorer_protocol.FromWorker,
+    "run to environment process": environment_calls.ToEnvironment,
+    "environment process to run": environment_calls.FromEnvironment,
     "error of another process": Fault,
     "within a process": types.WorkLost | types.WorkRevoked,
     # logs of events and commands

@@ -36,19 +36,19 @@ this limit, rewards that differ by 0.1 become equal; the square of a reward abov
 
 
 @lru_cache(maxsize=64)
-def import_function(path: str) -> RewardFunction:
+def import_function(path: str, what: str = "reward function") -> RewardFunction:
     """Import `module:name` or `file.py:name`, also from the current directory. Raises UserError if it fails."""
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
-        raise UserError(f"reward function: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
+        raise UserError(f"{what}: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
     try:
         module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
         function = getattr(module, name)
     except Exception as error:
         reason = str(error) if isinstance(error, (ImportError, AttributeError, OSError)) else describe_error(error)
-        raise UserError(f"reward function {path!r} cannot be imported: {reason}") from error
+        raise UserError(f"{what} {path!r} cannot be imported: {reason}") from error
     if not callable(function):
-        raise UserError(f"reward function {path!r} is a {type(function).__name__}, not a function")
+        raise UserError(f"{what} {path!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 

@@ -54,20 +54,23 @@ class Isolation:
     """One line for the user."""
 
 
-def environment(names: Iterable[str], run: Mapping[str, str]) -> dict[str, str]:
+def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
     """Return the environment of a scorer process: the allowed variables of the run, and those named by `names`.
 
     Raises UserError if a variable of `names` is not set.
     """
     missing = [name for name in names if name not in run]
     if missing:
-        raise UserError(f"judge.env: got {missing[0]!r}, which is not set; set it, or leave it out")
+        raise UserError(f"{key}: got {missing[0]!r}, which is not set; set it, or leave it out")
     chosen = set(names)
     return {name: value for name, value in run.items() if name in chosen or _ALLOWED.fullmatch(name)}
 
 
-def keep(*, network: bool) -> Isolation:
-    """Fork: the parent becomes the supervisor and exits with the scorer's exit code; the child, the scorer, returns."""
+def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judge.network") -> Isolation:
+    """Fork: the parent becomes the supervisor and exits with the scorer's exit code; the child, the scorer, returns.
+
+    `who` and `network_key`: the subject of the description, and the recipe key that allows the network.
+    """
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)
     if sys.platform == "linux":
@@ -92,18 +95,26 @@ def keep(*, network: bool) -> Isolation:
     else:
         os.setsid()
     _limit()
-    return Isolation(scratch, _described(refusal, network=network))
+    reach = "with network" if network else f"without network ({network_key} = true allows it)"
+    return Isolation(scratch, _described(refusal, who, reach))
 
 
-def _described(refusal: str | None, *, network: bool) -> str:
-    reach = "with network" if network else "without network (judge.network = true allows it)"
+def limit_memory(memory_bytes: int) -> None:
+    """Limit the memory that this process may allocate, on Linux; 0 sets no limit."""
+    if memory_bytes and sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def _described(refusal: str | None, who: str, reach: str) -> str:
     if refusal is None:
         return (
-            f"reward scorers run in their own namespaces, {reach}, without the secrets of the run's environment; "
+            f"{who} run in their own namespaces, {reach}, without the secrets of the run's environment; "
             "processes that they start end with them"
         )
     return (
-        f"reward scorers run without namespaces ({refusal}), so they can use the network; they get no secrets of the "
+        f"{who} run without namespaces ({refusal}), so they can use the network; they get no secrets of the "
         "run's environment, and processes that they start are killed with them"
     )
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from baton.rewards.functions import call_function, describe_error, import_function
-from baton.rewards.isolation import keep
+from baton.rewards.isolation import keep, limit_memory
 from baton.rewards.scorer_protocol import (
     Call,
     CallResult,
@@ -54,7 +54,7 @@ def main() -> None:
     if setup is None:
         return
     sys.path[:] = [str(Path(entry).absolute()) for entry in setup.sys_path]
-    _limit_memory(setup.memory_bytes)
+    limit_memory(setup.memory_bytes)
     scorers: list[LoadedScorer] = []
     for spec in setup.specs:
         try:
@@ -129,13 +129,6 @@ def _receive(inbox: Connection, kind: type[Message]) -> Message | None:
 
 def _send(outbox: Connection, message: msgspec.Struct) -> None:
     outbox.send_bytes(msgspec.msgpack.encode(message))
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    if memory_bytes and sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""Messages between a run and its environment processes, as msgpack frames over a socket pair.
+
+run                                            environment process
+EnvironmentSetup: the classes and limits  ──▶
+                                          ◀──  EnvironmentReady: loaded, or why not
+ActRequest: execute one turn              ──▶
+                                          ◀──  Observation or ActFailure
+CloseEpisode: the episode is over              ──▶
+                                          ◀──  Alive: every second while calls are running
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from baton.environments.environment import Replay
+from baton.types import FailureCause
+
+
+class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
+    """One environment of a run."""
+
+    name: str
+    path: str
+    """`module:Class` or `path/to/file.py:Class`; also a function that returns an instance."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the class, as plain JSON values."""
+    replay: Replay | None = None
+    """Overrides the class's own `replay`."""
+
+
+class EpisodeKey(msgspec.Struct, frozen=True):
+    """Identity of one episode's instance. A restarted episode has the next `attempt`."""
+
+    stream: int
+    """Separates training from evaluations, whose group ids may be equal."""
+    group_id: int
+    sample_index: int
+    attempt: int = 0
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """An executed turn, as the log of an episode records it."""
+
+    action: str
+    digest: str
+    """Digest of the observation that followed; see `digest_of`."""
+
+
+class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
+    """Execute one turn of an episode, or only reset it.
+
+    Requests are idempotent: a turn that the instance has executed is answered with the stored observation.
+    """
+
+    key: EpisodeKey
+    environment: str
+    """Name of the `EnvironmentSpec`."""
+    seed: int
+    row: dict[str, Any] = {}
+    log: tuple[Turn, ...] = ()
+    """The turns before `action`. If the process has no instance of the episode, it is rebuilt from them."""
+    action: str | None = None
+    """None: return the observation after the last turn of `log`, or after the reset."""
+    first_digest: str = ""
+    """Digest of the first observation, which the prompt contains. Empty: not compared."""
+
+    @property
+    def actions(self) -> list[str]:
+        """All actions of the episode, including the requested one."""
+        return [turn.action for turn in self.log] + ([] if self.action is None else [self.action])
+
+
+class CloseEpisode(msgspec.Struct, frozen=True, tag="CloseEpisode"):
+    """Close the instance of an episode."""
+
+    key: EpisodeKey
+
+
+class Observation(msgspec.Struct, frozen=True, tag="Observation"):
+    """The environment's reply to one turn."""
+
+    key: EpisodeKey
+    turn: int
+    """Number of actions that the instance has executed; 0 after the reset."""
+    text: str
+    reward: float
+    is_terminated: bool
+    is_truncated: bool
+    digest: str
+    seconds: float
+    """Seconds inside the environment, without waits."""
+    tool: str | None = None
+    is_success: bool | None = None
+    """None: the environment did not say."""
+    metrics: dict[str, float] = {}
+
+
+class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
+    """A request has no observation. The instance is closed; nothing is known about the effects of the turn."""
+
+    key: EpisodeKey
+    turn: int
+    """The turn that was requested."""
+    cause: FailureCause
+    message: str
+    """One sentence."""
+
+
+class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
+    """The first message to an environment process."""
+
+    specs: tuple[EnvironmentSpec, ...]
+    sys_path: tuple[str, ...]
+    memory_bytes: int
+    """Maximum memory of the process; 0 sets no limit."""
+    timeout_s: float
+    """Maximum seconds of one call of `reset` or `step`."""
+    max_observation_chars: int
+
+
+class EnvironmentReady(msgspec.Struct, frozen=True, tag="EnvironmentReady"):
+    """The reply to `EnvironmentSetup`."""
+
+    error: str | None = None
+    """Why a class could not be loaded."""
+    isolation: str = ""
+    """What the process is isolated from, in one line."""
+    never_replayed: tuple[str, ...] = ()
+    """Names of the environments whose `replay` is "never"."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="Alive"):
+    """Sent while calls are running, so that a stopped process is distinguished from a slow call."""
+
+
+ToEnvironment = EnvironmentSetup | ActRequest | CloseEpisode
+FromEnvironment = EnvironmentReady | Observation | ActFailure | Alive
+MAX_FRAME_BYTES = 64 * 1024**2
+
+
+def digest_of(text: str, reward: float, is_terminated: bool, is_truncated: bool) -> str:
+    """Return the digest of an observation before it is shortened, with its reward and flags."""
+    return blake3(msgspec.msgpack.encode((text, reward, is_terminated, is_truncated))).hexdigest(length=12)

@@ -1,0 +1,35 @@
+"""The interface of a multi-turn task. Users implement `Environment`; docs/environments.md shows how."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+Replay = Literal["log", "never"]
+"""How an environment is rebuilt after its process ended. `log`: reset with the same seed, then repeat the recorded
+actions. `never`: not at all, because its actions have effects outside the process; the episode starts again."""
+
+
+class Environment(Protocol):
+    """One episode of a multi-turn task. A new instance is made for each episode.
+
+    A class may also define:
+
+    * `replay: Replay`, a class attribute, by default "log";
+    * `instructions: str`, an attribute: text that precedes the first observation in the prompt;
+    * `canonical() -> str`: called after `reset`, returns a text that is equal for equivalent problems. The split into
+      training and held-out problems hashes it. The default is the first observation;
+    * `close()`: releases resources.
+    """
+
+    def reset(self, *, seed: int, **row: Any) -> str:
+        """Start the episode and return the first observation, which must depend on the arguments only.
+
+        Called once. `seed` is in [0, 2³²); `row` holds the columns of the dataset row if the task has a dataset.
+        """
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Execute the text of one turn; return (observation, reward, terminated, truncated, info).
+
+        `info["success"]` (bool) is whether the episode counts as correct, `info["tool"]` (str) names the tool that
+        ran, and other numbers in `info` become metrics.
+        """

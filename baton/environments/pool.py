@@ -1,0 +1,356 @@
+"""The run's side of the environment processes: queues calls, restarts processes, rebuilds episodes.
+
+      submit ─▶ queue of the episode's process ─▶ running in the process ─▶ collect
+                        ▲                              │ process ended, or does not respond
+                        └──────────────────────────────┘ at most `retries` times, then alone in its process
+
+An episode stays on one process. Nothing here runs in a thread of its own: `submit`, `collect` and `discard` are called
+from one thread, and processes are read, killed and restarted within these calls.
+
+If a process ends, each call that was running may have caused it. These calls are retried one at a time, so that only
+the one at fault exhausts its retries. If a call exceeds its deadline, the process reports which, and is killed; the
+other calls that were running are repeated without using up a retry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+import baton
+from baton.clock import retry_wait_s
+from baton.environments.calls import (
+    MAX_FRAME_BYTES,
+    ActFailure,
+    ActRequest,
+    CloseEpisode,
+    EnvironmentReady,
+    EnvironmentSetup,
+    EnvironmentSpec,
+    EpisodeKey,
+    FromEnvironment,
+    Observation,
+    ToEnvironment,
+)
+from baton.environments.settings import EnvironmentSettings
+from baton.errors import UserError
+from baton.frames import FrameSocket, frame_sockets, ready
+from baton.rewards.isolation import environment as allowed_variables
+from baton.types import FailureCause
+
+TICK_S = 0.25
+"""Maximum interval between two checks of the deadlines while waiting."""
+GRACE_S = 5.0
+"""Seconds beyond `timeout_s` after which a process with running calls that has sent nothing is killed."""
+KILL_S = 5.0
+"""Seconds that a process has to end after SIGTERM, with all that its environments started, before SIGKILL."""
+FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _QueuedCall:
+    request: ActRequest
+    num_suspected: int = 0
+    """Times that a process ended or stopped responding while it ran this call."""
+
+
+@dataclass(slots=True, eq=False)
+class _EnvironmentProcess:
+    """A process and its successors: the calls and episodes that are assigned to it stay after a restart."""
+
+    waiting: deque[_QueuedCall] = field(default_factory=deque)
+    running: dict[EpisodeKey, _QueuedCall] = field(default_factory=dict)
+    episodes: dict[EpisodeKey, str] = field(default_factory=dict)
+    """Episodes that may have an instance in the current process → name of the environment."""
+    popen: subprocess.Popen[bytes] | None = None
+    """None between the loss of a process and the start of its successor."""
+    pipe: FrameSocket | None = None
+    is_ready: bool = False
+    seen_at: float = 0.0
+    """Time of the start, of the last message, or of the first of the running calls, whichever is latest."""
+    restart_at: float = 0.0
+    num_failed_starts: int = 0
+
+    @property
+    def has_suspect(self) -> bool:
+        return any(call.num_suspected for call in self.running.values())
+
+
+class EnvironmentPool:
+    """Executes turns of episodes in environment processes."""
+
+    def __init__(self, specs: Mapping[str, EnvironmentSpec], settings: EnvironmentSettings) -> None:
+        """Start the processes and wait until they have loaded. Raises UserError if one cannot."""
+        self._specs, self._settings = dict(specs), settings
+        self._max_running = max(1, settings.max_concurrent // settings.processes)
+        self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
+        self._homes: dict[EpisodeKey, _EnvironmentProcess] = {}
+        self._discarded: set[EpisodeKey] = set()
+        """Episodes that were discarded while a call was running; its result is dropped."""
+        self._gone: set[EpisodeKey] = set()
+        """Episodes that are never replayed and whose instance is gone."""
+        self._never_replayed: tuple[str, ...] = ()
+        self._done: deque[Observation | ActFailure] = deque()
+        self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
+        self._latencies_s: list[float] = []
+        self._counts: Counter[str] = Counter()
+        self._polled_at = time.monotonic()
+        self.description = ""
+        """What the environments are isolated from, in one line."""
+        try:
+            for process in self._processes:
+                self._start(process)
+            while not all(process.is_ready for process in self._processes):
+                self._poll(TICK_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls in the queues."""
+        return sum(len(process.waiting) for process in self._processes)
+
+    def submit(self, request: ActRequest) -> None:
+        """Queue a call. Each call is answered by one result of `collect`, unless its episode is discarded before."""
+        if request.environment not in self._specs:
+            known = ", ".join(sorted(self._specs))
+            raise UserError(f"environment {request.environment!r} is not one of this run's: {known}")
+        key = request.key
+        if key not in self._homes:
+            self._homes[key] = min(self._processes, key=lambda p: (len(p.running) + len(p.waiting), len(p.episodes)))
+        assert key not in self._homes[key].running, f"{key} has a running call"
+        self._homes[key].waiting.append(_QueuedCall(request))
+        self._dispatch(self._homes[key])
+
+    def collect(self, timeout_s: float) -> list[Observation | ActFailure]:
+        """Return the results so far; wait for the first if there is none. Empty after `timeout_s`.
+
+        Raises UserError if a process cannot be restarted.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._poll(0.0)
+        while not self._done and (left_s := deadline_s - time.monotonic()) > 0:
+            self._poll(min(left_s, TICK_S))
+        found = list(self._done)
+        self._done.clear()
+        return found
+
+    def discard(self, key: EpisodeKey) -> None:
+        """Close the instance of an episode and forget its calls. Must be called at the end of every episode."""
+        process = self._homes.pop(key, None)
+        self._gone.discard(key)
+        if process is None:
+            return
+        process.waiting = deque(call for call in process.waiting if call.request.key != key)
+        self._done = deque(result for result in self._done if result.key != key)
+        if key in process.running:
+            self._discarded.add(key)
+        else:
+            self._close_instance(process, key)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the calls that ended since the last call of this method."""
+        found = {f"env/{name}": float(count) for name, count in self._counts.items()}
+        found["env/running"] = float(sum(len(process.running) for process in self._processes))
+        found["env/waiting"] = float(self.num_waiting)
+        if self._latencies_s:
+            ordered = sorted(self._latencies_s)
+            found["env/latency_mean"] = statistics.fmean(ordered)
+            found["env/latency_p95"] = ordered[int(0.95 * (len(ordered) - 1))]
+            found["env/latency_max"] = ordered[-1]
+        self._counts.clear()
+        self._latencies_s.clear()
+        return found
+
+    def close(self) -> None:
+        """End all processes and wait until they are gone."""
+        for process in self._processes:
+            self._end(process)
+        deadline_s = time.monotonic() + 2 * KILL_S
+        while self._ending and time.monotonic() < deadline_s:
+            self._reap_ended()
+            time.sleep(0.005)
+
+    # ---- one poll ----------------------------------------------------------------------------------------------------
+
+    def _poll(self, timeout_s: float) -> None:
+        pipes = {p.pipe: p for p in self._processes if p.pipe is not None}
+        if not pipes:
+            time.sleep(timeout_s)
+        for pipe in ready(pipes, timeout_s):
+            self._receive(pipes[pipe])
+        now_s = time.monotonic()
+        if (gap_s := now_s - self._polled_at - timeout_s) > 1.0:  # the run did something else, or was stopped
+            for process in self._processes:
+                process.seen_at += gap_s
+        self._polled_at = now_s
+        for process in self._processes:
+            self._check(process, now_s)
+            self._dispatch(process)
+        self._reap_ended()
+
+    def _receive(self, process: _EnvironmentProcess) -> None:
+        try:
+            while process.pipe is not None and (frame := process.pipe.receive()) is not None:
+                self._on_message(process, msgspec.msgpack.decode(frame, type=FromEnvironment))
+        except (EOFError, OSError, msgspec.DecodeError):
+            self._lose(process, FailureCause.CRASHED, "ended")
+
+    def _on_message(self, process: _EnvironmentProcess, message: FromEnvironment) -> None:
+        process.seen_at = time.monotonic()
+        match message:
+            case EnvironmentReady(error, isolation, never_replayed):
+                if error is not None:
+                    process.num_failed_starts = self._settings.retries
+                    self._lose(process, FailureCause.CRASHED, error)
+                else:
+                    process.is_ready, process.num_failed_starts = True, 0
+                    self.description, self._never_replayed = isolation, never_replayed
+            case Observation() | ActFailure():
+                call = process.running.pop(message.key, None)
+                if call is None:
+                    return
+                is_timeout = isinstance(message, ActFailure) and message.cause is FailureCause.TIMEOUT
+                if isinstance(message, Observation):
+                    self._latencies_s.append(message.seconds)
+                if message.key in self._discarded:
+                    self._discarded.discard(message.key)
+                    self._close_instance(process, message.key)
+                else:
+                    self._answer(message)
+                if is_timeout:
+                    self._lose(process, None, "was killed because of another episode's call")
+            case _:
+                pass
+
+    def _answer(self, result: Observation | ActFailure) -> None:
+        if isinstance(result, ActFailure):
+            self._counts[f"failures/{result.cause}"] += 1
+        self._done.append(result)
+
+    def _fail(self, call: _QueuedCall, cause: FailureCause, message: str) -> None:
+        self._answer(ActFailure(call.request.key, len(call.request.actions), cause, message))
+
+    def _check(self, process: _EnvironmentProcess, now_s: float) -> None:
+        settings = self._settings
+        if process.popen is None:
+            if now_s >= process.restart_at:
+                self._start(process)
+        elif not process.is_ready:
+            if now_s - process.seen_at > settings.load_timeout_s:
+                why = f"did not load within environments.load_timeout_s = {settings.load_timeout_s:g} s"
+                self._lose(process, FailureCause.TIMEOUT, why)
+        elif process.running and now_s - process.seen_at > settings.timeout_s + GRACE_S:
+            self._lose(process, FailureCause.TIMEOUT, "stopped responding and was killed")
+
+    def _dispatch(self, process: _EnvironmentProcess) -> None:
+        """Start the next calls of a process. A suspected call runs alone."""
+        while process.is_ready and process.waiting and len(process.running) < self._max_running:
+            call = process.waiting[0]
+            request = call.request
+            if process.running and (call.num_suspected or process.has_suspect):
+                return
+            process.waiting.popleft()
+            if request.key in self._gone:
+                self._fail(call, FailureCause.CRASHED, "its instance ended with its process; replay = 'never'")
+                continue
+            if request.log and request.key not in process.episodes:
+                self._counts["replays"] += 1
+            if not process.running:
+                process.seen_at = time.monotonic()
+            process.running[request.key] = call
+            process.episodes[request.key] = request.environment
+            self._post(process, request)
+
+    # ---- processes ---------------------------------------------------------------------------------------------------
+
+    def _start(self, process: _EnvironmentProcess) -> None:
+        settings = self._settings
+        ours, theirs = frame_sockets(MAX_FRAME_BYTES)
+        root = str(Path(baton.__file__).parent.parent)
+        variables = {
+            **allowed_variables(settings.env, os.environ, key="environments.env"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        command = [sys.executable, "-m", "baton.environments.worker", *["--network"][: settings.allow_network]]
+        with theirs:
+            process.popen = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, start_new_session=True)
+        process.pipe, process.seen_at = ours, time.monotonic()
+        memory_bytes = int(settings.memory_gib * 2**30)
+        self._post(
+            process,
+            EnvironmentSetup(
+                tuple(self._specs.values()),
+                tuple(sys.path),
+                memory_bytes,
+                settings.timeout_s,
+                settings.max_observation_chars,
+            ),
+        )
+
+    def _post(self, process: _EnvironmentProcess, message: ToEnvironment) -> None:
+        assert process.pipe is not None
+        with contextlib.suppress(OSError):  # the process is gone: the next `receive` raises
+            process.pipe.send(msgspec.msgpack.encode(message))
+
+    def _close_instance(self, process: _EnvironmentProcess, key: EpisodeKey) -> None:
+        if process.episodes.pop(key, None) is not None:
+            self._post(process, CloseEpisode(key))
+
+    def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
+        """End a process, and retry or fail its calls. `cause`: of calls that have no retries left; None blames none."""
+        was_ready = process.is_ready
+        self._gone |= {key for key, name in process.episodes.items() if name in self._never_replayed}
+        self._end(process)
+        running, process.running = list(process.running.values()), {}
+        for call in reversed(running):
+            key = call.request.key
+            call.num_suspected += cause is not None
+            if key in self._discarded:
+                self._discarded.discard(key)
+            elif key in self._gone:
+                self._fail(call, FailureCause.CRASHED, f"its process {why}; replay = 'never' forbids a retry")
+            elif cause is not None and call.num_suspected > self._settings.retries:
+                self._fail(call, cause, f"its process {why}, in each of {call.num_suspected} attempts")
+            else:
+                process.waiting.appendleft(call)
+        if not was_ready:
+            process.num_failed_starts += 1
+            if process.num_failed_starts > self._settings.retries:
+                raise UserError(f"an environment process cannot be started: {why}")
+            pause_s = retry_wait_s(process.num_failed_starts, first_s=FIRST_RESTART_S, longest_s=LONGEST_RESTART_S)
+            process.restart_at = time.monotonic() + pause_s
+
+    def _end(self, process: _EnvironmentProcess) -> None:
+        if process.popen is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.popen.terminate()  # the keeper kills the worker and all that its environments started
+        self._ending.append((process.popen, time.monotonic() + KILL_S))
+        if process.pipe is not None:
+            process.pipe.close()
+        process.popen = process.pipe = None
+        process.is_ready = False
+        process.episodes.clear()
+
+    def _reap_ended(self) -> None:
+        for popen, kill_at in list(self._ending):
+            if popen.poll() is not None:
+                self._ending.remove((popen, kill_at))
+            elif time.monotonic() > kill_at:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(popen.pid, signal.SIGKILL)

@@ -1,0 +1,116 @@
+"""An environment process: `python -m baton.environments.worker`, with one end of a socket pair as its standard input.
+
+The main thread reads requests and checks deadlines. Each call runs in a thread of its own; the calls of one episode
+never overlap. A call that exceeds its deadline cannot be stopped, so it is reported, and the run kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from baton.clock import begin
+from baton.environments.calls import (
+    MAX_FRAME_BYTES,
+    ActFailure,
+    ActRequest,
+    Alive,
+    CloseEpisode,
+    EnvironmentReady,
+    EnvironmentSetup,
+    FromEnvironment,
+    ToEnvironment,
+)
+from baton.environments.instances import EnvironmentInstances, load_environment
+from baton.errors import UserError
+from baton.frames import FrameSocket, frame_socket_of
+from baton.rewards.functions import describe_error
+from baton.rewards.isolation import keep, limit_memory
+from baton.types import FailureCause
+
+TICK_S = 1.0
+"""Maximum interval between two checks of the deadlines, and between two `Alive` messages."""
+
+
+class _Outbox:
+    def __init__(self, pipe: FrameSocket) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, message: FromEnvironment) -> None:
+        with self._lock:
+            self._pipe.send_all(msgspec.msgpack.encode(message))
+
+
+def main() -> None:
+    """Serve until the run closes the socket."""
+    isolation = keep(network="--network" in sys.argv, who="environments", network_key="environments.allow_network")
+    pipe = frame_socket_of(os.dup(0), MAX_FRAME_BYTES)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    outbox = _Outbox(pipe)
+    setup = msgspec.msgpack.decode(pipe.receive_next(), type=EnvironmentSetup)
+    sys.path[:] = [str(Path(place).absolute()) for place in setup.sys_path]
+    limit_memory(setup.memory_bytes)
+    try:
+        environments = {spec.name: load_environment(spec) for spec in setup.specs}
+    except BaseException as error:  # noqa: BLE001 - an import may raise anything, and the run must report it
+        outbox.send(EnvironmentReady(str(error) if isinstance(error, UserError) else describe_error(error)))
+        return
+    os.chdir(isolation.scratch)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
+    never = tuple(name for name, loaded in environments.items() if loaded.replay == "never")
+    outbox.send(EnvironmentReady(isolation=isolation.description, never_replayed=never))
+    _serve(EnvironmentInstances(environments, setup.max_observation_chars), pipe, outbox, setup.timeout_s)
+
+
+def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, timeout_s: float) -> None:
+    running: dict[int, ActRequest] = {}
+    tick_s = min(TICK_S, timeout_s / 4)
+    alive_at = 0.0
+
+    def execute(request: ActRequest) -> None:
+        result = instances.act(request)
+        if running.pop(id(request), None) is not None:
+            outbox.send(result)
+
+    while True:
+        if select.select([pipe], [], [], tick_s)[0]:  # `frames.ready` would also send, beside the threads
+            while (frame := pipe.receive()) is not None:
+                message: ToEnvironment = msgspec.msgpack.decode(frame, type=ToEnvironment)
+                match message:
+                    case ActRequest() as request:
+                        running[id(request)] = request
+                        begin(lambda request=request: execute(request))  # type: ignore[misc]
+                    case CloseEpisode(key):
+                        begin(lambda key=key: instances.discard(key))  # type: ignore[misc]
+                    case EnvironmentSetup():
+                        raise AssertionError("a process is set up once")
+        now_s = time.monotonic()
+        for name, request in list(running.items()):
+            called_s = now_s - instances.called_at.get(request.key, now_s)
+            if called_s > timeout_s and running.pop(name, None) is not None:
+                sentence = f"no observation within environments.timeout_s = {timeout_s:g} s; the process was killed"
+                outbox.send(ActFailure(request.key, len(request.actions), FailureCause.TIMEOUT, sentence))
+        if running and now_s - alive_at >= tick_s:
+            alive_at = now_s
+            outbox.send(Alive())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except EOFError:  # the run is gone
+        pass
+    except BaseException:  # noqa: BLE001 - printed as usual; `finally` would end the process before that
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # threads of hanging environments would delay the usual exit

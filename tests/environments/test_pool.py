@@ -1,0 +1,107 @@
+"""Environment processes: turns are executed once, in order of submission, and results belong to their episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from environment_cases import Turn, play, pool_of, request, results, spec
+
+from baton.environments.calls import ActFailure, EpisodeKey, Observation
+from baton.environments.pool import EnvironmentPool
+from baton.errors import UserError
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
+    pool = pool_of(max_observation_chars=1000)
+    yield pool
+    pool.close()
+
+
+def test_episodes_keep_their_state_on_two_processes(pool: EnvironmentPool) -> None:
+    for number in range(20):
+        pool.submit(request(number, None))
+    first = results(pool, 20)
+    assert {number: (one.turn, one.text) for number, one in first.items() if isinstance(one, Observation)} == {
+        number: (0, f"value {number}") for number in range(20)
+    }
+    for number in range(20):
+        pool.submit(request(number, "100"))
+    second = results(pool, 20)
+    assert [second[number].text for number in range(20)] == [f"value {number + 100}" for number in range(20)]
+    assert {one.turn for one in second.values()} == {1}
+    assert pool.num_waiting == 0
+    for number in range(20):
+        pool.discard(EpisodeKey(0, number, 0))
+
+
+def test_a_turn_without_a_reset_before_it_resets_with_seed_and_row(pool: EnvironmentPool) -> None:
+    pool.submit(request(5, "1", row={"start": 1000}))
+    (found,) = results(pool, 1).values()
+    assert isinstance(found, Observation)
+    assert (found.text, found.reward, found.turn) == ("value 1006", 1.0, 1)
+    pool.discard(found.key)
+
+
+def test_what_an_observation_holds(pool: EnvironmentPool) -> None:
+    ended, after = play(pool, 6, ["end", "1"])
+    assert isinstance(ended, Observation)
+    assert (ended.is_terminated, ended.is_truncated, ended.is_success, ended.tool) == (True, False, True, "door")
+    assert ended.metrics == {"steps": 3.0}, "what is not finite is no metric"
+    assert isinstance(after, ActFailure)
+    assert after.message == "the episode ended in turn 1 and takes no more actions"
+    long, strange = play(pool, 7, ["long", "surrogate"])
+    assert isinstance(long, Observation)
+    assert long.text == "x" * 1000 + "\n[99000 more characters]"
+    assert isinstance(strange, Observation)
+    assert strange.text == "?"
+    for number in (6, 7):
+        pool.discard(EpisodeKey(0, number, 0))
+
+
+def test_a_repeated_request_returns_the_stored_observation(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    pool = pool_of(spec(mark=str(mark)), processes=1)
+    first, second = play(pool, 1, ["10", "20"])
+    assert isinstance(first, Observation)
+    for turns, action, wanted in (((), "10", first), ((Turn("10", first.digest),), "20", second)):
+        pool.submit(request(1, action, turns=turns))
+        assert results(pool, 1) == {1: wanted}
+    assert mark.read_text().split() == ["10", "20"]
+    pool.close()
+
+
+def test_a_discarded_episode_has_no_result(tmp_path: Path) -> None:
+    pool = pool_of(spec(mark=str(tmp_path)), processes=1, max_concurrent=1)
+    blocked = EpisodeKey(0, 1, 0)
+    pool.submit(request(1, "wait for the file"))
+    pool.submit(request(2, "7"))
+    assert pool.num_waiting == 1, "calls beyond max_concurrent wait in the pool"
+    pool.discard(blocked)
+    pool.submit(request(3, "7"))
+    (tmp_path / "go").touch()
+    assert {number: one.text for number, one in results(pool, 2).items()} == {2: "value 9", 3: "value 10"}
+    metrics = pool.metrics()
+    assert metrics["env/latency_max"] >= metrics["env/latency_p95"] >= 0
+    assert (metrics["env/running"], metrics["env/waiting"]) == (0, 0)
+    assert "env/latency_mean" not in pool.metrics(), "counted since the last call"
+    pool.close()
+
+
+def test_a_class_that_does_not_load_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"environment 'counter': '.*:Missing' cannot be imported: .*no attribute"):
+        pool_of(spec(cls="Missing"))
+    (tmp_path / "exits.py").write_text("import os\nos._exit(3)\n")
+    broken = spec()
+    with pytest.raises(UserError, match="an environment process cannot be started: ended"):
+        pool_of(type(broken)("counter", f"{tmp_path}/exits.py:Any"), retries=0)
+
+
+def test_the_description_names_the_isolation(pool: EnvironmentPool) -> None:
+    assert pool.description.startswith("environments run ")
+    with pytest.raises(UserError, match="environment 'other' is not one of this run's: counter"):
+        pool.submit(request(1, None, environment="other"))
