@@ -13,7 +13,7 @@ PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md"
 """Markdown: checked for phrases and for the width of its lines."""
 TEXTS = (*PAGES, "Makefile", "pyproject.toml", "recipes/**/*.toml", "deploy/Dockerfile", "deploy/*/*")
 TEXTS += ("baton/clock.py", "baton/errors.py", "baton/f*.py", "baton/s*.py", "baton/types.py", "baton/recipe/*.*")
-TEXTS += ("baton/cli/*.py", "baton/views/terminal/[!t]*.py", "baton/views/pages/[!hrs]*.py")
+TEXTS += ("baton/cli/*.py", "baton/views/**/*.*", "baton/run/*.py")
 TEXTS += ("baton/rewards/settings.py", "baton/weights/settings.py")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
 COLUMNS = 100

@@ -1,4 +1,4 @@
-"""The command `baton bench`: comparisons on this machine."""
+"""The command group `baton bench`: comparisons on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ bench_app = typer.Typer(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Keeps `bench` a group although it has one command."""
+    """Make `bench` a group: without a callback, typer would turn its only command into `baton bench` itself."""
 
 
 @bench_app.command("rollout")
@@ -23,10 +23,10 @@ def rollout(
     recipe: RecipePath,
     overrides: Overrides = None,
     modes: Annotated[str, typer.Option(help="Modes to compare, separated by commas.")] = "sync,partial,async",
-    tail: Annotated[float, typer.Option(min=1.5, help="Longest response over the mean response.")] = 6.0,
-    between: Annotated[float, typer.Option(min=0, help="Spread of the log length between groups.")] = 0.6,
-    within: Annotated[float, typer.Option(min=0, help="Spread of the log length within a group.")] = 0.6,
-    steps: Annotated[int, typer.Option(min=1, help="Measured batches of each mode.")] = 12,
+    tail: Annotated[float, typer.Option(min=1.5, help="Ratio of the longest response to the mean response.")] = 6.0,
+    between: Annotated[float, typer.Option(min=0, help="Standard deviation of the log length between groups.")] = 0.6,
+    within: Annotated[float, typer.Option(min=0, help="Standard deviation of the log length within a group.")] = 0.6,
+    steps: Annotated[int, typer.Option(min=1, help="Number of measured batches of each mode.")] = 12,
     flat: Annotated[
         bool, typer.Option("--flat", help="Assume step time is independent of batch size; run no engine.")
     ] = False,

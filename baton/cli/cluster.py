@@ -1,4 +1,4 @@
-"""The command `baton cluster`: describes a Ray cluster in a file for the planner."""
+"""The command group `baton cluster`: describe a Ray cluster in a file for the planner."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 from baton.cli.options import Commands, Json, print_written
 from baton.console import err, out, print_json
 
-cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a cluster for baton plan.")
+cluster_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Describe a cluster for `baton plan`.")
 
 
 @cluster_app.callback()
 def _cluster() -> None:
-    """Keeps `cluster` a group although it has one command."""
+    """Make `cluster` a group: without a callback, typer would turn its only command into `baton cluster` itself."""
 
 
 @cluster_app.command("describe")
@@ -33,10 +33,11 @@ def describe(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Describe the machines of a Ray cluster in a file for baton plan --cluster.
+    """Describe the machines of a Ray cluster in a file for `baton plan --cluster`.
 
     GPU types are taken from Ray (accelerator_type:H100) or from custom resources gpu_type_NAME. Machines of unknown
-    type are left out and named. Ray does not report bandwidths: the assumed values are printed.
+    type are not included; a message names them. Ray does not report bandwidths, so assumed values are used and
+    printed.
     """
     from baton.cluster.inventory import as_toml
     from baton.cluster.ray.describe import describe_ray

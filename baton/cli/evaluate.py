@@ -1,4 +1,4 @@
-"""The command `baton eval`: accuracy of a checkpoint."""
+"""The command `baton eval`: measure the accuracy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def evaluate(
         Path, typer.Argument(help="A run's directory (its latest checkpoint), a checkpoint or a model directory.")
     ],
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; default: the run's own.")
+        Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; default: the run's recipe.")
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option("-n", "--num-prompts", min=1, help="Number of held-out prompts.")
     ] = None,
-    samples: Annotated[int, typer.Option("-k", "--samples", min=1, help="Responses per prompt, the k of pass@k.")] = 1,
+    samples: Annotated[int, typer.Option("-k", "--samples", min=1, help="Responses per prompt (k of pass@k).")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Cumulative probability for nucleus sampling.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 disables.")] = 0,
     as_json: Json = False,
 ) -> None:

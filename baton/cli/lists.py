@@ -1,4 +1,4 @@
-"""The commands that list what a recipe may name: `baton keys`, `baton tasks`, `baton algorithms`."""
+"""The commands that list the possible contents of recipes: `baton keys`, `baton tasks` and `baton algorithms`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.cli.options import Json, show
 
 
 def keys(
-    section: Annotated[str | None, typer.Argument(help="Only this section, such as rollout.")] = None,
+    section: Annotated[str | None, typer.Argument(help="List only this section, such as rollout.")] = None,
     as_json: Json = False,
 ) -> None:
     """List every key of a recipe with its default and meaning."""
@@ -21,7 +21,7 @@ def keys(
 
 
 def tasks(
-    name: Annotated[str | None, typer.Argument(help="Only this task, with its parameters.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show only this task, with its parameters.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the tasks of reasoning-gym, each with an example."""
@@ -32,10 +32,10 @@ def tasks(
 
 
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="Only this algorithm, with the value of every key.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show only this algorithm, with the values of all keys.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the algorithms that a recipe may name, with their papers and settings."""
+    """List the algorithm presets with their papers and settings."""
     from baton.recipe.presets import list_algorithms
     from baton.views.terminal.algorithms import print_algorithms
 

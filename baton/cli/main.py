@@ -1,7 +1,8 @@
-"""The `baton` command: registers the subcommands, and turns errors into one sentence and an exit code.
+"""The `baton` command: registers the subcommands, and reports an error as one sentence and an exit code.
 
-Each subcommand is a function in a module of this folder: it reads options, makes one call that returns a record, and
-prints the record. It imports what it runs when it runs, so that `baton --help` imports neither torch nor the planner.
+Each subcommand is a function in a module of this folder. The function reads its options, calls one function that
+returns a record, and prints the record. It imports other modules in its body, so that `baton --help` imports neither
+torch nor the planner.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
-# set before torch is imported. A waiting OpenMP thread spins for some microseconds, then sleeps: sleeping at once
-# (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads, spinning longer starves engine processes
+# Set before torch is imported: how long a waiting OpenMP thread spins before it sleeps. Sleeping immediately
+# (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads; longer spinning slows engine processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -51,7 +52,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich parses the brackets in "[rollout]" as markup and drops them
+    rich_markup_mode=None,  # rich would parse "[rollout]" as markup and remove it
     help="Reinforcement learning of language models on any hardware. To begin: baton train recipes/quickstart.toml",
 )
 
@@ -86,7 +87,7 @@ app.command(hidden=True)(child_processes.rank)
 
 
 def main() -> None:
-    """Run the command line. A UserError prints one sentence on stderr and exits with 2; other failures exit with 1."""
+    """Run the command line. Exit code 2 is a UserError, printed as one sentence on stderr; 1 is any other failure."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.getLogger("baton").addHandler(handler)
@@ -96,7 +97,7 @@ def main() -> None:
         _fail("error", error, 2)
     except BatonError as error:
         _fail(type(error).__name__, error, 1)
-    except Exception as error:  # noqa: BLE001  # its message may contain untrusted text, which `err` escapes
+    except Exception as error:  # noqa: BLE001  # printed through `err`, which escapes untrusted text in the message
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             _fail("StorageFault", error, 1)
         err.print("".join(traceback.format_exception(error)), end="", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and how a command prints its result."""
+"""Options and arguments that several commands share, and functions that print results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from baton.console import Console, out, print_json
 
 Shown = TypeVar("Shown")
 
-RecipePath = Annotated[Path, typer.Argument(help="Recipe (TOML); recipes/ has examples.", show_default=False)]
+RecipePath = Annotated[Path, typer.Argument(help="Recipe TOML; examples are in recipes/.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as trainer.lr=3e-6 run.seed=7.", show_default=False),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run of this name, and its output.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run of this name and its output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Html = Annotated[Path | None, typer.Option(help="Write an HTML page with charts to this file.", show_default=False)]
 Calibration = Annotated[
-    Path | None, typer.Option(help="Efficiencies by GPU type, as written by baton profile.", show_default=False)
+    Path | None, typer.Option(help="Efficiencies by GPU type, written by `baton profile`.", show_default=False)
 ]
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False)
@@ -38,23 +38,19 @@ Workload = Annotated[Path, _WORKLOAD]
 OptionalWorkload = Annotated[Path | None, _WORKLOAD]
 
 HubUrl = Annotated[str, typer.Argument(metavar="URL", help="URL of the hub, such as https://hub.example:7000.")]
-TokenPath = Annotated[
-    Path, typer.Option("--token-file", help="File with your token, as written by baton token create.")
-]
+TokenPath = Annotated[Path, typer.Option("--token-file", help="File with your token, written by `baton token create`.")]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow plain HTTP to another machine; the token can be intercepted.")
 ]
-Authority = Annotated[
-    Path | None, typer.Option("--ca", help="PEM file of the authority that signed the hub's certificate.")
-]
+Authority = Annotated[Path | None, typer.Option("--ca", help="PEM file of the CA that signed the hub's certificate.")]
 
 
 RENAMED_OPTIONS = {"--patience": "--reconnect-timeout"}
-"""Options of earlier versions, each with its new name."""
+"""Options of earlier versions, each with its current name."""
 
 
 class Commands(TyperGroup):
-    """A group whose help shows the whole first sentence of each command; click truncates it to one line."""
+    """A command group whose help shows the complete first sentence of each command, which click would truncate."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # typer bundles its own copy of click
         found = [(name, self.commands[name]) for name in self.list_commands(ctx)]

@@ -1,4 +1,4 @@
-"""The command `baton plan`: which GPUs train and which generate."""
+"""The command `baton plan`: decide which GPUs train and which generate."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ def plan(
     cluster: ClusterFile = None,
     offers: Annotated[Path | None, typer.Option(help="Offers TOML: machines for rent.", show_default=False)] = None,
     budget: Annotated[
-        float | None, typer.Option(help="With --offers: highest throughput within this price per hour.")
+        float | None, typer.Option(help="With --offers: maximise throughput within this price per hour.")
     ] = None,
     target_throughput: Annotated[
-        float | None, typer.Option(help="With --offers: lowest price that reaches this many trained tokens per second.")
+        float | None,
+        typer.Option(help="With --offers: minimise the price of at least this many trained tokens per second."),
     ] = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Compare with a single GPU type, with fixed splits and with colocation."),
+        typer.Option("--compare", help="Compare with plans on one GPU type, with fixed splits and with colocation."),
     ] = False,
     colocated: Annotated[
-        bool, typer.Option("--colocated", help="Trainer and engines take turns on the same GPUs.")
+        bool, typer.Option("--colocated", help="Use the same GPUs for trainer and engines, alternately.")
     ] = False,
     method: Annotated[
-        Literal["exact", "paper"], typer.Option(help="Exact search with a bound, or equation 3 of AReaL-Hex.")
+        Literal["exact", "paper"], typer.Option(help="Exact search, or the method of AReaL-Hex (equation 3).")
     ] = "exact",
     symmetric_only: Annotated[
-        bool, typer.Option("--symmetric-only", help="Never train in one pipeline across GPU types.")
+        bool, typer.Option("--symmetric-only", help="Do not train in a pipeline across GPU types.")
     ] = False,
     rates: Annotated[
         Path | None,
-        typer.Option(help="Measured tokens per second of each GPU type (TOML); replaces the cost model."),
+        typer.Option(help="Measured tokens per second of each GPU type (TOML), instead of the cost model."),
     ] = None,
     calibration: Calibration = None,
     running: Annotated[
-        Path | None, typer.Option("--from", help="The running plan: find a better one that moves few GPUs.")
+        Path | None, typer.Option("--from", help="The running plan: replan, and prefer plans that move few GPUs.")
     ] = None,
-    lost: Annotated[str | None, typer.Option(help="Lost machines of the cluster, separated by commas.")] = None,
+    lost: Annotated[str | None, typer.Option(help="Machines that the cluster has lost, separated by commas.")] = None,
     slack: Annotated[
-        float, typer.Option(min=0, help="With --from: share of step time given up to move fewer GPUs.")
+        float,
+        typer.Option(min=0, help="With --from: accepted increase of the step time to move fewer GPUs, a fraction."),
     ] = 0.02,
     time_limit: Annotated[
-        float, typer.Option(min=1, help="Seconds of search; afterwards the remaining gap is reported.")
+        float, typer.Option(min=1, help="Maximum seconds of search; the remaining gap to the optimum is reported.")
     ] = 60.0,
     write_to: Annotated[Path | None, typer.Option("--out", help="Write the plan as JSON to this file.")] = None,
     html: Html = None,
@@ -57,8 +59,8 @@ def plan(
 ) -> None:
     """Plan which GPUs train and which generate, with the expected speed and cost.
 
-    Starts nothing and needs no GPU. With --cluster: the best plan for existing GPUs. With --offers and --budget or
-    --target-throughput: what to rent.
+    Starts nothing and needs no GPU. --cluster gives the best plan for existing GPUs. --offers, with --budget or
+    --target-throughput, also selects the machines to rent.
     """
     contradictions = {
         "--budget and --target-throughput exclude each other: fix the price or the throughput": (

@@ -1,4 +1,4 @@
-"""The command `baton profile`: measurements for the cost model."""
+"""The command `baton profile`: measure this device for the cost model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def profile(
     recipe: RecipePath,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(help="GPU type to record, a name of the catalogue; default: this device's.")
+        str | None, typer.Option(help="Name of the GPU type in the catalogue; default: the type of this device.")
     ] = None,
     write_to: Annotated[Path, typer.Option("--out", help="Calibration file to write.")] = Path("calibration.toml"),
     as_json: Json = False,
     as_load: Annotated[
-        bool, typer.Option("--as-load", hidden=True, help="Generate until killed, as load for a measurement.")
+        bool, typer.Option("--as-load", hidden=True, help="Generate until killed, as background load of a measurement.")
     ] = False,
 ) -> None:
     """Measure decoding, prefill and training on this device, and write a calibration file.
 
-    Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. baton plan --calibration
-    reads the file.
+    Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The file is for
+    `baton plan --calibration`.
     """
     from baton.profile import keep_busy, write_calibration
     from baton.profile import profile as measure

@@ -1,4 +1,4 @@
-"""The command `baton relay`: a cache of a hub's weights near its workers."""
+"""The command `baton relay`: cache a hub's weights near its workers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from baton.swarm.hub.relay import Relay
 
 RELAY_GRACE_S = 2.0
-"""Seconds that a relay has to end after a signal before it is cancelled."""
+"""Seconds between a signal and the cancellation of the relay."""
 
 
 def relay(
     url: HubUrl,
     token_file: TokenPath,
-    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Address to serve workers on.")],
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Address on which workers connect.")],
     public_url: Annotated[
-        str | None, typer.Option("--public-url", help="URL for workers, if it differs from --listen.")
+        str | None, typer.Option("--public-url", help="URL for workers, if different from --listen.")
     ] = None,
     cache: Annotated[Path, typer.Option("--cache", help="Directory for cached chunks.")] = Path("baton-relay"),
     cache_gb: Annotated[float, typer.Option("--cache-gb", min=0.1, help="Maximum size of the cache, GiB.")] = 20.0,
@@ -36,9 +36,9 @@ def relay(
     insecure: Insecure = False,
     ca: Authority = None,
 ) -> None:
-    """Cache a hub's weights for nearby workers, so that each chunk crosses the slow link once.
+    """Cache a hub's weights for nearby workers, so that each chunk crosses the slow link only once.
 
-    Needs a token with the role relay.
+    Needs a token with the role `relay`.
     """
     from baton.swarm.auth import read_token_file
     from baton.swarm.hub.relay import Relay, RelayOptions
@@ -64,7 +64,7 @@ async def _run(one: Relay) -> None:
 
     def end() -> None:
         until.set()
-        loop.call_later(RELAY_GRACE_S, running.cancel)  # it may be blocked on a request to its hub
+        loop.call_later(RELAY_GRACE_S, running.cancel)  # a request to the hub may block the relay for longer
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)

@@ -1,4 +1,4 @@
-"""The command `baton report`: a run's summary, or its HTML page."""
+"""The command `baton report`: summarise a run, or write its HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def report(
     run: RunPath,
     html: Annotated[bool, typer.Option("--html", help="Write an HTML page with charts and examples.")] = False,
     write_to: Annotated[
-        Path | None, typer.Option("--out", help="With --html: the page's file; default: RUN/report.html.")
+        Path | None, typer.Option("--out", help="With --html: file of the page; default: RUN/report.html.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -24,7 +24,7 @@ def report(
     from baton.records.run_directory import RunDirectory
 
     if write_to is not None and not html:
-        raise UserError("--out names the file of a page: give --html with it")
+        raise UserError("--out needs --html: it is the file of the page")
     opened = RunDirectory.open(run)
     if not html:
         from baton.run.summary import summarise

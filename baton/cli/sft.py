@@ -1,4 +1,4 @@
-"""The command `baton sft`: a supervised warm start."""
+"""The command `baton sft`: run a supervised warm start."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def sft(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a model on demonstrations, or train a new one from scratch, before reinforcement learning.
+    """Fine-tune a model on demonstrations, or train a new model from scratch, before reinforcement learning.
 
-    The recipe generates the demonstrations ([demonstrations]) or names a JSONL file with prompt and completion
-    (data = "...").
+    The demonstrations are generated from tasks ([demonstrations]), or read from a JSONL file with prompt and completion
+    in each line (data = "...").
     """
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import WarmStart

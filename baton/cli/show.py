@@ -1,4 +1,4 @@
-"""The command `baton show`: the trajectories of a train step."""
+"""The command `baton show`: print the trajectories of a train step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ def show(
     run: RunPath,
     step: Annotated[int | None, typer.Option("--step", help="Train step; default: the last.")] = None,
     skipped: Annotated[
-        bool, typer.Option("--skipped", help="Show the batch that train --skip-batch left out.")
+        bool, typer.Option("--skipped", help="Show the batch that `baton train --skip-batch` skipped.")
     ] = False,
-    group: Annotated[int | None, typer.Option("--group", help="Only the group with this id.")] = None,
+    group: Annotated[int | None, typer.Option("--group", help="Show only the group with this id.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Longest response first.")] = False,
-    task: Annotated[str | None, typer.Option("--task", help="Only trajectories of this task.")] = None,
-    correct: Annotated[bool | None, typer.Option("--correct/--wrong", help="Only correct or only wrong ones.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Show only trajectories of this task.")] = None,
+    correct: Annotated[
+        bool | None, typer.Option("--correct/--wrong", help="Show only correct or only wrong trajectories.")
+    ] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Maximum number of trajectories.")] = 8,
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The command `baton simulate`: simulates a run in virtual time."""
+"""The command `baton simulate`: simulate a run in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def simulate(
     overrides: Overrides = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="Plan to simulate, as written by baton plan --out.")
+        Path | None, typer.Option("--plan", help="Plan to simulate, written by `baton plan --out`.")
     ] = None,
     recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe to simulate on this machine.")] = None,
     model: OptionalModel = None,
@@ -36,11 +36,13 @@ def simulate(
     cluster: ClusterFile = None,
     calibration: Calibration = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train steps; default: the recipe's, or 50.")] = None,
-    faults: Annotated[Path | None, typer.Option(help="Faults TOML: what fails, and when.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="Faults TOML: failures and their times.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of lengths, reward times and faults.")] = 0,
     correlation: Annotated[float, typer.Option(min=0, max=1, help="Correlation of lengths within a group.")] = 0.0,
     drift: Annotated[float, typer.Option(help="Relative growth of lengths per train step.")] = 0.0,
-    judge_cv: Annotated[float, typer.Option(min=0, help="Standard deviation of reward times over their mean.")] = 0.0,
+    judge_cv: Annotated[
+        float, typer.Option(min=0, help="Standard deviation of reward times divided by their mean.")
+    ] = 0.0,
     laws: Annotated[bool, typer.Option("--laws", help="Check every invariant at every event; slower.")] = False,
     sweep: Annotated[
         list[str] | None,
@@ -53,8 +55,8 @@ def simulate(
 ) -> None:
     """Simulate a run in virtual time: throughput, idle time, staleness, cost, and the effect of faults.
 
-    Starts nothing and needs no GPU. Scheduling decisions are made by the code of the real run; engines, trainer and
-    links take the times of the cost model. --plan needs the --model and --workload that it was made for.
+    Starts nothing and needs no GPU. The code of a real run makes the scheduling decisions; the cost model gives the
+    times of engines, trainer and links. --plan needs the --model and the --workload of the plan.
     """
     from baton.recipe.load import load_recipe
     from baton.simulator.faults import FaultsSettings
@@ -124,9 +126,9 @@ def _source(
     if recipe is not None and plan is None:
         return RecipeSource(recipe, efficiencies, work)
     if plan is None or recipe is not None:
-        raise UserError("give one of --plan (GPUs, as divided by baton plan) and --recipe (this machine)")
+        raise UserError("give exactly one of --plan (GPUs of a plan) and --recipe (this machine)")
     found = read_plan(plan)
     if model is None or work is None:
-        raise UserError("--plan needs --model and --workload: those that the plan was made for")
+        raise UserError("--plan needs --model and --workload: give the model and the workload of the plan")
     links = None if cluster is None else read_cluster(cluster)
     return PlanSource(found, read_model(model), work, efficiencies or Efficiencies(), links)

@@ -1,4 +1,4 @@
-"""The command `baton status`: a hub's workers, versions and transfers."""
+"""The command `baton status`: show a hub's workers, versions and transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def status(
 ) -> None:
     """Show a hub's workers, versions, leases, transfers and quarantine.
 
-    Needs a token with the role admin.
+    Needs a token with the role `admin`.
     """
     from baton.swarm.auth import read_token_file
     from baton.swarm.listen import check_url, client_ssl

@@ -1,4 +1,4 @@
-"""The command `baton token`: creates, lists and revokes the tokens of a hub, and lifts quarantines."""
+"""The command group `baton token`: create, list and revoke the tokens of a hub, and lift quarantines."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from baton.swarm.auth import (
 
 token_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Create, list and revoke the access tokens of a hub.")
 
-File = Annotated[Path, typer.Option("--file", help="The hub's token file.")]
+File = Annotated[Path, typer.Option("--file", help="Token file of the hub.")]
 
 
 @token_app.command()
 def create(
-    role: Annotated[Role, typer.Option(help="Requests that it permits: a worker's, an admin's or a relay's.")],
-    expires: Annotated[str, typer.Option(help="Lifetime: 90s, 30m, 12h, 7d.")],
+    role: Annotated[Role, typer.Option(help="Role that the token grants.")],
+    expires: Annotated[str, typer.Option(help="Lifetime, such as 90s, 30m, 12h or 7d.")],
     name: Annotated[
-        str | None, typer.Option(help="Name in list and revoke; default: numbered, as in worker-1.")
+        str | None, typer.Option(help="Name of the token; default: its role and a number, such as worker-1.")
     ] = None,
     trusted: Annotated[
-        bool, typer.Option("--trusted", help="For your own worker: it may keep KV caches across versions.")
+        bool, typer.Option("--trusted", help="For a worker that you control: it may keep KV caches across versions.")
     ] = False,
     file: File = DEFAULT_TOKEN_FILE,
     write_to: Annotated[
-        Path | None, typer.Option("--out", help="Write the token to this new file, readable only by you.")
+        Path | None, typer.Option("--out", help="Write the token to this new file, which only you can read.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a token and show it once; the token file keeps a hash."""
+    """Create a token and print it once; the token file stores only a hash."""
     seconds = parse_duration(expires)
     if write_to is not None and write_to.exists():
-        raise UserError(f"{write_to} exists already and may hold a token in use: name a new file")
+        raise UserError(f"{write_to} already exists and may contain a token in use: give a new file")
     kept = TokenFile(file)
     text = kept.create(role, seconds, name, trusted)
     made = ShownToken.of(next(token for token in kept.tokens() if token.digest == digest_of(text)))
@@ -53,7 +53,7 @@ def create(
         try:
             write_private(write_to, text.encode() + b"\n")
         except UserError:
-            kept.revoke(made.name)  # it could not be written, so no one can use it
+            kept.revoke(made.name)  # the token is not in any file, so no one can use it
             raise
         made = msgspec.structs.replace(made, written_to=str(write_to))
     else:
@@ -63,10 +63,10 @@ def create(
         return
     if write_to is None:
         out.print(text, soft_wrap=True)
-    where = "it is shown only now" if write_to is None else f"written: {write_to}"
+    where = "shown only this once" if write_to is None else f"written: {write_to}"
     until = made.expires.removesuffix("+00:00").replace("T", " ")
     trust = ", trusted" if trusted else ""
-    err.print(f"{made.name}: {role}{trust}, until {until} UTC; {where}; {file} keeps a hash", soft_wrap=True)
+    err.print(f"{made.name}: {role}{trust}, until {until} UTC; {where}; {file} stores a hash", soft_wrap=True)
 
 
 @token_app.command(name="list")
@@ -80,10 +80,10 @@ def list_tokens(file: File = DEFAULT_TOKEN_FILE, as_json: Json = False) -> None:
 
 @token_app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="The token's name, as in baton token list.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the token in `baton token list`.", show_default=False)],
     file: File = DEFAULT_TOKEN_FILE,
 ) -> None:
-    """Revoke a token permanently. A running hub refuses its next request."""
+    """Revoke a token permanently. A running hub refuses the next request with this token."""
     TokenFile(file).revoke(name)
     out.print(f"{name} is revoked in {file}", soft_wrap=True)
 
@@ -91,9 +91,9 @@ def revoke(
 @token_app.command()
 def unquarantine(
     run: RunPath,
-    name: Annotated[str, typer.Argument(help="Worker's id or label, or a token's name, as in baton status.")],
+    name: Annotated[str, typer.Argument(help="Id or label of a worker, or name of a token, in `baton status`.")],
 ) -> None:
-    """Lift a quarantine so that the worker may rejoin. A running hub applies it within seconds."""
+    """Lift a quarantine, so that the worker may rejoin. A running hub applies the change within seconds."""
     from baton.swarm.verification.quarantine import unquarantine as lift
 
     out.print(f"{name} is no longer in quarantine: {', '.join(lift(run, name))}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The command `baton trace`: a run's spans for Perfetto."""
+"""The command `baton trace`: write a run's spans for Perfetto."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trace(
 
     spans = read_trace(RunDirectory.open(run).path)
     if not spans:
-        raise UserError(f"{run} has no trace: it has no train step yet, or its recipe says log.trace = false")
+        raise UserError(f"{run} has no trace: it has no train step yet, or its recipe sets log.trace = false")
     path = write_to or run / "trace.json"
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"cannot write {path}: give a file in an existing directory")

@@ -1,4 +1,4 @@
-"""The command `baton train`."""
+"""The command `baton train`: train a model as a recipe describes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
 Start = Callable[["Observer", StopRequest], "Loop"]
-"""Runs a recipe to its end, or until a stop is requested."""
+"""Function that runs a recipe to the end, or until a stop is requested."""
 
 
 def train(
@@ -32,44 +32,47 @@ def train(
     overwrite: Overwrite = False,
     skip_batch: Annotated[
         int | None,
-        typer.Option("--skip-batch", metavar="STEP", min=1, help="With --resume: discard this step's recorded batch."),
+        typer.Option(
+            "--skip-batch", metavar="STEP", min=1, help="With --resume: discard the recorded batch of this step."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check recipe, data, model and memory; start nothing.")
+        bool, typer.Option("--dry-run", help="Check recipe, data, model and memory without starting the run.")
     ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="With --dry-run: print the resolved recipe.")] = False,
     serve: Annotated[
-        str | None, typer.Option("--serve", metavar="HOST:PORT", help="Accept workers from other machines here.")
+        str | None,
+        typer.Option("--serve", metavar="HOST:PORT", help="Address on which workers of other machines connect."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Generate in this many worker processes on this machine.")
+        int | None, typer.Option("--workers", min=0, help="Number of worker processes on this machine that generate.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without TLS; traffic can be intercepted.")
+        bool, typer.Option("--insecure", help="Serve other machines without TLS; the traffic can be intercepted.")
     ] = False,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="With --ray: the plan to run, as written by baton plan --out.")
+        Path | None, typer.Option("--plan", help="With --ray: the plan to run, written by `baton plan --out`.")
     ] = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model with reinforcement learning, as described by a recipe.
+    """Train a model with reinforcement learning, as a recipe describes.
 
-    Writes metrics, every trajectory and checkpoints to runs/NAME/ and prints a report at the end. Ctrl-C or SIGTERM
-    stops the run with a checkpoint, after the current train step if one is running; --resume continues from there.
+    Writes metrics, all trajectories and checkpoints to runs/NAME/, and prints a report at the end. Ctrl-C or SIGTERM
+    stops the run: it completes a train step that is running and writes a checkpoint, from which --resume continues.
     With --plan and --ray, trainer ranks and workers run on the Ray cluster, and this machine runs the hub.
     """
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe
 
     if resume and overwrite:
-        raise UserError("--resume and --overwrite exclude each other: continue the run, or replace it")
+        raise UserError("--resume and --overwrite exclude each other: either continue the run, or replace it")
     if skip_batch is not None and not resume:
-        raise UserError("--skip-batch discards a recorded batch of an existing run: give --resume with it")
+        raise UserError("--skip-batch needs --resume: it discards a recorded batch of an existing run")
     if (plan is None) != (ray is None):
-        raise UserError("--plan and --ray belong together: what to place, and on which cluster")
+        raise UserError("--plan and --ray need each other: give a plan, and the Ray cluster on which to run it")
     swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
     given = [f"swarm.{key}={json.dumps(value)}" for key, value in swarm.items() if value is not None]
 
@@ -98,7 +101,7 @@ def train(
 
 
 def _run(start: Start, steps: int, as_json: bool) -> None:
-    """Run in the foreground until the end or a signal, and print the report."""
+    """Run until the end or a signal, and print the report."""
     from baton.run.summary import write_summary
     from baton.views.terminal.progress import TerminalObserver
     from baton.views.terminal.report import print_report
@@ -123,7 +126,7 @@ def _run(start: Start, steps: int, as_json: bool) -> None:
 
 
 def _exit_code(stop: StopRequest) -> int:
-    """Exit code of an incomplete run: 143 after SIGTERM, so that a supervisor can restart it; else 0."""
+    """Return the exit code of an incomplete run: 143 after SIGTERM, so that a supervisor restarts it; else 0."""
     return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 

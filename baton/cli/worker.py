@@ -1,4 +1,4 @@
-"""The command `baton worker`: generate for a run on another machine."""
+"""The command `baton worker`: generate trajectories for a run on another machine."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ def worker(
     url: HubUrl,
     token_file: TokenPath,
     slots: Annotated[
-        int | None, typer.Option("--slots", min=8, help="Concurrent trajectories; default: the recipe's.")
+        int | None, typer.Option("--slots", min=8, help="Number of concurrent trajectories; default: as in the recipe.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Engine: embedded, vllm or sglang; default: the recipe's.")
+        str | None, typer.Option("--engine", help="Engine: embedded, vllm or sglang; default: as in the recipe.")
     ] = None,
     engine_option: Annotated[
         list[str] | None,
-        typer.Option("--engine-option", metavar="KEY=VALUE", help="Engine option, such as tensor_parallel=2."),
+        typer.Option(
+            "--engine-option", metavar="KEY=VALUE", help="Option of the engine, such as tensor_parallel=2; repeatable."
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Torch threads on a CPU.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Number of torch threads on a CPU.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
     store: Annotated[
-        str | None, typer.Option("--store", help="The run's weights.store, if this machine can read it.")
+        str | None, typer.Option("--store", help="Directory weights.store of the run, if this machine can read it.")
     ] = None,
     reconnect_timeout: Annotated[
         str | None,
-        typer.Option("--reconnect-timeout", help="Exit after this long without a hub: 90s, 30m, 12h; default: never."),
+        typer.Option("--reconnect-timeout", help="Exit after this time without a hub: 90s, 30m, 12h; default: never."),
     ] = None,
     insecure: Insecure = False,
     ca: Authority = None,
@@ -52,8 +54,8 @@ def worker(
 ) -> None:
     """Join a run's hub, fetch its weights and generate trajectories for it.
 
-    The worker opens the only connection, so it works behind NAT; it reconnects after an outage. Ctrl-C aborts running
-    trajectories, reports their tokens and exits.
+    The worker opens the only connection, so it works behind NAT. It reconnects after an outage. Ctrl-C aborts the
+    running trajectories, reports their tokens and exits.
     """
     from aiohttp import Fingerprint
 
@@ -107,7 +109,7 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
 
 
 def _device_name(device: str) -> str:
-    """Name of the GPU or processor; devices of one name round alike."""
+    """Return the name of the GPU or processor. Devices with equal names are expected to round equally."""
     from baton.records.run_directory import processor_name
 
     if device == "cpu":

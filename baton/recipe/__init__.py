@@ -1,1 +1,1 @@
-"""The settings that users give: sections of a recipe, keys, overrides and presets."""
+"""The settings of a run: recipes, their sections and keys, overrides and presets."""

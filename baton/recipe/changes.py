@@ -1,4 +1,4 @@
-"""Which keys of a recipe a resumed run may change, and the effect of each change."""
+"""Define which keys of its recipe a resumed run may change, and the effect of each change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from baton.errors import UserError
 
 REMOVED = {"weights.path": "workers always fetch versions as chunks"}
-"""Keys of earlier recipes that were removed, with the reason."""
+"""Keys of earlier recipes that no longer exist, each with the reason."""
 
 RENAMED = {
     "swarm.silence_s": "swarm.heartbeat_timeout_s",
@@ -17,7 +17,7 @@ RENAMED = {
     "swarm.relief": "swarm.backup_lease_factor",
     "weights.anchor_every": "weights.keyframe_every",
 }
-"""Keys of earlier recipes, each with its new name: refused in a recipe, read in the resolved recipe of an old run."""
+"""Keys of earlier recipes, each with its new name. A recipe may not use the old name; an old run's recipe may."""
 
 
 MAY_CHANGE = (
@@ -39,7 +39,7 @@ MAY_CHANGE = (
     "weights.keyframe_every",
     "inspection",
 )
-"""Keys, or whole sections, that a resumed run may change without any effect on its results."""
+"""Keys, and whole sections, that a resumed run may change without any effect on its results."""
 
 
 FROM_NEXT_STEP = (
@@ -60,7 +60,7 @@ FROM_NEXT_STEP = (
     "algorithm.kl_coef",
     "reward.N.weight",
 )
-"""Keys that a resumed run may change, with effect from the next train step. N stands for any index."""
+"""Keys that a resumed run may change, with effect from the next train step. `N` matches any index of a list."""
 
 
 CHANGES_BITS = (
@@ -77,42 +77,42 @@ CHANGES_BITS = (
     "trainer.tensor_parallel",
     "trainer.shard_gradients",
 )
-"""Keys that a resumed run may change, but the last bits of its results may differ."""
+"""Keys that a resumed run may change, with rounding differences in its results."""
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the old and new value of each key in which two resolved recipes differ; None for a key that is absent."""
+    """Return the old and new value of each key that differs between two resolved recipes; None if the key is absent."""
     old, new = _leaves(with_current_keys(before)), _leaves(now)
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return {key: (old.get(key), new.get(key)) for key in keys}
 
 
 def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a sentence for each change that makes a resumed run differ from an uninterrupted one.
+    """Return a sentence for each change that makes a resumed run differ from an uninterrupted run.
 
-    Both arguments are resolved recipes. Raises UserError naming the keys that may not change, and those that may.
+    Both arguments are resolved recipes. Raises UserError if a key differs that may not change.
     """
     said, refused = [], []
     for key, (old, new) in changes_of(before, now).items():
         change = f"resuming with {key} = {new!r} instead of {old!r}"
         holds = re.sub(r"\.\d+\.", ".N.", key) in FROM_NEXT_STEP
         if holds and (key == "algorithm.critic_lr" or None not in (old, new)):
-            said.append(f"{change}: it holds from the next train step on")
+            said.append(f"{change}: takes effect at the next train step")
         elif key in CHANGES_BITS:
-            said.append(f"{change}: the last bits may differ from those of a run never stopped")
+            said.append(f"{change}: the last bits may differ from those of an uninterrupted run")
         elif not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
             refused.append(f"{key}: was {old!r}, now {new!r}")
     if refused:
         raise UserError(
-            f"a resumed run keeps its recipe, but this changes {'; '.join(refused)}. Undo the change, or begin a new "
-            "run from the checkpoint with model.path. What can change: "
+            f"a resumed run keeps its recipe, but this recipe changes {'; '.join(refused)}. Undo the change, or start "
+            "a new run from the checkpoint with model.path. A resumed run may change: "
             f"{', '.join((*FROM_NEXT_STEP, *CHANGES_BITS))}; and the keys of {', '.join(MAY_CHANGE)}"
         )
     return said
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved recipe of a run, which an earlier Baton may have written, under the keys of today."""
+    """Return the resolved recipe of a run with the current names of its keys; an earlier Baton may have written it."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""All keys of a recipe, read from the settings classes."""
+"""List all keys of recipes, from the settings classes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from baton.errors import UserError
 from baton.recipe.recipe import Recipe, WarmStart
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
-"""Sections that may appear several times."""
+"""Names of the sections that may appear several times."""
 
 
 class RecipeKey(msgspec.Struct, frozen=True):
-    """One key of a recipe."""
+    """A key that a recipe may have."""
 
     section: str
-    """Dotted; `[[task]]` and `[[reward]]` may appear several times."""
+    """Dotted name of the section, such as `engine.vllm`; empty at the top level."""
     key: str
     type: str
     default: str | None
-    """None if the key is required."""
+    """Python literal of the default; None if the key is required."""
     meaning: str
 
 
 def recipe_keys(section: str | None = None) -> list[RecipeKey]:
-    """Return the keys of one section or of all; keys that only `baton sft` has come last."""
+    """Return the keys of one section, or of all sections. Keys that only `baton sft` reads are last.
+
+    Raises UserError for an unknown section.
+    """
     found = list(dict.fromkeys([*_keys(Recipe), *_keys(WarmStart)]))
     if section is None:
         return found

@@ -1,4 +1,4 @@
-"""Read a recipe: one TOML file and dotted overrides. Each mistake is reported in one sentence."""
+"""Read a recipe from a TOML file and dotted overrides, and report each mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """Read a recipe of the given kind and apply `a.b=c` overrides. Raises UserError with one line per mistake.
+    """Read a recipe of the given kind, and apply overrides such as `a.b=c`. Raises UserError with a line per mistake.
 
-    A `model.path` that names a run is replaced by the run's newest intact checkpoint.
+    If `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
     """
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise UserError(f"there is no recipe {path} (seen from {Path.cwd()}){hint}")
+        raise UserError(f"there is no recipe {path} (relative to {Path.cwd()}){hint}")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
+        raise UserError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(tree, override)
     try:
@@ -50,25 +50,25 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
 
 def _checkpoint_of_run(run: Path) -> str:
     """Return the path of a run's newest intact checkpoint. Raises UserError if it has none."""
-    from baton.trainer.checkpoint import newest_intact_checkpoint  # loads torch; few recipes name a run
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
 
     found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
     if found is None:
         raise UserError(
-            f"model.path: the run {run} has no checkpoint; give a model's directory, such as the output of `baton sft`"
+            f"model.path: the run {run} has no checkpoint; give the directory of a model, such as that of `baton sft`"
         )
     return str(found)
 
 
 def load_tasks(path: Path) -> TaskRecipe:
-    """Read the part of a recipe of either kind that an evaluation needs."""
+    """Read only the sections of a training or warm start recipe that an evaluation needs."""
     return load_recipe(TaskRecipe, path)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise UserError(f"override {override!r}: allowed is section.key=value, such as trainer.lr=3e-6")
+        raise UserError(f"override {override!r}: write section.key=value, such as trainer.lr=3e-6")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
@@ -85,7 +85,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         else:
             node[last] = value
     except (ValueError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"override {override!r}: the recipe has nothing at {key!r} that could be set") from error
+        raise UserError(f"override {override!r}: the recipe has no section or list for {key!r}") from error
 
 
 def _sentence(kind: type[BaseModel], problem: Any) -> str:
@@ -110,7 +110,7 @@ def _sentence(kind: type[BaseModel], problem: Any) -> str:
 
 
 def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Return the known keys of the section that a validation error's location points into."""
+    """Return the known keys of the section at the location of a validation error."""
     for part in location:
         if isinstance(part, int):
             continue

@@ -1,4 +1,4 @@
-"""The algorithm presets with their papers, for `baton algorithms`."""
+"""List the algorithm presets with their papers, for `baton algorithms`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 
 
 class Algorithm(msgspec.Struct, frozen=True):
-    """One preset, as it is displayed or printed as JSON."""
+    """An algorithm preset as `baton algorithms` prints it."""
 
     name: str
     paper: str
-    """arXiv id."""
+    """arXiv id of the paper."""
     idea: str
     updates: str
-    """What the paper says about optimiser updates per batch."""
+    """Optimiser updates per batch in the paper."""
     sets: dict[str, Any]
-    """Keys of [algorithm] whose values differ from the defaults."""
+    """Keys of [algorithm] whose values differ from the defaults, with these values."""
     rollout: dict[str, Any]
-    """Keys of [rollout] that the preset sets."""
+    """Keys of [rollout] that the preset sets, with their values."""
     all: dict[str, Any]
-    """All keys of [algorithm]."""
+    """All keys of [algorithm], with their values under this preset."""
 
 
 def list_algorithms(name: str | None = None) -> list[Algorithm]:
-    """Return all presets, or the one with this name. Raises UserError naming the nearest for an unknown name."""
+    """Return all presets, or only the preset with this name. Raises UserError for an unknown name."""
     if name is not None and name not in PRESETS:
         near = get_close_matches(name, list(PRESETS), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PRESETS)}"

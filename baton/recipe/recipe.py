@@ -1,4 +1,4 @@
-"""The kinds of recipes, and the checks across their sections."""
+"""The recipe classes: training and warm start, and the checks that concern several sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.weights.settings import WeightsSettings
 
 
 class Recipe(Settings):
-    """A reinforcement learning run."""
+    """The recipe of a reinforcement learning run."""
 
     run: RunSettings
     model: ModelSettings
@@ -49,7 +49,7 @@ class Recipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _rollout_of_preset(cls, given: Any) -> Any:
-        """Fill in the keys of [rollout] that the algorithm's preset sets and the recipe does not."""
+        """Add the keys of [rollout] that the algorithm's preset sets, unless the recipe sets them."""
         preset = preset_of(given.get("algorithm", "grpo")) if isinstance(given, dict) else None
         if preset is None or not preset.rollout:
             return given
@@ -63,7 +63,7 @@ class Recipe(Settings):
         if self.rollout.group_size < self.algorithm.fewest_judged:
             raise ValueError(
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
-                "trajectories of a group and needs at least 2; algorithms without groups are reinforce_pp and ppo"
+                "trajectories of a group; allowed are 2 and more, or an algorithm without groups (reinforce_pp, ppo)"
             )
         check_support(self.choices())
         self._check_publish_period()
@@ -75,14 +75,14 @@ class Recipe(Settings):
         longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
         if longest >= self.engine.max_context_tokens:
             raise ValueError(
-                f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but responses of {longest} tokens "
-                "and their prompts must fit into it"
+                f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but a prompt and its response of "
+                f"up to {longest} tokens must fit; raise the value, or lower max_new_tokens"
             )
         if self.algorithm.num_minibatches > self.rollout.batch_groups:
             raise ValueError(
                 f"algorithm.num_minibatches: got {self.algorithm.num_minibatches}, but a batch has only "
-                f"rollout.batch_groups = {self.rollout.batch_groups} groups, and {self.algorithm.name} makes each "
-                "of its minibatches of whole groups"
+                f"rollout.batch_groups = {self.rollout.batch_groups} groups, and minibatches consist of whole groups; "
+                "lower num_minibatches"
             )
         return self
 
@@ -91,17 +91,17 @@ class Recipe(Settings):
         if every > 1 and not rules.is_swarm:
             raise ValueError(
                 f'swarm.publish_every: got {every}, but only a swarm with rollout.mode = "async" may generate with '
-                "another version than the latest; allowed here is 1"
+                "older versions; set publish_every = 1"
             )
         if rules.is_swarm and every + rules.max_lag - 1 > rules.max_staleness:
             raise ValueError(
                 f"swarm.publish_every: got {every} with max_lag {rules.max_lag}, but then tokens are up to "
-                f"{every + rules.max_lag - 1} versions old before they are trained; rollout.max_staleness is "
-                f"{rules.max_staleness}"
+                f"{every + rules.max_lag - 1} versions old when they are trained, more than rollout.max_staleness = "
+                f"{rules.max_staleness}; lower publish_every or max_lag"
             )
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """Return this run's values on the axes of `support.toml` that the recipe decides."""
+        """Return the run's values on those axes of `support.toml` that the recipe determines."""
         trainer, swarm = self.trainer, self.swarm
         shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
         shapes |= {"compiled": trainer.compile, "one_process": True}
@@ -118,7 +118,7 @@ class Recipe(Settings):
         }
 
     def rules(self) -> Rules:
-        """Return the rules of the scheduler, including those that the swarm adds."""
+        """Return the scheduler's rules, including the rules that a swarm adds."""
         rules, swarm = self.rollout.rules(), self.swarm
         if not swarm.is_on or rules.mode != "async":
             return rules
@@ -128,18 +128,18 @@ class Recipe(Settings):
 
 
 class WarmStart(Settings):
-    """A supervised warm start."""
+    """The recipe of a supervised warm start."""
 
     run: RunSettings
     output: str
-    """Directory that receives the model."""
+    """Directory to which the model is written."""
     model: ModelSettings | None = None
     scratch: ScratchSettings | None = None
     task: tuple[TaskSettings, ...] = ()
     answer: AnswerSettings = AnswerSettings()
     demonstrations: DemonstrationSettings | None = None
     data: str | None = None
-    """JSONL file with `prompt` and `completion` in each row, instead of generated demonstrations."""
+    """JSONL file of demonstrations, each line with `prompt` and `completion`; replaces [demonstrations]."""
     sft: SftSettings = SftSettings()
     eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
@@ -147,16 +147,16 @@ class WarmStart(Settings):
     @model_validator(mode="after")
     def _one_of_each(self) -> WarmStart:
         if (self.model is None) == (self.scratch is None):
-            raise ValueError("give either [model] (continue from a model) or [scratch] (make one), not both")
+            raise ValueError("give exactly one of [model] (fine-tune a model) and [scratch] (train a new model)")
         if (self.demonstrations is None) == (self.data is None):
-            raise ValueError("give either [demonstrations] with [[task]] (generated) or data (a file), not both")
+            raise ValueError("give exactly one of [demonstrations] (generated from [[task]]) and data (a file)")
         if self.demonstrations is not None and not self.task:
-            raise ValueError("[demonstrations] needs at least one [[task]] to demonstrate")
+            raise ValueError("[demonstrations] needs at least one [[task]], from which demonstrations are generated")
         return self
 
 
 class TaskRecipe(BaseModel):
-    """The part of a recipe of either kind that an evaluation needs; other keys are ignored."""
+    """The sections of a training or warm start recipe that an evaluation needs; other keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -1,8 +1,7 @@
-"""Which runs are tested, experimental or refused: reads `support.toml`, checks a run against it, renders it for the
-docs.
+"""Read `support.toml`, which states what is tested, experimental or refused; check runs against it; render the docs.
 
-A run is a mapping from axis to values, such as {"mode": ("async",), "engine": ("vllm",)}; an axis whose values are
-unknown is absent. The file's header defines its entries.
+A run is a mapping from axis to values, such as {"mode": ("async",), "engine": ("vllm",)}. Axes whose values are unknown
+are absent from the mapping. The header of `support.toml` defines its entries.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from baton.errors import UserError
 
 Run = Mapping[str, tuple[str, ...]]
 ARCHITECTURES_IN_README = 6
-"""Architectures of one refusal that the README lists; docs/support.md lists all."""
+"""Maximum number of architectures that the README lists per refusal; docs/support.md lists all of them."""
 
 
 class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,34 +29,34 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether a non-default value of this axis, combined with one of another crossed axis, needs a test of its own."""
+    """True if a non-default value of this axis needs a test together with non-default values of other crossed axes."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The status of runs that have one of these values on each of these axes. Exactly one of the three
-    texts is given."""
+    """The status of the runs that match `when`. Exactly one of the three texts is given."""
 
     when: dict[str, tuple[str, ...]]
+    """Values by axis: a run matches if it has one of the values on every axis."""
     test: str = ""
     experimental: str = ""
     refused: str = ""
 
     @property
     def status(self) -> str:
-        """`tested`, `experimental` or `refused`."""
+        """Status of the matching runs: `tested`, `experimental` or `refused`."""
         return "refused" if self.refused else "experimental" if self.experimental else "tested"
 
     @property
     def why(self) -> str:
-        """The test's name, or the sentence."""
+        """Name of the test, or the sentence that states the reason."""
         return self.test or self.experimental or self.refused
 
     def describes(self, axis: str, value: str) -> bool:
-        """Whether this entry covers a value of an axis, alone or combined with others."""
+        """Return True if `when` has this value on this axis."""
         return value in self.when.get(axis, ())
 
     def matched(self, run: Run) -> dict[str, str] | None:
-        """Return the run's value on each axis of `when`; None if the run has none of the values on one axis."""
+        """Return the run's matching value on each axis of `when`; None if the run does not match."""
         found = {axis: next((v for v in run.get(axis, ()) if v in values), None) for axis, values in self.when.items()}
         return None if None in found.values() else {axis: str(value) for axis, value in found.items()}
 
@@ -76,14 +75,14 @@ def support_table() -> SupportTable:
 
 
 def check_support(run: Run) -> None:
-    """Raise UserError with the entry's sentence if the table refuses the run."""
+    """Raise UserError if the table refuses the run."""
     for entry in support_table().support:
         if entry.refused and (values := entry.matched(run)) is not None:
             raise UserError(entry.refused.format(**values))
 
 
 def experimental_parts(run: Run) -> tuple[str, ...]:
-    """Return the parts of a run that no test covers: values, and pairs of values, each with the reason."""
+    """Return the values, and pairs of values, of a run that no test covers, each with the reason."""
     table, found, doubtful = support_table(), [], set()
     for axis in table.axis:
         for value in run.get(axis.name, ()):
@@ -94,7 +93,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
     special = [(a.name, v) for a in table.axis if a.crossed for v in run.get(a.name, ()) if v != a.default]
     for one, other in combinations(special, 2):
         if {one, other} & doubtful:
-            continue  # already listed by itself
+            continue  # one of the two values is already in the list
         entry = next((e for e in table.support if e.describes(*one) and e.describes(*other)), None)
         if entry is None or entry.experimental:
             reason = entry.experimental if entry else "no test covers the two together"
@@ -103,7 +102,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def _is_single(entry: SupportEntry, axis: str) -> bool:
-    """Whether an entry concerns one axis: it has no other axis, or only default values."""
+    """Return True if an entry has this axis and no other axis, or has default values on all axes."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())
 
@@ -131,8 +130,7 @@ def support_page() -> str:
 
 
 def support_gaps() -> str:
-    """Render the README's list of what does not work yet: single values that are experimental or refused, and the
-    refused architectures."""
+    """Render README's list "What does not work yet": experimental and refused values, and refused architectures."""
     lines = []
     for entry in support_table().support:
         (axis, values), *others = entry.when.items()
@@ -153,13 +151,13 @@ def _named(values: tuple[str, ...], default: str = "") -> str:
 
 
 def _without_key(sentence: str) -> str:
-    """Remove the recipe key or option at the start of a refusal."""
+    """Return a sentence without the recipe key or option at its start."""
     key, _, rest = sentence.partition(": ")
     return sentence if " " in key else rest
 
 
 def _reason(entry: SupportEntry) -> str:
-    """Return the test as code, or the sentence with its placeholders replaced by words."""
+    """Return the test's name as Markdown code, or the sentence with words in place of its placeholders."""
     if entry.test:
         return f"`{entry.test}`"
     words = {field: f"this {field}" for _, field, _, _ in string.Formatter().parse(entry.why) if field}

@@ -1,4 +1,4 @@
-"""Read clusters and workloads from files, from a recipe or from a recorded run."""
+"""Read clusters from files, and workloads from files, recipes or recorded runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a cluster file."""
+    """Read a cluster TOML file."""
     return read_settings(ClusterSettings, path).build()
 
 
 def read_workload(path: Path) -> Workload:
-    """Read a workload file, or measure a workload from a run's directory."""
+    """Read a workload TOML file; if `path` is a run's directory, measure the workload of the run."""
     if path.is_dir():
         return workload_of_run(path)
     settings = read_settings(WorkloadSettings, path)
@@ -38,9 +38,9 @@ def read_workload(path: Path) -> Workload:
 
 
 def recipe_workload(recipe: Recipe) -> Workload:
-    """Return what a train step of a recipe computes. All lengths are one token: a recipe does not determine them.
+    """Return the workload of a recipe. All lengths are one token, because a recipe does not determine lengths.
 
-    Only `async` runs generate while the trainer works; the others get a staleness of 0, that is, no overlap.
+    `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training do not overlap.
     """
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
     base = WorkloadSettings(
@@ -69,12 +69,15 @@ def recipe_workload(recipe: Recipe) -> Workload:
 
 
 def workload_of_run(path: Path) -> Workload:
-    """Measure a workload from a run: the lengths of all recorded trajectories, the reward latency and the share of
-    groups with unequal rewards. The rest comes from its recipe."""
+    """Return the workload of a run, measured where possible, and otherwise from its recipe.
+
+    Measured are the lengths of all recorded trajectories, the reward latency, and the share of groups whose rewards are
+    not all equal.
+    """
     run = RunDirectory.open(path)
     steps = run.recorded_steps()
     if not steps:
-        raise UserError(f"{path} has no recorded trajectories to measure lengths from")
+        raise UserError(f"{path} has no recorded trajectories, so their lengths cannot be measured")
     trajectories = [m.trajectory for step in steps for group in run.groups(step) for m in group.members]
     rows = read_metrics(path)
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
@@ -90,9 +93,9 @@ def workload_of_run(path: Path) -> Workload:
 
 
 def read_settings(kind: type[Kind], path: Path) -> Kind:
-    """Read a TOML file of the given kind. Raises UserError naming the file."""
+    """Read a TOML file of the given kind. Raises UserError, which names the file."""
     if not path.is_file():
-        raise UserError(f"there is no file {path} (seen from {Path.cwd()})")
+        raise UserError(f"there is no file {path} (relative to {Path.cwd()})")
     try:
         return load_recipe(kind, path)
     except UserError as error:

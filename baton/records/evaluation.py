@@ -49,7 +49,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 def shown_share(share: Interval | None) -> str:
     """Return an interval as text for the user."""
-    return "not judged" if share is None else str(share)
+    return "not scored" if share is None else str(share)
 
 
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""From a recipe to a running system: loop, assembly, evaluation, resume, dry run, hub, supervised warm start."""
+"""A running system made from a recipe: assembly, loop, evaluation, resume, dry run, hub, supervised warm start."""

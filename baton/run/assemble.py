@@ -1,4 +1,4 @@
-"""Assembly: makes every part of a run from its recipe and connects them."""
+"""Construct all parts of a run from its recipe, and connect them."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ from baton.types import PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
-"""(number of ranks, torch threads per rank) → the ranks of a trainer."""
+"""Function from (number of ranks, torch threads per rank) to the started ranks of a trainer."""
 
 
 def set_up_torch(threads: int, *, busy: int = 0) -> int:
     """Set the number of torch threads and enable deterministic algorithms; return the number of threads.
 
-    threads: 0 takes all available cores except `busy`, the number used by other processes.
+    If `threads` is 0, torch gets all available cores except `busy`, which is the number used by other processes.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
@@ -76,12 +76,12 @@ def set_up_torch(threads: int, *, busy: int = 0) -> int:
 
 
 def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
-    """Make the recipe's engine with its own copy of the model at `path`."""
+    """Construct the recipe's engine, which loads its own copy of the model at `path`."""
     return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
 
 
 def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:
-    """Make the recipe's worker transport: one engine in this process, or a pool of engine processes."""
+    """Construct the recipe's worker transport: one engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
         return LocalTransport(build_engine(recipe, path, version), trace)
     start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
@@ -104,11 +104,11 @@ def build_loop(
     worker_supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
-    """Make every part of a run, from the start or from its latest checkpoint.
+    """Construct all parts of a run, in its initial state or in the state of its latest checkpoint.
 
-    stop: ends every wait of the loop. worker_supervisor and start_ranks: start workers and trainer ranks on other
-    machines. Raises UserError for every mistake that can be detected before the first step; the run's directory is then
-    unchanged.
+    A request through `stop` ends every wait of the loop. `worker_supervisor` and `start_ranks` start workers and
+    trainer ranks on other machines. Raises UserError for mistakes that can be detected before the first step, and then
+    leaves the run's directory unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -116,7 +116,7 @@ def build_loop(
     lock = RunLock.take(path, observer.said)
     try:
         if not resume or not (path / "run.json").exists():
-            RunDirectory.check_free(path, overwrite=overwrite)
+            RunDirectory.check_free(path, overwrite=overwrite)  # again: another process may have used it until now
         return _build_loop(
             recipe,
             observer,
@@ -205,8 +205,10 @@ def _build_loop(
 
 
 def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observer: Observer) -> list[Prompt]:
-    """Exclude prompts that are too long; return the held-out prompts. Reports excluded prompts, and a held-out set that
-    is smaller than requested."""
+    """Exclude prompts that are too long from the tasks, and return the held-out prompts.
+
+    Tells the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` are held out.
+    """
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
         for lengths in measure(mixture, tokenizer.num_tokens, room, seed=seed, on_measured=measured):
@@ -214,25 +216,27 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observe
                 observer.said(f"task {lengths}")
     held_out = mixture.held_out(wanted, or_fewer=True)
     if len(held_out) < wanted:
-        observer.said(f"evaluations use all {len(held_out)} held-out prompts there are (eval.num_prompts = {wanted})")
+        observer.said(
+            f"evaluations use {len(held_out)} held-out prompts: the tasks have fewer than eval.num_prompts = {wanted}"
+        )
     return held_out
 
 
 def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
-    """Put a colocated trainer to sleep: an engine is made next on the same device, and it is the first to use it."""
+    """Return the trainer; if it shares its device, put it to sleep first, because the engine is constructed next."""
     if recipe.rollout.is_colocated:
-        assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
+        assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
         trainer.sleep()
     return trainer
 
 
 def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSharing | None:
-    """Make the object that switches a shared device between engine and trainer; None if they do not share one."""
+    """Return the object that switches a shared device between engine and trainer; None for separate devices."""
     if not recipe.rollout.is_colocated:
         return None
     engine = port.engine if isinstance(port, LocalTransport) else None
-    assert isinstance(engine, EmbeddedEngine), "the recipe has let an engine through that cannot rest"
-    assert isinstance(trainer, LocalTrainer), "the recipe has let ranks through that cannot rest"
+    assert isinstance(engine, EmbeddedEngine), "support.toml refuses other colocated engines"
+    assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
     return DeviceSharing(engine, trainer)
 
 
@@ -247,9 +251,10 @@ def _open(
     trace: TraceWriter,
     worker_supervisor: WorkerSupervisor | None,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
-    """Start the workers' side, and open the run's directory and files.
+    """Start engines or the hub, and open the run's directory and files.
 
-    The order differs by transport: local engines are made before the directory is changed; a hub keeps its files in it.
+    Local engines are constructed before the directory is changed, so that their errors leave it unchanged. A hub starts
+    afterwards, because it keeps files in the directory.
     """
     with ExitStack() as undo:
         undo.callback(trainer.close)
@@ -276,7 +281,7 @@ def _rollout_side(
     journal: Journal,
     stop: StopRequest,
 ) -> tuple[EvalRollout, RolloutController]:
-    """Make the two parts that send leases to the workers: one for evaluations, one for training."""
+    """Return the two parts that send leases to the workers: the first for evaluations, the second for training."""
     lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
     timeout_s, room = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
     parts = RolloutParts(
@@ -298,7 +303,7 @@ def _rollout_side(
 
 
 def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
-    """Make the recipe's trainer: in this process, or in ranks that `start_ranks` starts."""
+    """Construct the recipe's trainer in this process, or in ranks that `start_ranks` starts."""
     setup = TrainerSetup(
         model_path=recipe.model.path,
         device=recipe.model.device,
@@ -332,10 +337,14 @@ def evaluate_model(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> list[Evaluation]:
-    """Evaluate a run's latest checkpoint, a given checkpoint or any model directory on a recipe's held-out prompts."""
+    """Evaluate a model on a recipe's held-out prompts, and return the results.
+
+    `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint or any model directory. Without
+    `recipe_path`, the tasks are those of the run. Raises UserError if there is no recipe or no checkpoint.
+    """
     run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
     if recipe_path is None and run is None:
-        raise UserError(f"{path} is not part of a run, so its tasks are unknown: name a recipe with --recipe")
+        raise UserError(f"{path} is not part of a run, so its tasks are unknown: give a recipe with --recipe")
     model_path = path
     if run == path:
         checkpoint = newest_intact_checkpoint(RunDirectory(path).checkpoints, logger.warning)

@@ -1,12 +1,12 @@
-"""One device that trainer and engine use alternately (`rollout.placement = "colocated"`).
+"""Switch one device between trainer and engine, which use it alternately (`rollout.placement = "colocated"`).
 
       engine  ████████████ generate, evaluate ░ sleep ░░░░░░░░░░░░░░ ████████
       trainer ░ sleep ░░░░░░░░░░░░░░░░░░░░░░░ ████████ train step ██ ░ sleep ░ → publish, save: from host memory
                                             switch                 switch
 
-One of them is awake and the other sleeps. The one that is awake leaves the device before the other returns to it, so
-the peak memory is the larger of the two, not their sum. The engine goes to sleep without leases: aborted trajectories
-have been reported. It wakes without weights, and serves the version that it loads next.
+Engine and trainer are never awake at the same time: one part leaves the device before the other part returns. The peak
+memory is therefore the larger of the two, not their sum. When the engine goes to sleep it has no leases, because it has
+reported its aborted trajectories. It wakes without weights, and serves the version that it loads next.
 """
 
 from __future__ import annotations
@@ -15,56 +15,55 @@ from typing import Protocol
 
 
 class Resident(Protocol):
-    """A part that can move off the device and back."""
+    """A part that can leave the device and return to it."""
 
     def sleep(self) -> None:
-        """Free the device memory. Does nothing if already asleep."""
+        """Free the part's device memory. Has no effect on a part that sleeps."""
         ...
 
     def wake_up(self) -> None:
-        """Move back to the device. Does nothing if already awake."""
+        """Move back to the device. Has no effect on a part that is awake."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of device memory held now."""
+        """Current device memory of the part, bytes."""
         ...
 
 
 class DeviceOwner(Resident, Protocol):
-    """The part that can measure the device's memory."""
+    """A part that can also measure the memory of its device."""
 
     def take_peak_bytes(self) -> int | None:
-        """Return this process's peak device memory in bytes since the last call; None if the device does not measure
-        it."""
+        """Return this process's peak device memory since the last call, bytes; None on devices without this counter."""
         ...
 
 
 class DeviceSharing:
-    """Switches the device between engine and trainer. The engine has it first."""
+    """Switches the device between engine and trainer, beginning with the engine."""
 
     def __init__(self, engine: Resident, trainer: DeviceOwner) -> None:
-        """Put the trainer to sleep and wake the engine."""
+        """Put the trainer to sleep, and wake the engine up."""
         self._engine, self._trainer = engine, trainer
         self._peak_bytes = self._engine_bytes = self._trainer_bytes = 0
         self.to_engine()
 
     def to_engine(self) -> None:
-        """Give the device to the engine. Does nothing if it has the device."""
+        """Switch the device to the engine. Has no effect if the engine is awake."""
         self._look()
         self._trainer.sleep()
         self._engine.wake_up()
         self._look()
 
     def to_trainer(self) -> None:
-        """Give the device to the trainer. Does nothing if it has the device."""
+        """Switch the device to the trainer. Has no effect if the trainer is awake."""
         self._look()
         self._engine.sleep()
         self._trainer.wake_up()
         self._look()
 
     def metrics(self) -> dict[str, float]:
-        """Return the peak bytes of engine, trainer and both together since the last call."""
+        """Return the peak device memory since the last call: of the engine, of the trainer and of both together."""
         measured = self._trainer.take_peak_bytes()
         peak = self._peak_bytes if measured is None else measured
         values = {

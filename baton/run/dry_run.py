@@ -1,4 +1,4 @@
-"""Estimate the memory and work of a recipe before it starts: `baton train --dry-run`."""
+"""Estimate the memory and work of a recipe before the run starts, for `baton train --dry-run`."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ class Footprint(msgspec.Struct, frozen=True):
     """The estimated memory and work of a recipe."""
 
     example_prompt: str
-    """The first training prompt as the engine receives it, special tokens included."""
+    """Text of the first training prompt, including special tokens."""
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """Per rank: float32 master weights, gradients and two AdamW moments of the trained parameters, and the weights of
-    frozen models."""
+    """Memory of one trainer rank: float32 weights, gradients and two AdamW moments of the trained parameters, and the
+    weights of frozen models."""
     gradient_bytes: int
-    """Part of the trainer's bytes: the gradients, which a sleeping trainer frees."""
+    """Memory of the gradients, which a sleeping trainer frees; included in the trainer's bytes."""
     engine_bytes: int
-    """The engine's weights and its whole KV cache."""
+    """Memory of the engine's weights and of the whole KV cache."""
     cache_bytes: int
-    """Part of the engine's bytes: the KV cache."""
+    """Memory of the KV cache; included in the engine's bytes."""
     available_bytes: int | None
     """Free memory of the trainer's device; None if the trainer runs on other machines."""
     device: str
     max_positions: int | None
-    """The model's maximum context, tokens; None if its configuration does not say."""
+    """Maximum context of the model, tokens; None if the model's configuration has no such limit."""
     prompts: tuple[PromptLengths, ...]
-    """One per task."""
+    """Prompt lengths of each task."""
     held_out_prompts: int
-    """Held-out prompts that an evaluation uses, at most `eval.num_prompts`."""
+    """Number of held-out prompts of an evaluation, at most `eval.num_prompts`."""
     trajectories_per_step: int
     max_generated_tokens_per_step: int
     updates_per_step: int
     experimental: tuple[str, ...]
-    """The parts of this run that no test covers (`support.toml`)."""
+    """Parts of this run that no test covers, according to `support.toml`."""
 
 
 def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
-    """Estimate the memory and work of a recipe. Opens its tasks as a start does, but reads only the headers of the
-    weights.
+    """Estimate the memory and work of a recipe.
 
-    is_here: whether trainer and engine run on this machine. Raises UserError for everything that a start refuses.
+    Opens the tasks as a start of the run does, but reads only the headers of the weights. `is_here` states whether
+    trainer and engine run on this machine. Raises UserError for every recipe that a start refuses.
     """
     trainer = recipe.trainer
     check_schedule(warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
@@ -95,7 +95,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def _engine_bytes(recipe: Recipe, config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, int]:
-    """Return the bytes of the weights and of the KV cache, in the engine's dtype."""
+    """Return the bytes of the engine's weights and of its KV cache, both in the engine's dtype."""
     width = torch_dtype(recipe.engine.dtype).itemsize
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
@@ -106,12 +106,13 @@ def _engine_bytes(recipe: Recipe, config: PretrainedConfig, model: PreTrainedMod
 
 
 def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
-    """Return the bytes of the whole trainer, and those of its gradients among them.
+    """Return the bytes of the whole trainer, and the part of these bytes that gradients take.
 
-    Counts weights, gradients and moments of the policy or its adapter and of a separate critic, and a reference model.
+    The trainer's bytes are weights, gradients and moments of the policy (or its adapter) and of a separate critic, and
+    the weights of a reference model.
     """
     whole = sum(p.numel() for p in model.parameters())
-    trained, needed = whole, 16 * whole
+    trained, needed = whole, 16 * whole  # float32: 4 bytes each for weight, gradient and two AdamW moments
     if recipe.algorithm.advantage == "gae" and recipe.algorithm.critic == "separate":
         critic = sum(p.numel() for p in model.base_model.parameters())
         trained, needed = trained + critic, needed + 16 * critic
@@ -126,18 +127,20 @@ def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _rank_bytes(recipe: Recipe, trainer_bytes: int, gradient_bytes: int) -> int:
-    """Return the bytes of one rank: a shard of everything, plus the rest of the gradients, which stay whole until the
-    end of an update unless `trainer.shard_gradients` is set."""
+    """Return the bytes of one rank: its shard of everything, and the gradients of the other ranks' shards.
+
+    A rank keeps whole gradients until the end of an update, unless `trainer.shard_gradients` is set.
+    """
     ranks = recipe.trainer.ranks
     whole = 0 if recipe.trainer.shard_gradients or ranks == 1 else gradient_bytes - gradient_bytes // ranks
     return -(-trainer_bytes // ranks) + whole
 
 
 def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Return a model's configuration and its shapes. Raises UserError if the model or the machine is too small.
+    """Return the configuration of a recipe's model, and the model without memory for its weights (meta device).
 
-    is_here: whether trainer and engine run on this machine. Activations are not counted, so a recipe that passes may
-    still run out of memory.
+    `is_here` states whether trainer and engine run on this machine. Raises UserError if the model's context or this
+    machine's memory is too small. Activations are not counted, so the run may still exceed the memory.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
     try:
@@ -145,13 +148,13 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {path!r} holds no causal LM: {first_line(error)}") from error
+        raise UserError(f"model.path: {path!r} is not a causal LM: {first_line(error)}") from error
     check_support(choices_with(recipe, config))
     positions = _max_positions(config)
     if positions is not None and recipe.engine.max_context_tokens > positions:
         raise UserError(
-            f"engine.max_context_tokens: got {recipe.engine.max_context_tokens}, but the model in {path!r} was made "
-            f"for at most {positions} positions; lower it"
+            f"engine.max_context_tokens: got {recipe.engine.max_context_tokens}, but the model in {path!r} supports "
+            f"at most {positions} positions; lower the value"
         )
     if is_here and recipe.rollout.is_colocated:
         _check_turns(recipe, config, model)
@@ -167,7 +170,7 @@ def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[st
 
 
 def _max_positions(config: PretrainedConfig) -> int | None:
-    """Return the model's maximum context including rotary scaling; None if its configuration does not say."""
+    """Return the model's maximum context including rotary scaling; None if its configuration has no such limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
@@ -183,13 +186,13 @@ def _check_side_by_side(recipe: Recipe, config: PretrainedConfig, model: PreTrai
     weights, cache = _engine_bytes(recipe, config, model)
     ranks = recipe.trainer.ranks if device.type == "cpu" else 1
     needed = {"the trainer": ranks * _rank_bytes(recipe, *_trainer_bytes(recipe, model))}
-    advice = {"the trainer": "take a smaller model, or [lora]"}
+    advice = {"the trainer": "use a smaller model, or [lora]"}
     if recipe.engine.kind == "embedded" and (recipe.swarm.workers or not recipe.swarm.is_on):
         engines = max(1, recipe.engine.processes, recipe.swarm.workers)
         each = "" if engines == 1 else f" of {engines} engines"
         needed |= {f"the KV cache{each}": engines * cache, f"the weights{each}": engines * weights}
         advice |= {f"the KV cache{each}": "lower engine.slots or engine.max_context_tokens"}
-        advice |= {f"the weights{each}": 'take a smaller model or fewer engines, or set engine.dtype = "bfloat16"'}
+        advice |= {f"the weights{each}": 'use a smaller model or fewer engines, or set engine.dtype = "bfloat16"'}
     free = available_bytes(device)
     if sum(needed.values()) > free:
         first, *others = sorted(needed, key=lambda name: -needed[name])
@@ -212,9 +215,9 @@ def _check_turns(recipe: Recipe, config: PretrainedConfig, model: PreTrainedMode
     if device.type == "cpu":  # on a CPU a sleeping trainer stays in the same memory
         engine += resting
     else:
-        _check_fits(resting, host, "what the trainer keeps in host memory while it rests")
-    _check_fits(engine, device, "the engine's turn")
-    _check_fits(trainer, device, "the trainer's turn")
+        _check_fits(resting, host, "the sleeping trainer")
+    _check_fits(engine, device, "the engine")
+    _check_fits(trainer, device, "the trainer")
 
 
 def _check_fits(needed: int, device: torch.device, what: str) -> None:
@@ -222,6 +225,6 @@ def _check_fits(needed: int, device: torch.device, what: str) -> None:
     if needed > available:
         raise UserError(
             f'rollout.placement: got "colocated", but {what} needs {needed / 1e9:.2f} GB and {device} has '
-            f"{available / 1e9:.2f} GB free; allowed is a smaller model, [lora], or fewer engine.slots and "
+            f"{available / 1e9:.2f} GB free; use a smaller model or [lora], or lower engine.slots or "
             "engine.max_context_tokens"
         )

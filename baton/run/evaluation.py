@@ -11,7 +11,7 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
-"""Noise seed of all evaluations: two checkpoints get the same draws, so results differ only by their weights."""
+"""Noise seed of all evaluations. Two checkpoints get the same sampling noise, so only their weights differ."""
 
 
 def evaluate(
@@ -25,9 +25,9 @@ def evaluate(
     version: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[list[Evaluation], list[Group]]:
-    """Generate and score `samples` responses to each prompt; return the results by task, then over all tasks as `all`.
+    """Generate and score `samples` responses to each prompt; return the results of each task, and the scored groups.
 
-    Raises Stopped if a stop is requested.
+    With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is requested.
     """
     requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]

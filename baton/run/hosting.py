@@ -1,10 +1,10 @@
-"""From a recipe to a running hub: tokens, store, publisher, broker, verification, and this machine's own workers.
+"""Construct a swarm's hub from a recipe, and start this machine's own workers.
 
     model ─▶ model files for workers ─▶ LeaseBroker, VerificationService ─┐
     tokens, quarantine, requirements ─▶ AccessControl ────────────────────┴─▶ Hub
     Hub ─▶ Publication ─▶ HubOverview ─▶ HttpRoutes ─▶ SwarmTransport
 
-Each object is constructed from those before it.
+An arrow leads from an object to the objects whose constructor takes it.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from baton.weights.settings import WeightsSettings
 from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
 
-LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400
+LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400  # longer than any run: a hub cannot renew the token of a running worker
 _SECRET_BYTES = 32
 HEARTBEATS = 6
-"""Heartbeats per heartbeat timeout: a worker is considered dead after this many are missing."""
+"""Number of heartbeats per heartbeat timeout. A worker that misses this many is considered dead."""
 
 
 def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = None) -> ListenAddress:
-    """Check the swarm's settings before a run starts. Raises UserError.
+    """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError.
 
-    With a worker supervisor the token file may be missing: no other worker needs to join.
+    With a worker supervisor the token file may be missing, because the supervisor's workers need no token from it.
     """
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
@@ -80,12 +80,13 @@ def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = Non
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # the hub sets this option too: the port of a run that has just ended is free although it is in TIME_WAIT
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((listen.host, listen.port))
         except OSError as error:
-            why = "somebody listens there already" if error.errno == errno.EADDRINUSE else error.strerror
-            raise UserError(f"--serve {address}: the hub cannot listen there: {why}") from error
+            why = "another process uses this port" if error.errno == errno.EADDRINUSE else error.strerror
+            raise UserError(f"--serve {address}: the hub cannot listen on this address: {why}") from error
     return listen
 
 
@@ -102,7 +103,7 @@ def open_swarm(
     tracer: Tracer,
     worker_supervisor: WorkerSupervisor | None = None,
 ) -> SwarmTransport:
-    """Start the hub of a run whose directory exists, and the run's own workers. Raises UserError."""
+    """Start a run's hub and the run's own workers. The run's directory must exist. Raises UserError."""
     listen, scratch = check_swarm(recipe, worker_supervisor), Scratch(run / "scratch.txt")
     files = _Files(run, scratch.directory(), _shared_memory(scratch))
     store = Store(recipe.weights.store or run / "weights")
@@ -167,22 +168,24 @@ def _start_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where the hub's parts keep their files."""
+    """The directories in which the hub's parts keep their files."""
 
     run: Path
     scratch: Path
-    """Removed when this process exits."""
+    """Directory that is removed when this process exits."""
     shared: Path | None
-    """Directory in shared memory; None if this machine has none."""
+    """Directory in shared memory; None on machines without shared memory."""
 
     def token(self, name: str) -> str:
-        """Make the token of one of the run's own workers."""
+        """Create a token for a worker that the run itself starts."""
         own = TokenFile(self.scratch / "tokens.json")
         return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
 
     def secret(self) -> bytes:
-        """Return the run's secret, generated at its first start. A restarted hub draws the same reports to verify with
-        it."""
+        """Return the run's secret, which the first start generates.
+
+        With the same secret, a restarted hub recognises its workers and verifies the same reports.
+        """
         path = self.run / "inspection.secret"
         if path.exists() and len(known := path.read_bytes()) == _SECRET_BYTES:
             return known
@@ -220,12 +223,12 @@ def _shared_memory(scratch: Scratch) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _ServedModel:
-    """The model as workers receive it, without its versions."""
+    """The model as the hub sends it to workers, without weights."""
 
     files: bytes
-    """Configuration and tokenizer, packed."""
+    """Archive of configuration and tokenizer."""
     base: PolicyVersion | None
-    """The version that holds the base weights of adapters; None without LoRA."""
+    """Policy version of the base weights under the adapters; None without LoRA."""
     limits: ReportLimits
 
 
@@ -290,8 +293,11 @@ def _access(
 
 
 def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: bool) -> VerificationService:
-    """Make the verification service. It is off for `on_new_version = "keep"`: tokens generated while weights changed
-    cannot be scored again."""
+    """Return the verification service.
+
+    The service is off if `on_new_version` is "keep", because tokens of a KV cache from older weights cannot be
+    rescored.
+    """
     inspection = recipe.inspection
     is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
     is_on = is_on and (inspection.own or has_strangers) and recipe.rules().on_new_version != "keep"
@@ -306,8 +312,10 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
-    """Return a scorer in the engines' dtype: correct tokens then mostly get identical bits, so small deviations are
-    visible."""
+    """Return a scorer in the engines' dtype.
+
+    In this dtype most correct tokens get bit-identical logprobs, so small deviations are visible.
+    """
     dtype, attention = torch_dtype(recipe.engine.dtype), recipe.model.attention
     device = torch_device(recipe.inspection.device)
     if recipe.lora is not None:
@@ -318,13 +326,15 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
 
 
 def _num_fetchable(recipe: Recipe) -> int:
-    """Return how many published versions are kept: those that a token in flight may have, which
-    verification needs too."""
+    """Return the number of published versions to keep: every version that an unfinished trajectory may contain.
+
+    Verification needs the same versions.
+    """
     return recipe.rules().max_staleness // recipe.swarm.publish_every + 2
 
 
 class _TracedPublisher(Publisher):
-    """A publisher that records its time in the trace."""
+    """A publisher that records the duration of each publication in the trace."""
 
     def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None, tracer: Tracer) -> None:
         super().__init__(store, settings, shared=shared)

@@ -1,4 +1,4 @@
-"""The control flow of train steps in a live run. The scheduler decides what is generated when."""
+"""The loop over the train steps of a live run. The scheduler decides what the workers generate, and when."""
 
 from __future__ import annotations
 
@@ -37,72 +37,74 @@ from baton.trainer.trainer import Trainer
 from baton.types import Batch, Group, Prompt, SamplingParams
 
 PUT_DOWN_S = 5.0
-"""Seconds that the workers have at the end of the run to report their remaining tokens."""
+"""Maximum seconds that the end of a run waits for the workers to report their remaining tokens."""
 
 
 class LoopState(msgspec.Struct, frozen=True):
-    """The state that a resume needs in addition to the trainer's."""
+    """The part of a run's state that a checkpoint stores in addition to the trainer's state."""
 
     step: int = 0
-    """Completed train steps."""
+    """Number of completed train steps."""
     next_group_id: int = 0
     position: dict[str, int] = msgspec.field(default_factory=dict)
-    """Number of draws from each task's training stream."""
+    """Number of prompts drawn from each task's training stream."""
     best_step: int = 0
     """Train step with the best held-out accuracy so far; 0 is the initial model."""
     best_accuracy: float = -1.0
-    """Accuracy of the sampled responses over all tasks."""
+    """Accuracy after `best_step`: sampled responses, all tasks. -1 before the first evaluation."""
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint that was just written, and the oldest one that is still kept."""
+    """The result of writing a checkpoint."""
 
     path: Path
     oldest_step: int
-    """Step of the oldest of the latest `checkpoint.keep` checkpoints, to which the run may go back."""
+    """Train step of the oldest checkpoint from which the run may still resume."""
 
 
 class Observer(Protocol):
     """Receives the events of a run, for example to print them."""
 
     def phase(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Enter a phase of `total` units. The context value is a function to be called with the number of
-        units done."""
+        """Return the context of a phase with `total` units of work.
+
+        The context's value is a function that receives the number of units completed since its last call.
+        """
         ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """A train step is complete."""
+        """Receive the metrics of a complete train step."""
         ...
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
-        """A held-out evaluation is complete."""
+        """Receive the results of a complete held-out evaluation."""
         ...
 
     def said(self, text: str) -> None:
-        """A line for the user."""
+        """Receive a message for the user."""
         ...
 
 
 @dataclass(slots=True)
 class Loop:
-    """The parts of a run, and its state between steps."""
+    """The parts of a run, and the run's state between train steps."""
 
     run: RunDirectory
     lock: RunLock
-    """Lock of the run's directory, released by `close`."""
+    """Lock of the run's directory; `close` releases it."""
     stream: PromptStream
     held_out: Sequence[Prompt]
     judge: RewardScorer
     tokenizer: Tokenizer
     port: WorkerTransport
     sweep: EvalRollout
-    """Generates for evaluations."""
+    """Part that generates responses for evaluations."""
     controller: RolloutController
-    """Generates for training."""
+    """Part that generates responses for training."""
     journal: Journal
     trainer: Trainer
     save_checkpoint: Callable[[LoopState], SavedCheckpoint]
-    """Writes a checkpoint of the trainer and the given state atomically."""
+    """Function that writes a checkpoint of the trainer and the given state atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -111,36 +113,37 @@ class Loop:
     num_steps: int
     state: LoopState
     publish_every: int = 1
-    """Every n-th version is published; above 1 only with a swarm."""
+    """Train steps between publications; above 1 only with a swarm."""
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
     turns: DeviceSharing | None = None
-    """Set if trainer and engine share a device."""
+    """Switch between trainer and engine if they share a device; else None."""
     clock: StageTimer = field(default_factory=StageTimer)
     stats: EngineStats = field(default_factory=EngineStats)
-    """The engine's counters at the end of the last step."""
+    """The engine's counters at the end of the last train step."""
     has_begun: bool = False
-    """Whether the controller has started. Before that, recorded batches are replayed."""
+    """True if the controller has started. Until then the loop trains on recorded batches."""
     has_failed: bool = False
-    """Whether `train` has raised."""
+    """True if `train` has raised."""
     newest_group_id: int = -1
     """Largest group id in the batches that this process has recorded or replayed."""
     saved_step: int = field(init=False)
-    """Step of the last checkpoint."""
+    """Train step of the last checkpoint."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps and the last evaluation are complete."""
+        """True if all train steps and the last evaluation are complete."""
         return self.state.step >= self.num_steps and not self._lacks_evaluation()
 
     def train(self) -> list[Evaluation]:
-        """Run from the current state to the last step, or until `stop` is requested; return the last evaluation.
+        """Run from the current state to the last train step, and return the results of the last evaluation.
 
-        Raises TrainingDiverged and StorageFault naming the last good checkpoint. If the process dies, a resume from
-        that checkpoint repeats the same steps: what was written after it is cut or overwritten.
+        Returns earlier if `stop` is requested. Raises TrainingDiverged and StorageFault, which name the last good
+        checkpoint. If the process is killed, a resume from this checkpoint repeats the steps after it: the files of
+        these steps are cut or overwritten.
         """
         try:
             return self._train()
@@ -162,8 +165,8 @@ class Loop:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         return StorageFault(
             f"{'the disk is full' if is_full else error.strerror}: {error.filename or self.run.path} could not be "
-            f"written after train step {self.state.step}; {'make room' if is_full else 'mend it'}, then go on with "
-            f"--resume; {self._way_back()}"
+            f"written after train step {self.state.step}; {'make room' if is_full else 'repair it'}, then continue "
+            f"with --resume; {self._way_back()}"
         )
 
     def _train(self) -> list[Evaluation]:
@@ -187,25 +190,27 @@ class Loop:
             self._save()
         if self.has_begun:
             try:
-                self.controller.put_down(PUT_DOWN_S)  # else the journal lacks what the worker has not reported yet
+                self.controller.put_down(
+                    PUT_DOWN_S
+                )  # the workers report their last tokens, and the journal stores them
             except (EngineFault, DeadlineExceeded) as error:
-                self.observer.said(f"what the worker has not reported yet will be generated again: {error}")
+                self.observer.said(f"a resume generates the tokens again that workers have not reported: {error}")
             self.journal.settle()
         return results
 
     def _evaluated(self) -> list[Evaluation]:
-        """Evaluate; if this is the best version so far, save a checkpoint of it."""
+        """Evaluate the current version, and save a checkpoint if its accuracy is the best so far."""
         best = self.state.best_step
         results = self.evaluate()
         if self.state.best_step != best:
-            self.saved_step = -1  # save again: a checkpoint also records which step is the best
+            self.saved_step = -1  # also replaces a checkpoint of this step, which names an earlier step as the best
             self._save()
         return results
 
     def close(self) -> None:
-        """Stop the worker and the trainer, and close all files. An error here does not replace an error of `train`."""
+        """Stop the workers and the trainer, and close all files. An error here does not replace an error of `train`."""
         try:
-            with ExitStack() as parts:
+            with ExitStack() as parts:  # calls them in reverse order; the lock is released last
                 parts.callback(self.lock.release)
                 parts.callback(self.journal.close)
                 parts.callback(self.metrics.close)
@@ -214,7 +219,7 @@ class Loop:
                 parts.callback(self.port.close, is_over=self.is_complete)
         except (OSError, BatonError) as error:
             if self.has_failed:
-                self.observer.said(f"and when it was closed: {error}")
+                self.observer.said(f"another error while the run was closed: {error}")
             elif isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
                 raise self._storage_fault(error) from error
             else:
@@ -254,7 +259,7 @@ class Loop:
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
     def _lacks_evaluation(self) -> bool:
-        """Whether the evaluation of the current step is missing because the run was stopped before it was complete."""
+        """Return True if the current step should have an evaluation, and a stop prevented it."""
         step = self.state.step
         if step == 0:
             return self.eval.at_start
@@ -264,8 +269,7 @@ class Loop:
         return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
 
     def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
-        """Return the batch that an earlier process recorded for a step, with its rewards and counts; None if there is
-        none."""
+        """Return the batch and the counts that an earlier process recorded for a step; None if it recorded no batch."""
         if self.has_begun or not self.run.has_groups(step):
             return None
         groups = self.run.groups(step)
@@ -275,7 +279,7 @@ class Loop:
         return groups, counted
 
     def _next_batch(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """Generate and score the next batch, and record it."""
+        """Generate, score and record the next batch; return its groups and the counts of the step."""
         if not self.has_begun:
             self._begin_rollout()
         total = self.rollout.batch_groups * self.rollout.group_size
@@ -289,7 +293,7 @@ class Loop:
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
         if self.controller.rules.is_adaptive:
             counted["rollout/overprovision"] = self.controller.scheduler.overprovision
-        self.journal.counted(step, counted)  # first, so that a recorded batch always has its counts
+        self.journal.counted(step, counted)  # before the batch: after a kill, a recorded batch always has its counts
         self.run.write_groups(step, groups)
         self._consumed(step, groups)
         return groups, counted
@@ -300,13 +304,13 @@ class Loop:
         self.journal.consumed(step, group_ids)
 
     def _catch_up(self) -> None:
-        """If the journal has lost its end, mark the groups that the checkpoint was trained on as consumed."""
+        """Repair a journal that has lost its end: mark the groups as consumed on which the checkpoint was trained."""
         known, trained = self.journal.last_step(), self.state.step
         if known >= trained:
             return
         self.observer.said(
             f"warning: the journal of {self.run.path} ends at train step {known}, before the checkpoint of step "
-            f"{trained}: rollouts that were in no batch yet are generated again where it does not have them"
+            f"{trained}: unfinished rollouts that the journal has lost are generated again"
         )
         if self.journal.open_groups(trained):
             for step in range(known + 1, trained + 1):
@@ -321,12 +325,12 @@ class Loop:
         self.stream.position.update(place.position)
         carried = self.journal.open_groups(self.state.step)
         newest = self.newest_group_id
-        if newest >= place.next_group_id:  # a journal that has lost its end lacks groups of the recorded batches
+        if newest >= place.next_group_id:  # the journal has lost its end: skip the prompts of the recorded batches
             self.stream.take(newest + 1 - place.next_group_id)
             place = StreamCursor(newest + 1, dict(self.stream.position))
         if carried:
             finished = sum(t.finish_reason is not None for g in carried for t in g.members)
-            self.observer.said(f"{len(carried)} open groups go on, {finished} of their trajectories finished")
+            self.observer.said(f"{len(carried)} open groups continue; {finished} of their trajectories are finished")
         self.controller.begin(self.state.step, place, carried, num_batches=self.num_steps)
         self.has_begun = True
         self._publish()
@@ -337,22 +341,23 @@ class Loop:
             return self._trained(batch)
         except (TrainingDiverged, UserError) as error:
             raise type(error)(
-                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to leave the batch "
-                f"out and have another made: --resume --skip-batch {batch.step}"
+                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to replace "
+                f"the batch by a new one: --resume --skip-batch {batch.step}"
             ) from error
 
     def _trained(self, batch: Batch) -> dict[str, float]:
         if self.rollout.mode != "async" or not self.has_begun:
             return self.trainer.step(batch)
+        # the trainer runs in a second thread, while this thread drives the engine processes
         with ThreadPoolExecutor(1, "trainer") as pool:
             future = pool.submit(self.trainer.step, batch)
             self.controller.run_until(lambda timeout_s: bool(wait([future], timeout_s).done))
             return future.result()
 
     def _save(self) -> None:
-        """Write a checkpoint, unless one of this step exists or no step is done.
+        """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint.
 
-        The journal is flushed first: the groups that the checkpoint contains must be durably marked as consumed.
+        Flushes the journal first, so that no group which the checkpoint contains can be trained again.
         """
         if self.saved_step == self.state.step or not self.state.step:
             return
@@ -365,8 +370,10 @@ class Loop:
         self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
 
     def _publish(self) -> None:
-        """Have the workers load the trainer's version. A stop request ends the wait, and the next wait
-        raises Stopped."""
+        """Wait until the workers have loaded the trainer's version.
+
+        A stop request ends the wait without an exception; the caller's next check of `stop` raises Stopped.
+        """
         weights = self.trainer.publish()
         with suppress(Stopped):
             if self.has_begun:
@@ -389,7 +396,7 @@ class Loop:
             "perf/trajectories_per_s": sum(len(g.members) for g in groups) / step_time_s,
             **failure_metrics(groups),
         }
-        if rows:  # none if the batch was replayed or generated earlier
+        if rows:  # zero if the batch was recorded by an earlier process, or generated in earlier steps
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
         if self.rollout.mode == "async":
@@ -398,7 +405,7 @@ class Loop:
         return values
 
     def evaluate(self) -> list[Evaluation]:
-        """Evaluate the current version on the held-out prompts, sampled and greedy, and log the results."""
+        """Evaluate the current version on the held-out prompts, sampled and greedy; write and return the results."""
         longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
         ways = [SamplingParams(longest, self.eval.temperature, stop=self.rollout.stop)]
         if self.eval.greedy:
@@ -426,7 +433,7 @@ class Loop:
         self.clock.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
-        overall = None if None in sampled else sampled[-1]  # not comparable if a task is missing
+        overall = None if None in sampled else sampled[-1]  # without one task's scores, "all" is another average
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
         self.observer.evaluated(self.state.step, results)

@@ -1,4 +1,4 @@
-"""Where a run starts or resumes, and the checkpoints that it resumes from."""
+"""Find the state from which a run starts or resumes, and write the checkpoints for later resumes."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from baton.trainer.checkpoint import (
 from baton.trainer.trainer import Trainer
 
 LOOP_STATE = Path("baton") / "loop.json"
-"""Path within a checkpoint of the encoded LoopState."""
+"""Path of the encoded LoopState within a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The state that a run starts or resumes with."""
+    """The state with which a run starts or resumes."""
 
     state: LoopState
     checkpoint: Path | None
-    """None if the run starts from the beginning."""
+    """Checkpoint to resume from; None if the run starts with its initial model."""
     is_new: bool = True
-    """Whether the run's directory has to be created; False if it has rollouts to reuse."""
+    """True if the run's directory must be created; False if it exists and may have recorded rollouts to reuse."""
 
     @property
     def resume_step(self) -> int:
-        """The last step whose metrics are kept; -1 from the beginning, which also drops metrics of step 0."""
+        """Last train step whose metrics are kept; -1 without a checkpoint, which also removes metrics of step 0."""
         return -1 if self.checkpoint is None else self.state.step
 
 
@@ -66,19 +66,22 @@ def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Ca
 
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
-    """Find the latest intact checkpoint; without one the run starts from the beginning."""
+    """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint.
+
+    Raises UserError for a recipe that the run cannot resume with, and for a run that is complete.
+    """
     path = recipe.run.path
     if not (path / "run.json").exists():
-        observer.said(f"{path} does not exist yet: beginning it")
+        observer.said(f"{path} does not exist yet: the run starts from the beginning")
         return ResumePoint(LoopState(), None)
     run = RunDirectory.open(path)
     for warning in compare_for_resume(run.recipe(), without_none(recipe.model_dump(mode="json"))):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
-        observer.said("warning: with trainer.compile the last bits may differ from those of a run never stopped")
+        observer.said("warning: with trainer.compile the last bits may differ from those of an uninterrupted run")
     checkpoint = newest_intact_checkpoint(run.checkpoints, observer.said)
     if checkpoint is None:
-        observer.said(f"{path} has no checkpoint yet: beginning it again, with the rollouts it has")
+        observer.said(f"{path} has no checkpoint yet: the run starts again, and reuses its recorded rollouts")
         return ResumePoint(LoopState(), None, is_new=False)
     try:
         state = msgspec.json.decode((checkpoint / LOOP_STATE).read_bytes(), type=LoopState)
@@ -86,22 +89,25 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         raise Damaged(f"{checkpoint / LOOP_STATE} cannot be read: {error}; remove {checkpoint}") from error
     if state.step > recipe.run.steps:
         raise UserError(
-            f"run.steps = {recipe.run.steps}: {checkpoint} has {state.step} train steps already; allowed is "
-            f"{state.step} or more, so resume with a larger run.steps, or begin another run under another run.name"
+            f"run.steps = {recipe.run.steps}: {checkpoint} already has {state.step} train steps; resume with "
+            f"run.steps of at least {state.step}, or start another run under another run.name"
         )
     if state.step == recipe.run.steps and any(one.step == state.step for one in run.evaluations()):
         raise UserError(
             f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
-            f"to go on, resume with a larger run.steps"
+            f"to continue, resume with a larger run.steps"
         )
-    observer.said(f"going on after step {state.step}, from {checkpoint}")
+    observer.said(f"resuming after step {state.step}, from {checkpoint}")
     return ResumePoint(state, checkpoint, is_new=False)
 
 
 def open_run(
     recipe: Recipe, lock: RunLock, trainer: Trainer, tokenizer: Tokenizer, place: ResumePoint, threads: int
 ) -> RunDirectory:
-    """Make the run's directory, or restore it and the trainer to the resume point. The last action of a start."""
+    """Create the run's directory, or restore the directory and the trainer to the resume point.
+
+    This is the last action of a start: earlier errors leave the directory unchanged.
+    """
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
         run = RunDirectory.open(recipe.run.path, lock)
@@ -111,7 +117,7 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(run.recipe(), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # before the recipe is written: if the start is interrupted here, the next one finds them changed again
+            # before the new recipe is written: a start that is killed here finds the same changes at the next attempt
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.forget_judgements()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)
@@ -126,10 +132,10 @@ def open_run(
 
 
 def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
-    """Remove a recorded batch from a run, for example one that the trainer cannot process. A resume generates another.
+    """Remove the recorded batch of a train step, for example because the trainer cannot process it.
 
-    Its groups are discarded in the journal with the cause "skipped"; its trajectories are kept under another name.
-    Raises UserError if there is no such batch, or if a checkpoint was trained on it.
+    A resume then generates a new batch. The journal discards the groups with the cause "skipped", and the file with the
+    trajectories is renamed. Raises UserError if the batch does not exist, or if a checkpoint was trained on it.
     """
     lock = RunLock.take(path, say)
     try:
@@ -137,21 +143,23 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
         checkpoint = newest_intact_checkpoint(run.checkpoints, say)
         done = 0 if checkpoint is None else checkpoint_step(checkpoint)
         if step <= done:
-            raise UserError(f"--skip-batch {step}: {checkpoint} has been trained on it; allowed is a later batch")
+            raise UserError(
+                f"--skip-batch {step}: {checkpoint} was trained on this batch; only later batches can be skipped"
+            )
         if not run.has_groups(step):
             if run.has_skipped(step):
-                say(f"the batch of step {step} was left out already")
+                say(f"the batch of step {step} is already skipped")
                 return
             later = [str(each) for each in run.recorded_steps() if each > done]
             raise UserError(
                 f"--skip-batch {step}: {path} has no recorded batch of this step; allowed is {' or '.join(later)}"
                 if later
-                else f"--skip-batch {step}: {path} has no recorded batch that no checkpoint contains; leave it out"
+                else f"--skip-batch {step}: all recorded batches of {path} are in a checkpoint; remove --skip-batch"
             )
         journal = Journal(run.journal, keeps_partials=True, before_commit=lock.check)
         try:
             group_ids = set(journal.groups_of(step))
-            with suppress(Damaged):
+            with suppress(Damaged):  # a damaged batch is a reason to skip it
                 group_ids |= {group.group_id for group in run.groups(step)}
             for group_id in group_ids:
                 journal.discarded(group_id, "skipped")
@@ -159,6 +167,6 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
         finally:
             journal.close()
         run.skip_groups(step)
-        say(f"the batch of step {step} is left out: groups {', '.join(map(str, sorted(group_ids)))}")
+        say(f"the batch of step {step} is skipped: groups {', '.join(map(str, sorted(group_ids)))}")
     finally:
         lock.release()

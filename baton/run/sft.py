@@ -1,4 +1,4 @@
-"""`baton sft`: a supervised warm start, from a recipe to a Hugging Face directory."""
+"""Run a supervised warm start, `baton sft`: fine-tune a model as a recipe says, and write a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Message
 
 LOSS_WINDOW = 50
-"""Latest updates over which the displayed, recorded and reported loss is averaged."""
+"""Number of latest updates over which the loss is averaged, in progress lines, metrics and the report."""
 
 
 class SftObserver(Protocol):
     """Receives the progress of a warm start."""
 
     def stepped(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """An update is done; `loss` is the mean of the latest `LOSS_WINDOW` updates."""
+        """Receive the mean loss of the latest `LOSS_WINDOW` updates, after each update."""
         ...
 
     def said(self, text: str) -> None:
-        """A line for the user."""
+        """Receive a message for the user."""
         ...
 
 
@@ -52,14 +52,14 @@ class WarmStartReport(msgspec.Struct, frozen=True):
     output: str
     parameters: int
     loss: float
-    """Nats per response token, mean over the last `LOSS_WINDOW` updates."""
+    """Mean loss of the last `LOSS_WINDOW` updates, nats per response token."""
     seconds: float
     evaluations: tuple[Evaluation, ...]
-    """Held-out results, sampled and greedy; empty if the recipe has no task."""
+    """Held-out evaluations, sampled and greedy; empty if the recipe has no task."""
 
 
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
-    """Fine-tune as the recipe says and write the model to `recipe.output` atomically.
+    """Fine-tune a model as the recipe says, and write the model to `recipe.output` atomically.
 
     Raises UserError if the run or the output exists and `overwrite` is False.
     """
@@ -74,19 +74,19 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if the output exists and may not be overwritten, or is not a model."""
+    """Raise UserError if `output` is a model that may not be overwritten, or any other file or directory."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
-        raise UserError(f"output: {output} is there already and is not a model: choose another output, or remove it")
+        raise UserError(f"output: {output} exists and is not a model: choose another output, or remove this one")
     if not overwrite:
         raise UserError(
-            f"output: {output} holds a model already: replace it with --overwrite, or choose another output"
+            f"output: {output} already contains a model: replace it with --overwrite, or choose another output"
         )
 
 
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
-    if recipe.task:  # refused before the training instead of by the evaluation after it
+    if recipe.task:  # raises errors of the tasks before the training, not in the evaluation after it
         TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)
@@ -128,7 +128,7 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
 
 
 def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demonstration]]:
-    """Make or load the model and its tokenizer, and the endless stream of tokenised demonstrations."""
+    """Return the model, its tokenizer and an endless stream of tokenised demonstrations."""
     if recipe.model is not None:
         tokenizer = load_tokenizer(recipe.model.path)
         device = torch_device(recipe.model.device)
@@ -146,7 +146,7 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
 
 
 def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Yield the prompt messages and response of demonstrations, endlessly."""
+    """Yield demonstrations without end, each as its prompt messages and its response."""
     if recipe.data is not None:
         yield from read_demonstrations(recipe.data, recipe.run.seed)
     else:
@@ -157,8 +157,7 @@ def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str
 
 
 def _corpus(recipe: WarmStart) -> list[str]:
-    """Return the texts that a new tokenizer is trained on: demonstrations, and questions of the tasks in their original
-    form."""
+    """Return the texts for training a new tokenizer: demonstrations, and questions of the tasks in `original` form."""
     shown = [
         "\n".join((*(m.content for m in messages), response))
         for messages, response in islice(_conversations(recipe), 2000)

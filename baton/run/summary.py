@@ -1,4 +1,4 @@
-"""The summary of a run in numbers, also of a run that was stopped or is still running."""
+"""Summarise a run in numbers. The run may be complete, stopped or still running."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Number of steps averaged at either end of the reward curve."""
+"""Number of train steps averaged at each end of the reward curve."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The first evaluation and the latest one."""
+    """The first and the latest evaluation of a run, on one task with one temperature."""
 
     before: Evaluation
     after: Evaluation | None
-    """None if there is only one so far."""
+    """Latest evaluation; None if the run has only one."""
 
     @property
     def points(self) -> float | None:
@@ -40,12 +40,12 @@ class RunReport(msgspec.Struct, frozen=True):
     directory: str
     seed: int
     steps: int
-    """Completed train steps."""
+    """Number of completed train steps."""
     num_steps: int
-    """Train steps that the recipe requests."""
+    """Number of train steps in the recipe."""
     changes: tuple[Change, ...]
     evaluated_steps: tuple[int, int] | None
-    """The steps after which the first and the last evaluation were made."""
+    """Train steps of the first and the latest evaluation; None if the run has no evaluation."""
     reward_before: float | None
     """Mean training reward of the first `WINDOW` steps."""
     reward_after: float | None
@@ -54,21 +54,21 @@ class RunReport(msgspec.Struct, frozen=True):
     generate_tokens_per_s: float
     """Generated tokens divided by the time spent generating."""
     throughput_tokens_per_s: float
-    """Generated tokens divided by the whole time of the train steps."""
+    """Generated tokens divided by the total time of the train steps."""
     train_time_s: float
-    """Time of all train steps, without evaluations."""
+    """Total time of the train steps, without evaluations."""
     eval_time_s: float
-    """Time of all evaluations."""
+    """Total time of the evaluations."""
     warnings: tuple[str, ...] = ()
     """Warnings about rewards: responses without a reward, and steps in which all rewards of each group were equal."""
 
 
 def summarise(run: RunDirectory) -> RunReport:
-    """Read a run's summary from its files. Raises UserError for a warm start, which has no rewards."""
+    """Compute a run's summary from its files. Raises UserError for a warm start, which has no rewards."""
     recipe = run.recipe()
     if "sft" in recipe:
         raise UserError(
-            f"{run.path} is a warm start and has no rewards; `baton report {run.path} --html` draws its loss"
+            f"{run.path} is a warm start, which has no rewards; for its loss: baton report {run.path} --html"
         )
     all_rows = read_metrics(run.path)
     rows = [row for row in all_rows if "reward/mean" in row]
@@ -94,7 +94,7 @@ def summarise(run: RunDirectory) -> RunReport:
 
 
 def write_summary(run: RunDirectory) -> RunReport:
-    """Write the summary of a run that has ended into its directory, and return it."""
+    """Write a run's summary into the run's directory, and return the summary."""
     report = summarise(run)
     run.write_report(msgspec.to_builtins(report))
     return report
@@ -104,10 +104,10 @@ def _warnings(run: RunDirectory, recipe: dict[str, Any], rows: Sequence[dict[str
     failed = {cause: _total(rows, f"judge/{cause}") for cause in FailureCause}
     failed = {cause: count for cause, count in failed.items() if count}
     if failed:
-        judged = len(rows) * recipe["rollout"]["batch_groups"] * recipe["rollout"]["group_size"]
+        responses = len(rows) * recipe["rollout"]["batch_groups"] * recipe["rollout"]["group_size"]
         yield (
-            f"{sum(failed.values()):.0f} of {judged} responses could not be judged ({by_cause(failed)}) and were not "
-            f"trained{_first_failure(run, rows)}"
+            f"{sum(failed.values()):.0f} of {responses} responses could not be scored ({by_cause(failed)}) and were "
+            f"not trained{_first_failure(run, rows)}"
         )
     equal = list(takewhile(lambda row: row.get("reward/zero_std_frac") == 1.0, reversed(rows)))
     if len(equal) >= EQUAL_STEPS and run.has_groups(rows[-1]["step"]):

@@ -97,7 +97,10 @@ def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path
     [
         (("engine.slots=4000000",), "the KV cache needs 122 GiB"),
         (("engine.processes=4", "engine.slots=2000000"), "the KV cache of 4 engines needs 244 GiB"),
-        (("engine.max_context_tokens=8192",), "the model in '{model}' was made for at most 1024 positions; lower it"),
+        (
+            ("engine.max_context_tokens=8192",),
+            "the model in '{model}' supports at most 1024 positions; lower the value",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_dry_run_and_by_the_start_with_the_key_to_lower(
@@ -138,8 +141,8 @@ def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) 
 
 
 def test_keys_say_how_a_list_is_overridden() -> None:
-    assert "an override counts from 0, as in task.0.name=…" in " ".join(invoke("keys", "task")[0].split())
-    assert "counts from 0" not in invoke("keys", "engine")[0]
+    assert "overrides number the entries from 0, such as task.0.name=…" in " ".join(invoke("keys", "task")[0].split())
+    assert "from 0" not in invoke("keys", "engine")[0]
 
 
 def test_the_quickstart_is_ready_to_run() -> None:
@@ -215,7 +218,7 @@ def test_mistakes_in_what_is_named(small: Any, tmp_path: Path) -> None:
     sentence = mistake("train", small.recipe, f"model.path={tmp_path / 'empty'}", "--dry-run")
     assert "not a Hugging Face model" in sentence
     assert "is not a run: there is no run.json in it" in mistake("show", tmp_path)
-    assert "name a recipe with --recipe" in mistake("eval", small.model)
+    assert "give a recipe with --recipe" in mistake("eval", small.model)
     assert "did you mean 'countdown'" in mistake("tasks", "count_down")
     assert "did you mean 'trainer'" in mistake("keys", "trianer")
 
@@ -223,9 +226,9 @@ def test_mistakes_in_what_is_named(small: Any, tmp_path: Path) -> None:
 def test_mistakes_in_keys_tasks_and_steps(small: Any) -> None:
     assert "did you mean 'num_epochs'?" in mistake("train", small.recipe, "algorithm.num_epoch=2")
     assert "did you mean 'chain_sum'?" in mistake("train", small.recipe, "task.0.name=chain_sums", "--dry-run")
-    assert "allowed is section.key=value" in mistake("train", small.recipe, "trainer.lr")
+    assert "write section.key=value" in mistake("train", small.recipe, "trainer.lr")
     assert "has no trajectories of step 9; there are: steps 1 to 3" in mistake("show", small.run, "--step", 9)
-    assert "has no group 99; there are 8 to 11" in mistake("show", small.run, "--group", 99)
+    assert "has no group 99; its groups are 8 to 11" in mistake("show", small.run, "--group", 99)
     assert "exclude each other" in mistake("show", small.run, "--best", "--worst")
     assert "distinct held-out problems" in mistake("eval", small.run, "-n", 100_000)
 
@@ -235,7 +238,7 @@ def test_mistakes_about_runs_that_exist(small: Any) -> None:
     assert "is complete: 3 of run.steps = 3" in mistake("train", small.recipe, "--resume")
     fewer = mistake("train", small.recipe, "--resume", "run.steps=2")
     assert "run.steps = 2:" in fewer
-    assert "step_000003 has 3 train steps already; allowed is 3 or more, so resume with a larger run.steps" in fewer
+    assert "step_000003 already has 3 train steps; resume with run.steps of at least 3" in fewer
     assert "exclude each other" in mistake("train", small.recipe, "--resume", "--overwrite")
     assert (small.run / "report.json").is_file()
 

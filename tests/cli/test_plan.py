@@ -181,7 +181,7 @@ def test_the_page_is_one_file_without_scripts(files: Path) -> None:
     plan(files, "--html", files / "plan.html")
     page = (files / "plan.html").read_text()
     assert page.count("<svg") == 4
-    for heading in ("Who does what", "What limits it", "One step", "Price against throughput", "One more GPU"):
+    for heading in ("Roles of the GPUs", "Limits", "One step", "Price against throughput", "One more GPU"):
         assert heading in page
     assert "<script" not in page
     assert not re.search(r"https?://", page)
@@ -206,7 +206,7 @@ def test_the_recipes_of_the_planner_can_be_read() -> None:
         ("cluster", CLUSTER.replace("inter_node_gb_per_s = 5, ", ""), "links.inter_node_gb_per_s is missing"),
         ("cluster", CLUSTER + "price_per_gpu_hour = 0\n", "price_per_gpu_hour: got 0"),
         ("cluster", CLUSTER + "speed = 9\n", "unknown key nodes.1.speed"),
-        ("cluster", CLUSTER.replace("[[nodes]]", "[nodes]"), "is not TOML"),
+        ("cluster", CLUSTER.replace("[[nodes]]", "[nodes]"), "is not valid TOML"),
         ("work", WORK.replace("groups = 64", "groups = 0"), "groups: got 0"),
         ("work", WORK.replace("6000", "1000"), "above mean = 1500"),
         ("work", WORK + "algorithm = { minibatches = 65 }\n", "minibatches: got 65"),

@@ -198,8 +198,8 @@ def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give one of --plan"),
-        (["--plan", "a", "--recipe", "b"], "give one of --plan"),
+        ([], "give exactly one of --plan"),
+        (["--plan", "a", "--recipe", "b"], "give exactly one of --plan"),
         (["--plan", "nowhere.json"], "there is no plan"),
         (["--recipe", "nowhere.toml"], "there is no recipe"),
         (["--recipe", RECIPE, "--calibration", "nowhere.toml"], "nowhere.toml"),

@@ -93,7 +93,7 @@ def test_out_writes_the_token_for_its_owner_alone_and_prints_none(tmp_path: Path
     text = read_token_file(out)
     assert opens(text, Role.WORKER)
     assert text not in stderr
-    assert "exists already" in mistake("create", "--role", "worker", "--expires", "1d", "--out", out)
+    assert "already exists" in mistake("create", "--role", "worker", "--expires", "1d", "--out", out)
     assert read_token_file(out) == text
     assert "cannot be written" in mistake("create", "--role", "worker", "--expires", "1d", "--out", "absent/t")
     states = [t["state"] for t in json.loads(token("list", "--json")[0])]

@@ -151,8 +151,11 @@ def test_a_wrong_key_or_value_is_one_sentence_with_what_is_allowed(base: Path, o
     ("overrides", "sentence"),
     [
         (["rollout.group_size=1"], "rollout.group_size: got 1, but grpo compares the trajectories of a group"),
-        (["rollout.max_new_tokens=1024"], "engine.max_context_tokens: got 1024, but responses of 1024 tokens"),
-        (["eval.max_new_tokens=2000"], "but responses of 2000 tokens and their prompts must fit"),
+        (
+            ["rollout.max_new_tokens=1024"],
+            "engine.max_context_tokens: got 1024, but a prompt and its response of up to 1024 tokens",
+        ),
+        (["eval.max_new_tokens=2000"], "but a prompt and its response of up to 2000 tokens must fit"),
         (["algorithm.num_minibatches=33"], "algorithm.num_minibatches: got 33, but a batch has only"),
     ],
 )
@@ -167,9 +170,9 @@ def test_settings_that_contradict_each_other_are_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "give either [model] (continue from a model) or [scratch]"),
-        ('[model]\npath = "m"\n[scratch]', "give either [model] (continue from a model) or [scratch]"),
-        ("[scratch]", "give either [demonstrations] with [[task]] (generated) or data (a file)"),
+        ("", "give exactly one of [model] (fine-tune a model) and [scratch]"),
+        ('[model]\npath = "m"\n[scratch]', "give exactly one of [model] (fine-tune a model) and [scratch]"),
+        ("[scratch]", "give exactly one of [demonstrations] (generated from [[task]]) and data (a file)"),
         ("[scratch]\n[demonstrations]", "[demonstrations] needs at least one [[task]]"),
     ],
 )
@@ -188,9 +191,9 @@ def test_two_mistakes_are_two_lines(base: Path) -> None:
 def test_a_missing_recipe_names_the_nearest_and_a_broken_one_the_place(base: Path) -> None:
     assert f"did you mean {base}?" in complaint(base.with_name("mime.toml"))
     base.write_text(BASE + "\n[rollout\n")
-    assert f"{base} is not TOML: " in complaint(base)
+    assert f"{base} is not valid TOML: " in complaint(base)
     base.write_bytes(b'[run]\nname = "\xff"\n')
-    assert f"{base} is not TOML: " in complaint(base)
+    assert f"{base} is not valid TOML: " in complaint(base)
 
 
 def all_settings() -> list[type[Settings]]:
@@ -279,7 +282,7 @@ def test_a_group_of_one_is_for_algorithms_that_compare_nothing(base: Path) -> No
         if preset.sets.get("advantage") in ("gae", "return_to_go"):
             assert load_recipe(Recipe, base, overrides).rollout.group_size == 1
         else:
-            assert "algorithms without groups are reinforce_pp and ppo" in complaint(base, *overrides)
+            assert "an algorithm without groups (reinforce_pp, ppo)" in complaint(base, *overrides)
 
 
 def notes(name: str = "grpo", rollout: dict[str, object] | None = None, **changes: object) -> list[str]:

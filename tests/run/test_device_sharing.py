@@ -253,8 +253,8 @@ def test_what_leaves_the_device_comes_back_with_the_same_bits_in_the_same_tensor
     ("overrides", "sentence"),
     [
         (('rollout.mode="async"', "engine.processes=1"), 'placement: got "colocated", but mode = "async" generates'),
-        (("engine.processes=2",), "with engine.processes or [swarm] engine and trainer are not in one process"),
-        (("swarm.workers=2",), "with engine.processes or [swarm] engine and trainer are not in one process"),
+        (("engine.processes=2",), "with engine.processes or [swarm] engine and trainer are in different processes"),
+        (("swarm.workers=2",), "with engine.processes or [swarm] engine and trainer are in different processes"),
     ],
 )
 def test_what_cannot_take_turns_is_refused_in_one_sentence(
@@ -277,7 +277,7 @@ def test_a_device_too_small_for_the_larger_turn_is_refused_before_anything_is_ma
     assert needs.gradient_bytes == 4 * needs.parameters
     larger = max(needs.trainer_bytes, needs.engine_bytes + 12 * needs.parameters)
     monkeypatch.setattr("baton.run.dry_run.available_bytes", lambda device: larger - 1)
-    with pytest.raises(UserError, match=r"'s turn needs .* GB free"):
+    with pytest.raises(UserError, match=r"but the (engine|trainer) needs .* GB free"):
         built(wanted)
     assert not wanted.run.path.exists()
     monkeypatch.setattr("baton.run.dry_run.available_bytes", lambda device: larger)

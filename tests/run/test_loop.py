@@ -193,7 +193,7 @@ def test_an_evaluation_that_cannot_be_judged_is_recorded_without_accuracy_and_th
     finally:
         loop.close()
     said = console.export_text()
-    assert "held-out accuracy after step 0, temperature 1: not judged on 6 problems" in said
+    assert "held-out accuracy after step 0, temperature 1: not scored on 6 problems" in said
     assert "evaluation after step 0: 18 of 18 responses could not be scored (raised 18)" in said
     assert "no answer from the service" in said
     found = loop.run.evaluations()
@@ -205,10 +205,10 @@ def test_an_evaluation_that_cannot_be_judged_is_recorded_without_accuracy_and_th
     assert all(change.points is None for change in report.changes)
     console = Console(record=True, width=120, file=io.StringIO())
     print_report(console, report)
-    assert "not judged" in console.export_text()
+    assert "not scored" in console.export_text()
     page = tmp_path / "page.html"
     write_page(loop.run, page)
-    assert "not judged before training" in page.read_text()
+    assert "not scored before training" in page.read_text()
 
 
 def test_a_checkpoint_is_a_plain_hugging_face_model_with_other_weights_than_the_first(small: Any) -> None:

@@ -259,19 +259,23 @@ def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
     assert ["run.threads" in w for w in compare_for_resume(before, threads)] == [True]
     longer = {**before, "run": {"steps": 12, "threads": 1}}
     assert compare_for_resume(before, longer) == [
-        "resuming with run.steps = 12 instead of 9: it holds from the next train step on"
+        "resuming with run.steps = 12 instead of 9: takes effect at the next train step"
     ]
     faster = {**before, "trainer": {"lr": 1e-2, "decay": "linear"}}
     assert compare_for_resume(before, faster) == [
-        "resuming with trainer.lr = 0.01 instead of 0.001: it holds from the next train step on"
+        "resuming with trainer.lr = 0.01 instead of 0.001: takes effect at the next train step"
     ]
     critic = {**before, "algorithm": {"critic_lr": 1e-3}}
     assert ["algorithm.critic_lr = 0.001 instead of None" in w for w in compare_for_resume(before, critic)] == [True]
     weighted = [{**before, "reward": [{"kind": "correct", "weight": weight}]} for weight in (1.0, 0.5)]
     assert ["reward.0.weight = 0.5" in w for w in compare_for_resume(*weighted)] == [True]
-    with pytest.raises(UserError, match=r"this changes reward\.0\.kind: was None, now 'correct'; reward\.0\.weight"):
+    with pytest.raises(
+        UserError, match=r"this recipe changes reward\.0\.kind: was None, now 'correct'; reward\.0\.weight"
+    ):
         compare_for_resume(before, weighted[0])
-    with pytest.raises(UserError, match=r"What can change: run\.steps, trainer\.lr, .* and the keys of .*checkpoint"):
+    with pytest.raises(
+        UserError, match=r"A resumed run may change: run\.steps, trainer\.lr, .* and the keys of .*checkpoint"
+    ):
         compare_for_resume(before, {**before, "rollout": {"group_size": 4}})
     with pytest.raises(UserError, match=r"task\.0\.weight: was 1\.0, now 2\.0"):
         compare_for_resume(before, {**before, "task": [{"weight": 2.0}]})
@@ -326,13 +330,13 @@ def test_a_batch_that_the_trainer_refuses_can_be_left_out(
     for _ in range(2):  # the resume fails as the run did
         with pytest.raises(TrainingDiverged, match=r"the loss is nan; its batch .*step 4; .*: --resume --skip-batch 4"):
             fails_at_step_four()
-    for step, sentence in ((2, "step_000002 has been trained on it"), (6, "no recorded batch .* allowed is 3 or 4")):
+    for step, sentence in ((2, "step_000002 was trained on this batch"), (6, "no recorded batch .* allowed is 3 or 4")):
         with pytest.raises(UserError, match=sentence):
             skip_batch(wanted.run.path, step, said.append)
     skip_batch(wanted.run.path, 4, said.append)
-    assert said == [f"the batch of step 4 is left out: groups {', '.join(map(str, sorted(poisoned)))}"]
+    assert said == [f"the batch of step 4 is skipped: groups {', '.join(map(str, sorted(poisoned)))}"]
     skip_batch(wanted.run.path, 4, said.append)
-    assert said[-1] == "the batch of step 4 was left out already"
+    assert said[-1] == "the batch of step 4 is already skipped"
     fails_at_step_four()
     run = RunDirectory.open(wanted.run.path)
     ids = [group.group_id for step in run.recorded_steps() for group in run.groups(step)]

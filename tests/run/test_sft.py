@@ -184,12 +184,12 @@ def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tm
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="is there already and is not a model"):
+        with pytest.raises(UserError, match="exists and is not a model"):
             attempt(overwrite=overwrite)
     (tmp_path / "made" / "thesis.tex").unlink()
     attempt()
     before = (tmp_path / "made" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="holds a model already: replace it with --overwrite"):
+    with pytest.raises(UserError, match="already contains a model: replace it with --overwrite"):
         attempt()
     (tmp_path / "made").rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="holds a run already"):

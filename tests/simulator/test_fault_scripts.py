@@ -54,7 +54,7 @@ def test_a_file_says_what_happens_and_the_seed_draws_the_rest(tmp_path: Path) ->
         ('[[fault]]\nkind = "storm"\nat_s = 1\nfor_s = 2', "at least one of loss"),
         ('[[fault]]\nkind = "hang"\nat_s = 1', "needs a duration"),
         ('[[fault]]\nkind = "crash"\nat_s = 1\nwhen = 2', "when"),
-        ("[[fault]\nkind", "is not TOML"),
+        ("[[fault]\nkind", "is not valid TOML"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:

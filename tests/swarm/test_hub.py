@@ -254,7 +254,7 @@ def test_two_hubs_cannot_have_one_port(bench, tmp_path):
     listener, known = HubListener(ListenAddress.parse(f"127.0.0.1:{bench.port_number}")), bench.access
     access = AccessControl(listener, known.authenticators, known.audit, known.quarantine, known.keys)
     other = Hub(access, bench.hub.welcome, bench.broker, bench.verifier, bench.said.append)
-    with pytest.raises(UserError, match="the hub cannot listen there"):
+    with pytest.raises(UserError, match="the hub cannot listen on this address"):
         other.start()
     other.stop()
     with pytest.raises(OSError, match="Address already in use"):

@@ -301,9 +301,9 @@ def test_a_function_that_raises_for_some_is_told_with_its_cause_once_then_counte
     for row in rows:
         assert f"warning: step {row['step']}: {row['judge/failed']:.0f} of 16 responses could not be scored" in said
     report = printed_report(run)
-    assert f"{sum(row['judge/failed'] for row in rows):.0f} of 48 responses could not be judged (raised " in report
+    assert f"{sum(row['judge/failed'] for row in rows):.0f} of 48 responses could not be scored (raised " in report
     assert "KeyError: 'no such test case' (functions.py, line " in report
-    assert "responses could not be judged (raised " in render(run)
+    assert "responses could not be scored (raised " in render(run)
 
 
 def test_a_run_without_any_difference_in_rewards_says_that_nothing_can_be_learned(
@@ -329,7 +329,7 @@ def test_a_prompt_that_is_too_long_is_left_out_counted_and_never_ends_a_run(
     tree["run"]["steps"], tree["eval"] = 13, {"num_prompts": 256, "every": 0}  # a step takes four prompts
     run, said = observed(tree)
     assert "; 9 prompts are too long and are skipped" in said
-    assert "held-out prompts there are (eval.num_prompts = 256)" in said
+    assert "held-out prompts: the tasks have fewer than eval.num_prompts = 256" in said
     counted = [row.get("prompts/too_long", 0) for row in read_metrics(run.path)]
     assert sum(counted) >= 6
     assert RunDirectory.open(run.path).recorded_steps()[-1] == 13

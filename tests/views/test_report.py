@@ -230,7 +230,7 @@ def test_an_example_without_a_judgement_says_why(run: RunDirectory) -> None:
     unjudged = RewardResult(0.0, {}, False, failure="the judge <hung>")
     members = (msgspec.structs.replace(group.members[0], judgement=unjudged), group.members[1])
     run.write_groups(3, [msgspec.structs.replace(group, members=members)])
-    assert "not judged (the judge <hung>)" in Elements(render(run)).text
+    assert "not scored (the judge <hung>)" in Elements(render(run)).text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -238,7 +238,7 @@ def test_a_very_long_response_is_shortened_and_the_page_says_so(run: RunDirector
     write_responses(run, 3, [("a1 " * 10_000, 1.0), ("2", 0.0)])
     example = next(e for e in choose_examples(run) if e.shown.num_tokens > 5000)
     assert sum(len(piece.text) for piece in example.response) < 13_000
-    assert "18,000 characters left out" in render(run)
+    assert "18,000 characters omitted" in render(run)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_all_workers_and_all_leases_are_in_the_picture_each_in_the_colour_of_its
     (picture,) = slot_pictures(spans)
     shown = words(picture.svg)
     assert [word for word in shown if word.startswith("engine")] == names, "in the order of their numbers"
-    assert {"trainer", "step 1", "step 2", "step 3", "slots at work", "24", "fetch", "train"} <= set(shown)
+    assert {"trainer", "step 1", "step 2", "step 3", "busy slots", "24", "fetch", "train"} <= set(shown)
     assert bars(picture.svg) == {ramp(0.0): 24, ramp(0.5): 24, ramp(1.0): 24}
 
 
@@ -94,7 +94,7 @@ def test_what_was_lost_is_faint_and_what_was_put_down_is_marked():
     faint = [p for p in drawn(picture.svg).iter("path") if p.attrib.get("fill-opacity") == "0.35"]
     marks = [p for p in drawn(picture.svg).iter("path") if "--ink," in p.attrib.get("style", "")]
     assert [p.attrib["d"].count("M") for p in (*faint, *marks)] == [1, 1]
-    assert {"lost", "put down"} <= set(words(picture.svg))
+    assert {"lost", "aborted"} <= set(words(picture.svg))
 
 
 def test_newer_versions_are_lighter_all_the_way():
@@ -118,10 +118,11 @@ def test_slots_at_work_are_counted_by_hand():
 def test_the_note_says_how_long_the_tail_is():
     # 4 slots in 10 s: 2 are at work for 6 s, 2 for 2 s: 16 of 40 slot seconds; any for 6 s: 16 of 24; never under 1
     (picture,) = slot_pictures(a_run(1))
-    words_of_it = "4 slots, at work 40 % of the time shown, and 67 % of the time in which any was; for 0 %"
+    words_of_it = "4 slots, busy 40 % of the time shown, and 67 % of the time in which at least one slot was busy. "
+    words_of_it += "In the long tail, 0 % of that time"
     assert picture.note.startswith(words_of_it)
     (lonely,) = slot_pictures([*a_run(1, workers=[f"node#{i}" for i in range(4)]), lease("node#0", 2, 6.0, 10.0)])
-    assert "for 40 % of that time fewer than a quarter" in lonely.note
+    assert "In the long tail, 40 % of that time, fewer than a quarter" in lonely.note
 
 
 def test_a_name_that_is_markup_stays_text():
@@ -139,7 +140,7 @@ def test_ten_thousand_workers_make_a_picture_of_bounded_size():
     assert sum(bars(picture.svg).values()) <= MAX_ROWS
     assert len(picture.svg) < 200_000
     assert picture.note.startswith("10,000 slots, "), "and all are counted"
-    assert picture.note.endswith("Drawn are 80 slots of 40 workers, of 5,000 workers.")
+    assert picture.note.endswith("Drawn are 80 slots of 40 workers; the run has 5,000 workers.")
 
 
 # ---- which part is drawn ---------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_steps_at_the_end_in_which_nothing_is_generated_are_left_out_by_name():
     spans = [s for s in spans if s.name != "generate" or s.begin_s < 70]
     windows = choose_windows(spans)
     assert [step.number for step in windows[-1].steps] == [5, 6, 7]
-    assert "in which anything is generated" in windows[-1].title
+    assert "The last steps with generation" in windows[-1].title
 
 
 def test_a_trace_without_train_steps_is_shown_whole_and_an_empty_one_not_at_all():

@@ -48,7 +48,7 @@ def test_trajectories_are_chosen_by_verdict_and_task(run: RunDirectory) -> None:
     assert chosen(is_correct=True) == [0, 2]
     assert chosen(is_correct=False) == [1]
     assert chosen(order="worst", task="sums") == [1, 0, 2]
-    with pytest.raises(UserError, match="no task 'other' here; there are: sums"):
+    with pytest.raises(UserError, match="no trajectory of task 'other'; its tasks are sums"):
         chosen(task="other")
 
 
@@ -63,7 +63,7 @@ def test_a_trajectory_without_a_judgement_is_neither_correct_nor_wrong(run: RunD
     for is_correct, expected in ((True, []), (False, [1]), (None, [0, 1])):
         found = read_trajectories(run.path, 3, is_correct=is_correct, limit=9)
         assert [r.shown.sample_index for r in found] == expected
-    assert found[0].shown.verdict == "not judged (the judge hung)"
+    assert found[0].shown.verdict == "not scored (the judge hung)"
 
 
 @pytest.mark.parametrize(

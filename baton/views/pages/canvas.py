@@ -1,6 +1,7 @@
-"""matplotlib drawings as inline SVG in the fonts and colours of the page, which has a light and a dark scheme.
+"""Draw charts with matplotlib as inline SVG, in the fonts and colours of the page.
 
-Figures are drawn in placeholder colours, which `to_svg` replaces with CSS variables of the page.
+The page has a light and a dark colour scheme. Figures therefore use placeholder colours, which `to_svg` replaces by CSS
+variables of the page.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 SERIES = tuple(f"#01020{i}" for i in range(1, 8))
-"""Placeholders of the data colours `--s1` to `--s7` of the page, which are distinguishable for colour-blind readers."""
+"""Placeholders of the page's data colours `--s1` to `--s7`, which colour-blind readers can distinguish."""
 BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, GREY = SERIES
 INK, RULE = "#010208", "#010209"
 """Placeholders of the colours of text and of grid lines."""
@@ -28,7 +29,7 @@ _VARIABLES = {
 }
 WIDTH_IN, HEIGHT_IN = 5.0, 2.85
 LEGEND_CHARACTERS = 58
-"""Characters per line of the legend; a marker counts as four."""
+"""Maximum number of characters per line of the legend; a marker counts as four."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "baton",  # ids are random without a salt, and equal runs would give different pages
@@ -62,9 +63,10 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_step: int | None = None) -> str:
-    """Return the SVG of one chart.
+    """Return the SVG of a chart.
 
-    `paint` draws on empty axes; `x` and `y` are the axis labels with units; `last_step` fixes the range of a step axis.
+    `paint` draws on empty axes. `x` and `y` are the labels of the axes, with units. If the horizontal axis is train
+    steps, `last_step` is the end of its range.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
@@ -90,7 +92,7 @@ def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_s
 
 
 def _tick(axes: Axes) -> None:
-    """Put round numbers on the vertical axis, as plain text: math text is off (`text.parse_math`)."""
+    """Set round numbers as ticks of the vertical axis. They are plain text, because math text is off in `_STYLE`."""
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))
@@ -104,7 +106,7 @@ def _tick(axes: Axes) -> None:
 
 
 def to_svg(drawing: str) -> str:
-    """Return matplotlib's SVG file as an element of a page: without header, sizes, fonts and unused ids."""
+    """Convert matplotlib's SVG file to an element of a page: remove its header, sizes, fonts and unused ids."""
     svg = drawing[drawing.index("<svg") :]
     svg = re.sub(r"<style.*?</style>|<metadata.*?</metadata>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))

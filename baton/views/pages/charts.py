@@ -1,4 +1,4 @@
-"""The charts of a report: metrics by step, held-out accuracy, time per stage. Charts without data are left out."""
+"""Draw the charts of a report: metrics by train step, held-out accuracy and time per stage; none without data."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, 
 from baton.views.pages.history import Curve, History
 
 MARKED = 40
-"""A curve of at most this many points has a marker at each point."""
+"""Maximum number of points of a curve that is drawn with markers."""
 STAGES = {"generate": BLUE, "judge": YELLOW, "train": ORANGE, "weight_sync": GREEN}
-"""Stages of a train step; the rest of its time is `other`."""
+"""Colours of the stages of a train step. The remaining time of the step is drawn as `other`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One drawing with title and note."""
+    """A drawing with title and note."""
 
     title: str
     svg: str
     note: str = ""
-    """How to read it; plain text."""
+    """Explanation for the reader, plain text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """One metric in a chart."""
+    """A curve of one metric in a chart."""
 
     metric: str
     label: str
     colour: str = BLUE
     is_smoothed: bool = False
-    """Whether a moving mean is drawn over the raw values."""
+    """Draw a moving mean over the raw values."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """A chart of metrics by step."""
+    """A chart of metrics by train step."""
 
     title: str
     unit: str
     lines: tuple[ChartLine, ...]
     note: str = ""
     scale: float = 1.0
-    """Factor from the metric's unit to the unit shown: 100 for shares as percentages."""
+    """Factor from the metric's unit to the unit of the chart, such as 100 for percentages."""
     is_log: bool = False
     is_left_out_if_zero: bool = False
     repeats: str = ""
-    """A metric; the chart is left out if its curve equals this metric's."""
+    """Name of another metric; the chart is omitted if both metrics have equal curves."""
 
 
 LEARNING = (
@@ -70,7 +70,7 @@ LEARNING = (
         "Groups without a learning signal",
         "groups, %",
         (ChartLine("reward/zero_std_frac", "all rewards equal", GREY, is_smoothed=True),),
-        "If all rewards of a group are equal, its advantages are zero.",
+        "If all rewards of a group are equal, the group's advantages are zero.",
         scale=100,
     ),
 )
@@ -129,7 +129,7 @@ SPEED = (
 
 
 def learning_charts(history: History) -> Iterator[Chart]:
-    """Draw held-out accuracy and the reward with its parts."""
+    """Draw held-out accuracy, the reward, and the parts of the reward if it has several."""
     yield from accuracy_charts(history)
     yield from line_charts(history, LEARNING)
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
@@ -142,7 +142,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
 
 
 def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart]:
-    """Draw the charts that have at least one value."""
+    """Draw those of the charts whose metrics have at least one value."""
     for chart in charts:
         curves = [(line, history.curve(line.metric)) for line in chart.lines]
         curves = [(line, curve) for line, curve in curves if len(curve.steps)]
@@ -156,7 +156,7 @@ def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Width of the moving mean, steps: a twentieth of the run, odd, at least 5."""
+    """Return the width of the moving mean in train steps: a twentieth of the run, odd, at least 5."""
     return max(5, num_steps // 20 | 1)
 
 
@@ -197,13 +197,13 @@ def accuracy_charts(history: History) -> Iterator[Chart]:
     if not history.evaluations:
         return
     tasks = list(dict.fromkeys(e.result.task for e in history.evaluations))
-    overall = tasks[-1]  # the last task is `all` if there are several
+    overall = tasks[-1]  # `all` if the run has several tasks
     yield _accuracy_chart(
         "Held-out accuracy",
         history,
         [e for e in history.evaluations if e.result.task == overall],
         lambda result: "greedy" if result.temperature == 0 else f"sampled at {result.way}",
-        "Bars are 95 % intervals. Every evaluation uses the same problems, which are never trained on.",
+        "Bars are 95 % intervals. All evaluations use the same problems, and no problem of them is used in training.",
     )
     if len(tasks) > 1:
         yield _accuracy_chart(
@@ -225,7 +225,7 @@ def _accuracy_chart(
     labels = list(dict.fromkeys(label(e.result) for e in evaluations))
 
     def paint(axes: Axes) -> None:
-        dodge = 0.006 * max(1, history.last_step)  # so that intervals do not overlap
+        dodge = 0.006 * max(1, history.last_step)  # shifts the curves sideways, so that their intervals do not overlap
         for i, name in enumerate(labels):
             mine = [(e.step, e.result.accuracy) for e in evaluations if label(e.result) == name]
             shares = [share for _, share in mine if share is not None]
@@ -233,7 +233,7 @@ def _accuracy_chart(
             below = values - np.array([100 * s.low for s in shares])
             above = np.array([100 * s.high for s in shares]) - values
             x = np.array([step for step, share in mine if share is not None]) + dodge * (i - (len(labels) - 1) / 2)
-            # the value lies within its interval, but rounding can give -1e-17, which errorbar refuses
+            # every value is within its interval, but rounding can give -1e-17, which errorbar refuses
             errors = np.maximum(0, [below, above])
             colour = SERIES[i % len(SERIES)]
             axes.errorbar(x, values, errors, marker="o", color=colour, elinewidth=1, capsize=2.5, label=name)
@@ -247,7 +247,7 @@ def _accuracy_chart(
 
 
 def speed_charts(history: History) -> Iterator[Chart]:
-    """Draw tokens per second, and the time of each stage of a step."""
+    """Draw tokens per second, and the time of each stage of a train step."""
     yield from line_charts(history, SPEED)
     whole = history.curve("perf/step_time")
     if not len(whole.steps):
@@ -274,6 +274,6 @@ def speed_charts(history: History) -> Iterator[Chart]:
 
 
 def _on(curve: Curve, steps: np.ndarray) -> np.ndarray:
-    """[steps] values of a curve; 0 at steps without a value."""
+    """Return the values of a curve at the given steps, shape [steps]; 0 at steps without a value."""
     known = dict(zip(curve.steps, curve.values, strict=True))
     return np.array([known.get(step, 0.0) for step in steps])

@@ -1,4 +1,4 @@
-"""Example trajectories: the best, worst and longest of the first and of the last recorded step."""
+"""Select example trajectories: the best, worst and longest of the first and of the last recorded train step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from baton.records.run_directory import RunDirectory
 from baton.views.terminal.trajectories import ORDERS, ShownTrajectory, TextPiece, ordered, reading
 
 PER_ORDER = 2
-"""Examples of each kind from each of the two steps."""
+"""Number of examples for each order and train step."""
 MAX_CHARACTERS = 12_000
-"""Maximum length of a text; a longer one is shown without its middle, with a note."""
+"""Maximum length of a text on the page; a note replaces the middle of a longer text."""
 
 
 class Example(msgspec.Struct, frozen=True):
-    """One trajectory and the order that it leads."""
+    """A trajectory that is first, or among the first, in one order."""
 
     kind: str
-    """One of `ORDERS`."""
+    """The order, an element of `ORDERS`."""
     shown: ShownTrajectory
     prompt: list[TextPiece]
-    """Control characters are escaped."""
+    """Text of the prompt with escaped control characters."""
     response: list[TextPiece]
+    """Text of the response with escaped control characters."""
 
 
 def choose_examples(run: RunDirectory) -> Iterator[Example]:
-    """Yield examples of the first and the last recorded step, none twice, each of a kind from a different prompt."""
+    """Yield examples of the first and the last recorded train step.
+
+    No trajectory is yielded twice, and the examples of one order and step have different prompts.
+    """
     steps = run.recorded_steps()
     tokenizer = load_tokenizer(str(run.tokenizer)) if steps else None
     for step in dict.fromkeys((steps[0], steps[-1]) if steps else ()):
@@ -52,13 +56,13 @@ def choose_examples(run: RunDirectory) -> Iterator[Example]:
 
 
 def _readable(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
-    """Escape control characters, and cut the middle out of long texts."""
+    """Escape control characters, and replace the middle of a long text by a note."""
     for piece in pieces:
         text = visible(piece.text)
         if len(text) > MAX_CHARACTERS:
             half = MAX_CHARACTERS // 2
             yield TextPiece(text[:half], piece.is_special)
-            yield TextPiece(f" … {len(text) - 2 * half:,} characters left out … ", True)
+            yield TextPiece(f" … {len(text) - 2 * half:,} characters omitted … ", True)
             yield TextPiece(text[-half:], piece.is_special)
         else:
             yield TextPiece(text, piece.is_special)

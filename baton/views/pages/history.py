@@ -1,4 +1,4 @@
-"""Records of a run as arrays: metrics by step, and lengths with verdicts of sampled steps."""
+"""Read the records of a run as arrays: metrics by train step, and response lengths with verdicts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from baton.records.run_directory import RecordedEvaluation, RunDirectory
 from baton.types import ScoredTrajectory
 
 MAX_SAMPLED_STEPS = 40
-"""Maximum number of steps whose trajectories are read; a longer run is sampled evenly, with first and last step."""
+"""Maximum number of train steps whose trajectories are read. If a run has more, evenly spaced steps are read."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric at the steps that have it."""
+    """The values of one metric, and the train steps that have a value."""
 
     steps: Floats
-    """[steps]"""
+    """Train steps, shape [steps]."""
     values: Floats
-    """[steps]"""
+    """Values of the metric, shape [steps]."""
 
     def smoothed(self, window: int) -> Floats:
-        """[steps] centred mean over `window` (odd) values, fewer at the ends."""
+        """Return the centred mean over `window` (odd) values, over fewer values at the ends; shape [steps]."""
         sums = np.cumsum(np.concatenate(([0.0], self.values)))
         places = np.arange(len(self.values))
         low = np.maximum(0, places - window // 2)
@@ -41,15 +41,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class History:
-    """Metrics and evaluations of a run."""
+    """The metrics and evaluations of a run."""
 
     rows: dict[int, dict[str, float]]
-    """Values by step and name; several rows of one step are merged."""
+    """Values by train step and metric name."""
     evaluations: Sequence[RecordedEvaluation]
 
     @classmethod
     def read(cls, run: RunDirectory) -> History:
-        """Read metrics and evaluations; values that are not finite are left out."""
+        """Read the metrics and evaluations of a run. Merges rows of one step; omits values that are not finite."""
         rows: dict[int, dict[str, float]] = {}
         for row in read_metrics(run.path):
             found = rows.setdefault(row["step"], {})
@@ -63,31 +63,31 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The last step with a row; 0 without rows."""
+        """Last train step with a row; 0 without rows."""
         return max(self.rows, default=0)
 
     def curve(self, name: str) -> Curve:
-        """Return one metric; the curve is empty if no step has it."""
+        """Return the curve of one metric, which is empty if no train step has the metric."""
         points = [(step, row[name]) for step, row in sorted(self.rows.items()) if name in row]
         return Curve(np.array([p[0] for p in points], float), np.array([p[1] for p in points], float))
 
 
 @dataclass(frozen=True, slots=True)
 class StepLengths:
-    """Length and verdict of every trajectory of one step."""
+    """The length and verdict of every trajectory of one train step."""
 
     step: int
     lengths: Floats
-    """[trajectories] tokens"""
+    """Response lengths in tokens, shape [trajectories]."""
     verdicts: NDArray[np.str_]
-    """[trajectories] `correct`, `wrong` or `not judged`"""
+    """Elements of `VERDICTS`, shape [trajectories]."""
 
 
-VERDICTS = ("correct", "wrong", "not judged")
+VERDICTS = ("correct", "wrong", "not scored")
 
 
 def read_lengths(run: RunDirectory) -> list[StepLengths]:
-    """Read lengths and verdicts of at most MAX_SAMPLED_STEPS steps."""
+    """Read the lengths and verdicts of at most MAX_SAMPLED_STEPS train steps."""
     found = []
     for step in evenly(run.recorded_steps(), MAX_SAMPLED_STEPS):
         members = [member for group in run.groups(step) for member in group.members]
@@ -97,14 +97,14 @@ def read_lengths(run: RunDirectory) -> list[StepLengths]:
 
 
 def verdict(member: ScoredTrajectory) -> str:
-    """One of VERDICTS."""
+    """Return the verdict of a trajectory, an element of VERDICTS."""
     if not member.judgement.is_judged:
-        return "not judged"
+        return "not scored"
     return "correct" if member.judgement.is_correct else "wrong"
 
 
 def evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the steps, evenly spaced, with the first and the last."""
+    """Return at most `count` of the steps, evenly spaced, including the first and the last step."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]

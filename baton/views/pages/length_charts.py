@@ -1,4 +1,4 @@
-"""Charts of response lengths: over training, and by verdict."""
+"""Draw charts of response lengths: over training, and by verdict."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from baton.views.pages.history import VERDICTS, Floats, StepLengths
 
 COLOURS = dict(zip(VERDICTS, (BLUE, ORANGE, GREY), strict=True))
 SHADES = ((0.0, 0.10), (0.02, 0.24), (0.05, 0.40), (0.10, 0.58), (0.20, 0.78), (0.40, 1.0))
-"""(lowest share of a step's responses, opacity)"""
+"""Pairs of (minimum share of a step's responses, opacity of a cell with at least this share)."""
 
 
 def length_charts(samples: Sequence[StepLengths], last_step: int) -> Iterator[Chart]:
-    """Draw the distribution of lengths over training, and lengths by verdict early and late."""
+    """Draw the distribution of lengths over training, mean lengths by verdict, and early and late histograms."""
     if not samples:
         return
     longest = max(s.lengths.max() for s in samples)
@@ -58,7 +58,7 @@ def _heat_map(samples: Sequence[StepLengths], longest: float, last_step: int) ->
         axes.set_xlim(min(-0.02 * last_step, lefts[0]), max(1.02 * last_step, rights[-1]))
         axes.set_ylim(0, edges[-1])
 
-    note = "Stronger colour: a larger share of the step's responses has this length."
+    note = "A stronger colour means that a larger share of the step's responses has this length."
     return Chart("Response lengths over training", draw(paint, y="tokens", last_step=last_step), note)
 
 

@@ -1,4 +1,4 @@
-"""Rendering of pages: a template with escaped values becomes one HTML file without scripts."""
+"""Render pages: fill a template with escaped values, and write one HTML file without scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.files import write_whole
 
 
 def check_page(path: Path) -> None:
-    """Raise UserError if matplotlib or jinja2 is missing or the page cannot be written to `path`."""
+    """Raise UserError if matplotlib or jinja2 is missing, or if the page cannot be written to `path`."""
     check_installed()
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"cannot write the page {path}: give a file in an existing directory")
@@ -23,11 +23,13 @@ def check_installed() -> None:
     """Raise UserError if matplotlib or jinja2 is missing."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
-        raise UserError(f"--html needs {' and '.join(missing)}, not installed: run `pip install 'baton-rl[report]'`")
+        raise UserError(
+            f"--html needs {' and '.join(missing)}, which are not installed: pip install 'baton-rl[report]'"
+        )
 
 
 def render_template(template: str, filters: Mapping[str, Callable[..., str]] | None = None, /, **values: Any) -> str:
-    """Render a template of this folder with escaped values; return HTML."""
+    """Fill a template of this folder with escaped values, and return the HTML."""
     from jinja2 import Environment, StrictUndefined
 
     place = files("baton.views.pages")

@@ -1,4 +1,4 @@
-"""Drawings of a plan: roles of the GPUs, timeline of one step, price against throughput, effect of one more GPU."""
+"""Draw a plan: roles of the GPUs, timeline of a train step, price and throughput, effect of one more GPU."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MOST_MACHINES = 160
 
 
 class LegendEntry(msgspec.Struct, frozen=True):
-    """What a colour means."""
+    """An entry of a legend."""
 
     colour: str
-    """CSS variable."""
+    """Name of a CSS variable of the page."""
     meaning: str
 
 
 def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
-    """Return the colour of each GPU and the legend. Colocated GPUs have the colours of their engines."""
+    """Return the colour of each GPU, and the legend. Colocated GPUs get the colours of their engines."""
     by_gpu: dict[str, str] = {}
     keys = []
     for index, stage in enumerate(plan.training.stages):
@@ -57,7 +57,7 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
 
 
 def cluster_drawing(plan: Plan, cluster: Cluster) -> str:
-    """Return an SVG of the machines by GPU type, with link speeds; each GPU has the colour of its role."""
+    """Return an SVG of the machines by GPU type, with link speeds. The colour of a GPU shows its role."""
     by_gpu, _ = colours(plan)
     parts: list[str] = []
     y = 0.0
@@ -133,7 +133,7 @@ def _crossing(cluster: Cluster) -> str:
 
 
 def timeline(plan: Plan) -> str:
-    """Return the timeline of one step: stages of the trainer and of the rollout."""
+    """Return the timeline of one train step: the stages of the rollout and of the trainer."""
     b, t = plan.breakdown, plan.training
     late_s = 0.0 if b.overlaps else b.rollout_s + b.reward_s
     pause = max((replica.pause_s for replica in plan.replicas), default=0.0)
@@ -154,7 +154,7 @@ def timeline(plan: Plan) -> str:
         for lane, parts in lanes.items():
             start = late_s if lane == 0 else 0.0
             for name, length, colour in parts:
-                if length > 0.002 * b.step_s:  # a thinner bar is invisible, but would have a legend entry
+                if length > 0.002 * b.step_s:  # a thinner bar would be invisible but have an entry in the legend
                     axes.barh(lane, length, left=start, height=0.42, color=colour, label=name)
                 start += length
         end = b.step_s - b.sync_s
@@ -170,7 +170,7 @@ def timeline(plan: Plan) -> str:
 
 
 def curve_drawing(spots: Sequence[PricePoint], plan: Plan) -> str:
-    """Return the curve of throughput against price."""
+    """Return the chart of throughput by price."""
 
     def paint(axes: Axes) -> None:
         others = [s for s in spots if not s.is_efficient]
@@ -185,7 +185,7 @@ def curve_drawing(spots: Sequence[PricePoint], plan: Plan) -> str:
 
 
 def marginal_drawing(marginals: Sequence[Marginal]) -> str:
-    """Return a bar chart of the throughput gained by one more GPU of each type."""
+    """Return a bar chart of the throughput gain of one more GPU of each type."""
 
     def paint(axes: Axes) -> None:
         axes.bar([m.gpu for m in marginals], [100 * m.gain for m in marginals], width=0.5, color=GREEN)

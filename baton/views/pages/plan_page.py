@@ -1,4 +1,4 @@
-"""The page of a plan: self-contained HTML without scripts or network access."""
+"""Write the page of a plan: self-contained HTML without scripts or network access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.views.terminal.plan import gpu_names, memory, money
 
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
-    """Write the page of a plan; `curve` has the throughput at each price."""
+    """Write the page of a plan. `curve` has the throughput at each price."""
     write_rendered(path, _rendered(result, curve))
 
 
@@ -60,7 +60,7 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _replica_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
-    """(replicas, shape, layers, memory, tokens/s each, share) of each replica shape."""
+    """Return (replicas, shape, layers, memory, tokens/s of a replica, share of the work) of each replica shape."""
     rows = []
     for shape in dict.fromkeys((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas):
         same = [r for r in plan.replicas if (r.gpu, r.tp, r.pp, r.batch) == shape]

@@ -1,7 +1,7 @@
-"""The report of a run: one self-contained HTML page without scripts or network access.
+"""Write the report of a run: one self-contained HTML page without scripts or network access.
 
-Texts that a model wrote are untrusted. The template escapes every value; only drawings made here are inserted as
-markup. A Content-Security-Policy in the page also forbids scripts and external content.
+Texts of a model are untrusted. The template escapes all values except the drawings that this package makes. A
+Content-Security-Policy in the page also forbids scripts and external content.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from baton.views.pages.slots import Picture
 
 SLOTS_NOTE = (
-    "Each row is a slot. Each bar is a lease: a worker generates a response until it is finished or aborted (put "
-    "down). Dashed lines mark the start of training in a step, solid lines the publication of its version."
+    "Each row is a slot. Each bar is a lease, during which a worker generates one response until the response is "
+    "finished or aborted. Dashed lines mark the start of training in a step; solid lines mark the publication of the "
+    "new version."
 )
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One line about the run."""
+    """A named value, such as the seed of the run."""
 
     name: str
     value: str
@@ -51,11 +52,11 @@ class Section(msgspec.Struct, frozen=True):
     charts: Sequence[Chart | Picture]
     note: str = ""
     is_wide: bool = False
-    """Whether each chart takes the full width of the page."""
+    """Show each chart in the full width of the page."""
 
 
 class MetricRange(msgspec.Struct, frozen=True):
-    """First, last, lowest and highest value of a metric."""
+    """The first, last, lowest and highest value of a metric."""
 
     name: str
     first: float
@@ -65,7 +66,7 @@ class MetricRange(msgspec.Struct, frozen=True):
 
 
 def write_page(run: RunDirectory, path: Path) -> None:
-    """Write the page of a finished or unfinished run. Raises UserError as `check_page` does."""
+    """Write the page of a run, which may still be running. Raises UserError as `check_page` does."""
     check_page(path)
     write_rendered(path, render(run))
 
@@ -155,7 +156,7 @@ def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None,
 
 
 def _mixture(tasks: Sequence[dict[str, Any]]) -> str:
-    """Names of the tasks, with their weights if these differ."""
+    """Return the names of the tasks, with their weights if the weights differ."""
     weights = [task.get("weight", 1.0) for task in tasks]
     if len(set(weights)) <= 1:
         return ", ".join(task["name"] for task in tasks) or "none"
@@ -170,7 +171,7 @@ def _commit(commit: str | None) -> str:
 
 
 def _parameters(checkpoints: Path) -> int:
-    """Number of parameters of the latest checkpoint, from the headers of its files; 0 without a checkpoint."""
+    """Return the number of parameters in the latest checkpoint, from its files' headers; 0 without a checkpoint."""
     latest = max((p for p in checkpoints.glob("step_*") if p.is_dir() and not p.suffix), default=None)
     count = 0
     for file in latest.glob("*.safetensors") if latest is not None else ():
@@ -184,7 +185,7 @@ def _parameters(checkpoints: Path) -> int:
 
 
 def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, str, str]]:
-    """(label, number, detail) of the main results."""
+    """Yield the main results as (label, number, detail)."""
     if summary is None:
         return
     overall = [c for c in summary.changes if c.before.task == summary.changes[-1].before.task]
@@ -210,7 +211,7 @@ def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, s
 
 
 def _accuracy(result: Evaluation) -> str:
-    return "not judged" if result.accuracy is None else percent(result.accuracy.value)
+    return "not scored" if result.accuracy is None else percent(result.accuracy.value)
 
 
 def _by_step(examples: Sequence[Example]) -> list[tuple[int, list[Example]]]:
@@ -224,7 +225,7 @@ def _range(history: History, name: str) -> MetricRange:
 
 
 def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
-    """The rest of run.json. Absolute paths are cut to their last part, so that a shared page shows no directories."""
+    """Yield command and versions of run.json. Absolute paths are cut to their last part: a page may be published."""
     command = [re.sub(r".*[/\\]", "", part) if os.path.isabs(part) else part for part in facts.get("command", ())]  # noqa: PTH117
     yield Fact("command", " ".join(command))
     for key in ("baton", "python", "platform"):
@@ -237,7 +238,7 @@ def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
 
 
 def short(value: float) -> str:
-    """Return a number with four digits or a unit: 0.1234, 1,234, 12.3 k, 4.56 M."""
+    """Return a number with four digits or with a unit, such as 0.1234, 1,234, 12.3 k or 4.56 M."""
     size = abs(value)
     for start, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):  # `k` only from 10,000, so that 1,234 keeps its digits
         if size >= start:
@@ -253,7 +254,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its two largest units."""
+    """Return a duration in its two largest units."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.3g} s"

@@ -1,4 +1,4 @@
-"""Pages of a simulated run and of a parameter sweep: self-contained HTML without scripts or network access."""
+"""Write pages of a simulated run and of a parameter sweep: self-contained HTML without scripts or network access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.views.terminal.plan import money
 
 
 def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
-    """Write the page of one run."""
+    """Write the page of a simulated run."""
     untrained = _untrained(result)
     charts = [_time(result), _staleness(result), *([_tokens(untrained)] if untrained else [])]
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
@@ -38,7 +38,7 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
 
 
 def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
-    """Write the page of a sweep."""
+    """Write the page of a parameter sweep."""
     charts = [
         _lines(swept, "Throughput", "trained tokens/s", lambda r: r.trained_tokens_per_s),
         _lines(swept, "Trainer utilisation", "%", lambda r: 100 * r.trainer_busy),
@@ -98,7 +98,7 @@ def _tiles(result: Result) -> list[tuple[str, str, str]]:
         ("Throughput", f"{result.trained_tokens_per_s:,.0f}", "trained tokens per second"),
         ("Train step", seconds(result.step_s), f"± {seconds(result.step_s_spread)}"),
         ("Trainer", f"{result.trainer_busy:.0%}", "of the time busy"),
-        ("Slots", f"{result.rollout_occupancy:.0%}", "of slot time leased"),
+        ("Slots", f"{result.rollout_occupancy:.0%}", "of slot time used"),
         ("Staleness", f"{result.mean_staleness:.2f}", f"versions; {result.masked_share:.1%} masked"),
         ("Price", price, f"{unit} for the run"),
     ]
@@ -127,7 +127,7 @@ def _staleness(result: Result) -> Chart:
 
 
 def _untrained(result: Result) -> dict[str, float]:
-    """Percentage of the generated tokens, by what became of them."""
+    """Return the percentages of the generated tokens that were not trained, by outcome."""
     total = max(1, result.tokens["generated"])
     accounts = {name: count for name, count in result.tokens.items() if name not in ("generated", "trained")}
     return {name: 100 * count / total for name, count in accounts.items() if count}
@@ -140,7 +140,7 @@ def _tokens(untrained: dict[str, float]) -> Chart:
 
 
 def _lines(swept: ParameterSweep, title: str, unit: str, value: object) -> Chart:
-    """One line per combination of the other axes, over the values of the last axis."""
+    """Return a chart over the values of the last axis, with one line per combination of the other axes."""
     last = swept.axes[-1]
     lines: dict[str, list[SweepPoint]] = {}
     for point in swept.points:

@@ -1,8 +1,9 @@
-"""Drawings of a trace: slots over time, coloured by policy version.
+"""Draw a trace as slots over time, coloured by policy version.
 
-Rows are slots, bars are leases; the colour of a bar is its policy version, from dark (old) to light (new). The
-trainer's activity is drawn above, the number of busy slots below. The spans come from a live run or from a simulation.
-The SVG is written directly, with one path for all bars of a version; matplotlib would write one path for each bar.
+Rows are slots, and bars are leases. The colour of a bar is its policy version, from dark (old) to light (new). The
+trainer's activity is above the slots, and the number of busy slots below them. The spans are from a live run or from a
+simulation. The SVG is written directly, with one path for all bars of a version: matplotlib would write one path per
+bar, and the page would be too large.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ COLOURS = {
     "checkpoint": "--s5,#56b4e9",
     "prefill": "--s5,#56b4e9",
 }
-"""Colours of activities other than generation: a CSS variable of the page, and its value outside a page."""
+"""Colours of activities other than generation: a CSS variable of the page, and its value outside of pages."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
-"""RGB from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
+"""RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """One drawing with title and note."""
+    """A drawing with title and note."""
 
     title: str
     svg: str
@@ -44,17 +45,17 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 def slot_pictures(spans: Sequence[Span]) -> list[Picture]:
-    """Draw a short trace whole, of a longer one the first, the slowest and the last steps."""
+    """Draw all steps of a short trace; of a longer trace, draw the first, the slowest and the last steps."""
     return [Picture(w.title, slot_picture(w), _occupancy_note(w)) for w in choose_windows(spans)]
 
 
 def slot_picture(window: Window) -> str:
-    """Return the SVG of one window, its spans clipped to it."""
+    """Return the SVG of one window, with spans clipped to the window."""
     return _Drawing(window).svg()
 
 
 def ramp(share: float) -> str:
-    """Return the colour at `share` between the oldest version (0) and the newest (1)."""
+    """Return the colour at a position between the oldest version (`share` 0) and the newest version (1)."""
     place = min(max(share, 0.0), 1.0) * (len(_RAMP) - 1)
     low = min(int(place), len(_RAMP) - 2)
     mixed = (a + (b - a) * (place - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True))
@@ -62,7 +63,7 @@ def ramp(share: float) -> str:
 
 
 def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) -> NDArray[np.float64]:
-    """[count] mean number of busy slots in each of `count` equal intervals."""
+    """Return the mean number of busy slots in each of `count` equal intervals, shape [count]."""
     edges = np.linspace(begin_s, end_s, count + 1)
     ends = np.array([(s.begin_s, s.end_s) for s in spans if s.name == "generate"], float).reshape(-1, 2)
     ends = np.clip(ends, begin_s, end_s)
@@ -72,7 +73,7 @@ def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) 
     if not len(moments):
         return np.zeros(count)
     level = np.cumsum(change)
-    # cumulative slot-seconds at each moment; linear in between, so interpolation at the edges is exact
+    # cumulative slot-seconds at each moment; they grow linearly between moments, so interpolation at the edges is exact
     seconds = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(moments))))
     means: NDArray[np.float64] = np.diff(np.interp(edges, moments, seconds)) / max(1e-12, (end_s - begin_s) / count)
     return means
@@ -87,17 +88,19 @@ def _occupancy_note(window: Window) -> str:
         return ""
     few = float(np.mean(at_work < slots / 4))
     left_out = (
-        f" Drawn are {drawn:,} slots of {len(rows):,} workers, of {len(lanes):,} workers." if drawn < slots else ""
+        f" Drawn are {drawn:,} slots of {len(rows):,} workers; the run has {len(lanes):,} workers."
+        if drawn < slots
+        else ""
     )
     return (
-        f"{slots:,} slots, at work {100 * busy.mean() / slots:.0f} % of the time shown, and "
-        f"{100 * at_work.mean() / slots:.0f} % of the time in which any was; for {100 * few:.0f} % of that time fewer "
-        f"than a quarter of them were: the long tail.{left_out}"
+        f"{slots:,} slots, busy {100 * busy.mean() / slots:.0f} % of the time shown, and "
+        f"{100 * at_work.mean() / slots:.0f} % of the time in which at least one slot was busy. In the long tail, "
+        f"{100 * few:.0f} % of that time, fewer than a quarter of the slots were busy.{left_out}"
     )
 
 
 def _lanes(spans: Sequence[Span]) -> list[tuple[str, int]]:
-    """(worker, number of its slots up to the highest used one)."""
+    """Return the workers, each with its number of slots up to the highest slot that was used."""
     highest: dict[str, int] = {}
     for span in spans:
         if span.name == "generate":
@@ -110,10 +113,10 @@ class _Drawing:
     window: Window
     parts: list[str] = field(default_factory=list)
     y: float = 0.0
-    """Top of the next row."""
+    """Top of the next row, in SVG units."""
 
     def svg(self) -> str:
-        """Return it whole."""
+        """Draw all parts, and return the SVG."""
         window = self.window
         shown = [s for s in window.spans if s.end_s > window.begin_s and s.begin_s < window.end_s]
         others, _ = actors_of(window.spans)
@@ -137,7 +140,7 @@ class _Drawing:
         return f"{head}{''.join(self.parts)}</svg>"
 
     def x(self, at_s: float) -> float:
-        """Horizontal position of a moment, clipped to the frame."""
+        """Return the horizontal position of a moment, clipped to the frame."""
         share = (at_s - self.window.begin_s) / max(1e-9, self.window.end_s - self.window.begin_s)
         return LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0)
 
@@ -160,7 +163,7 @@ class _Drawing:
             entry(ramp(0.5), "lost", 0.35)
         if any(s.facts.get("ended") == "abort" for s in shown):
             self._rect(place + 4, self.y - 9, 1.6, 10, _ink("--ink,#1b1f24"))
-            self._text(place + 11, self.y, "put down")
+            self._text(place + 11, self.y, "aborted")
             place += 74
         place += 16
         done = {s.name for s in shown}
@@ -178,7 +181,7 @@ class _Drawing:
     def _worker(
         self, worker: str, lanes: Sequence[int], spans: Sequence[Span], height: float, versions: tuple[int, int]
     ) -> None:
-        """Draw the slots of one worker, and above them its weight transfers and other activities beside the slots."""
+        """Draw the slots of one worker, and above the slots the worker's other activities, such as weight transfers."""
         self.y += 4
         aside = [s for s in spans if s.lane == ASIDE and s.name in COLOURS]
         total = height * len(lanes)
@@ -226,7 +229,7 @@ class _Drawing:
         area = f"M{LEFT} {self.y + height:.1f}{line}V{self.y + height:.1f}z"
         self.parts.append(f'<path style="fill:{blue}" fill-opacity="0.75" d="{area}"/>')
         self._text(LEFT - 8, self.y + 9, f"{slots:,}", "end")
-        self._text(LEFT - 8, self.y + height / 2 + 4, "slots at work", "end")
+        self._text(LEFT - 8, self.y + height / 2 + 4, "busy slots", "end")
         self._text(LEFT - 8, self.y + height, "0", "end")
         self.y += height
 
@@ -280,7 +283,7 @@ def _colour(version: int, low: int, high: int) -> str:
 
 
 def _versions(span: Span) -> list[tuple[int, float]]:
-    """(version, share of the tokens) of a lease, oldest version first."""
+    """Return the policy versions of a lease, oldest first, each with its share of the tokens."""
     if span.name != "generate":
         return []
     several = span.facts.get("versions")
@@ -290,7 +293,10 @@ def _versions(span: Span) -> list[tuple[int, float]]:
 
 
 def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
-    """(version, begin_s, end_s) of a lease, whose time is divided among its versions in proportion to their tokens."""
+    """Yield (version, begin_s, end_s) for each policy version of a lease.
+
+    The time of the lease is divided among its versions in proportion to their tokens.
+    """
     at_s = span.begin_s
     for version, share in _versions(span):
         end_s = at_s + share * (span.end_s - span.begin_s)
@@ -299,7 +305,7 @@ def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
 
 
 def _chosen_rows(spans: Sequence[Span]) -> list[tuple[str, list[int]]]:
-    """(worker, slots) to draw: all, or an evenly spaced choice if there are too many to distinguish."""
+    """Return the workers and slots to draw: all, or an evenly spaced subset if there are too many to distinguish."""
     lanes = _lanes(spans)
     if len(lanes) > MAX_WORKERS:
         lanes = [lanes[round(i * (len(lanes) - 1) / (MAX_WORKERS - 1))] for i in range(MAX_WORKERS)]

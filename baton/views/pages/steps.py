@@ -1,4 +1,4 @@
-"""The train steps of a trace, and the time windows to draw."""
+"""Find the train steps of a trace, and select the time windows to draw."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from baton.records.trace import ASIDE, Span, stretches
 
 WHOLE = 5
-"""A trace of at most this many steps is shown whole."""
+"""Maximum number of train steps of a trace that is drawn in one window."""
 FEW = 3
-"""Steps per window of a longer trace."""
+"""Number of train steps per window of a longer trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """One train step."""
+    """The times of one train step in a trace."""
 
     number: int
     begin_s: float
-    """Start of the wait for its batch; without a recorded wait, the end of the previous step."""
+    """Start of the wait for the step's batch; without a recorded wait, end of the previous step."""
     train_s: float
+    """Start of training."""
     end_s: float
-    """End of the publication of its version."""
+    """End of the publication of the step's version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class Window:
 
     title: str
     spans: Sequence[Span]
-    """All spans of the uninterrupted part that contains the window."""
+    """All spans of the uninterrupted part of the trace that contains the window."""
     steps: Sequence[TracedStep]
     begin_s: float
     end_s: float
     zero_s: float
-    """Start of that part: zero of the time axis."""
+    """Start of the uninterrupted part, which is zero on the time axis."""
 
 
 def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
@@ -62,9 +63,9 @@ def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
 
 
 def choose_windows(spans: Sequence[Span]) -> list[Window]:
-    """Return one window for a short trace; else the first steps, the slowest with its neighbours, and the last steps.
+    """Return one window for a short trace; else the first steps, the slowest step with its neighbours, the last steps.
 
-    A window never spans a gap, such as the time between a kill and the resume.
+    No window contains a gap, such as the time between a kill and the resume.
     """
     parts = [(part, steps_of(part)) for part in stretches(spans)]
     parts = [(part, steps) for part, steps in parts if steps]
@@ -86,17 +87,17 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
     if others:
         part, steps, i = max(others, key=lambda one: one[1][one[2]].end_s - one[1][one[2]].begin_s)
         around = steps[max(0, i - 1) : i + 2]
-        title = f"The slowest of the other steps: {steps[i].number}, between its neighbours"
+        title = f"The slowest other step: {steps[i].number}, with its neighbours"
         windows.append(_window(title, part, around))
     if last:
         part, steps = parts[-1]
-        what = "The last steps:" if last[-1] is steps[-1] else "The last steps in which anything is generated:"
+        what = "The last steps:" if last[-1] is steps[-1] else "The last steps with generation:"
         windows.append(_window(_numbers(what, last), part, last))
     return windows
 
 
 def _with_leases(part: Sequence[Span], steps: Sequence[TracedStep]) -> Sequence[TracedStep]:
-    """Return the steps up to the last one with a lease; all steps if none has a lease."""
+    """Return the steps up to the last step with a lease; all steps if the trace has no lease."""
     leases = [s for s in part if s.name == "generate"]
     for count in range(len(steps), 0, -1):
         if any(s.begin_s < steps[count - 1].end_s and s.end_s > steps[count - 1].begin_s for s in leases):

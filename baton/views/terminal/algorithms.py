@@ -14,7 +14,7 @@ from baton.recipe.presets import Algorithm
 
 
 def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
-    """Print a table of all presets, or every key of a single one."""
+    """Print a table of several presets, or all keys of a single preset."""
     if len(algorithms) == 1:
         _print_one(console, algorithms[0])
         return
@@ -29,9 +29,9 @@ def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
         table.add_row(name, about, sets)
     console.print(table)
     console.print(
-        'algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line; any key of [algorithm] can '
-        "be set as well, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, baton keys algorithm. "
-        "Formulas: docs/algorithms.md",
+        'To use a preset: algorithm = "NAME" at the top of a recipe, or algorithm=NAME on the command line. Other keys '
+        "of [algorithm] may be set too, such as algorithm.clip_high=0.3. All keys: baton algorithms NAME, "
+        "baton keys algorithm. Formulas: docs/algorithms.md",
     )
 
 

@@ -10,7 +10,7 @@ from baton.profile.bench import CONTROL, BenchResult
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """Print a table of the modes, the time of a decode step by its width, and the bound."""
+    """Print a table of the modes, the time of a decode step by its number of rows, and the upper bound."""
     unit = "step" if result.clock == "steps" else "s"
     title = (
         f"{result.slots} slots, response lengths: mean {result.mean_tokens:g}, maximum {result.longest_tokens} tokens, "
@@ -37,7 +37,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     console.print(table)
     if result.clock != "steps":
         curve = ", ".join(f"{width}: {ms:.2f}" for width, ms in result.step_ms_by_width.items())
-        console.print(f"ms of a decode step by its width: {curve}")
+        console.print(f"ms of a decode step by number of rows: {curve}")
     if result.bound_over_sync is not None:
         console.print(f"upper bound, with all slots always busy: {result.bound_over_sync:.2f} × sync")
 

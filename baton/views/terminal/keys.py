@@ -17,7 +17,7 @@ def print_keys(console: Console, keys: Sequence[RecipeKey]) -> None:
             console.print(f"\n[{section}]" if section else "\ntop level", style="bold")
             if section in LISTS:
                 console.print(
-                    f"  a list: [[{section}]] may appear several times; an override counts from 0, as in "
+                    f"  a list: [[{section}]] may appear several times; overrides number the entries from 0, such as "
                     f"{section}.0.{key.key}=…"
                 )
         default = "required" if key.default is None else f"= {key.default}"

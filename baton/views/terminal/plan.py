@@ -18,7 +18,7 @@ from baton.specs.plan import Plan, Replica, Stage
 
 
 def print_plan(console: Console, result: PlanResult) -> None:
-    """Print a plan, its limits and alternatives, and the effect of one more GPU of each type."""
+    """Print a plan, what limits it, its alternatives, and the effect of one more GPU of each type."""
     plan = result.plan
 
     def say(text: str, style: str = "") -> None:
@@ -121,14 +121,17 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def memory(part: Stage | Replica) -> str:
-    """Memory per GPU in GB, needed of available; `as measured` if the rates were measured, which includes no memory."""
+    """Return the needed and the available memory per GPU, GB; `as measured` if the plan is from measured rates.
+
+    Measured rates (`--rates`) have no memory model.
+    """
     if not part.memory_bytes:
         return "as measured"
     return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """GPUs by node, consecutive ones as a range: `h800:0-7`; at most four nodes."""
+    """Return the GPUs by node, consecutive indices as a range: `h800:0-7`. At most four nodes are named."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")
@@ -143,7 +146,7 @@ def gpu_names(gpu_ids: Sequence[str]) -> str:
 
 
 def money(value: float, currency: str) -> str:
-    """A price with its currency."""
+    """Return a price with its currency."""
     if value >= 1000:
         return f"{value:,.0f} {currency}"
     return f"{value:.2f} {currency}" if value >= 1 else f"{value:.3g} {currency}"

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""Print the progress of a run: a live bar on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.console import Console
 from baton.records.evaluation import Evaluation, shown_share
 
 LINES = 20
-"""Number of lines that a warm start prints if the console is not a terminal."""
+"""Approximate number of progress lines of a warm start, if the console is not a terminal."""
 
 
 class _Progress:
@@ -46,7 +46,7 @@ class _Progress:
 
 
 class SftProgress(_Progress):
-    """Shows the loss of a warm start: in a bar on a terminal, else in a few lines."""
+    """Shows the loss of a warm start: in a bar on a terminal, otherwise in `LINES` lines."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
         columns = (
@@ -66,7 +66,7 @@ class SftProgress(_Progress):
 
 
 class TerminalObserver(_Progress):
-    """Prints a line per step; on a terminal, a bar shows the current stage."""
+    """Prints a line per train step; on a terminal, a bar also shows the current phase."""
 
     def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
         columns = (
@@ -100,7 +100,7 @@ class TerminalObserver(_Progress):
         self._bar.update(self._steps, completed=step)
         for result in results:
             if result.task != results[-1].task:
-                continue  # the last task is the overall one; the others are in metrics.jsonl
+                continue  # the last result is for all tasks; metrics.jsonl has the result of each task
             line = Text.assemble((f"held-out accuracy after step {step}", "bold"))
             line.append(f", {result.way}: {shown_share(result.accuracy)} on {result.num_prompts} problems")
             self._console.print(line, soft_wrap=True)

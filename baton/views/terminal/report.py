@@ -1,4 +1,4 @@
-"""Print summaries: of a run, an evaluation, a warm start and a dry run."""
+"""Print the results of `baton report`, `baton eval`, `baton sft` and `baton train --dry-run`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_report(console: Console, report: RunReport) -> None:
-    """Print the summary as a table."""
+    """Print the summary of a run, with held-out accuracy as a table."""
     done = str(report.steps) if report.steps == report.num_steps else f"{report.steps} of {report.num_steps}"
     console.print(
         f"{report.directory}: {done} train steps, seed {report.seed}",
@@ -72,7 +72,7 @@ def _changes_table(report: RunReport) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    """A table for 80 columns: names in the first column wrap, numbers are never truncated."""
+    """Return an empty table for 80 columns: names in the first column wrap, and numbers are never truncated."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column(first, min_width=12, overflow="fold")
     for heading in others:
@@ -81,7 +81,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
-    """Print evaluations as a table with 95 % intervals and a separate row for pass@k."""
+    """Print evaluations as a table with 95 % intervals; pass@k has a row of its own."""
     table = _table("task", "held-out", "measure", "result", "tokens", "cut")
     for r in results:
         measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
@@ -100,16 +100,16 @@ def print_warm_start(console: Console, report: WarmStartReport, run: Path) -> No
 
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:
-    """Print the requirements of a recipe; with `keys` also the resolved recipe."""
+    """Print the estimated memory and work of a recipe; with `keys`, also print the resolved recipe."""
     ranks = recipe.trainer.ranks
     trainer = "trainer" if ranks == 1 else f"each of the trainer's {ranks} ranks"
-    made_for = "" if needs.max_positions is None else f", made for {needs.max_positions:,} positions"
+    made_for = "" if needs.max_positions is None else f", at most {needs.max_positions:,} positions"
     free = "" if needs.available_bytes is None else f"; {_size(needs.available_bytes)} free on {needs.device}"
     lines = [
         f"model       {recipe.model.path}, {needs.parameters:,} parameters{made_for}",
         *(f"task        {prompts}" for prompts in needs.prompts),
         f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})",
-        f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW of what is trained),"
+        f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW moments),"
         f" engine {_size(needs.engine_bytes)} (weights, and KV cache {_size(needs.cache_bytes)}), and activations"
         f"{'; alternately on one device' if recipe.rollout.is_colocated else ''}{free}",
         f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "

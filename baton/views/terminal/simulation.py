@@ -1,4 +1,4 @@
-"""Print a simulated run or a parameter sweep."""
+"""Print the result of a simulated run, or of a parameter sweep."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def print_result(console: Console, result: Result) -> None:
     _say(
         console,
         f"staleness {result.mean_staleness:.2f} versions on average ({lags}); masked {result.masked_share:.1%}; "
-        f"{result.carried_groups:.1f} groups carried, of age {result.carry_age:.2f}",
+        f"{result.carried_groups:.1f} groups carried, {result.carry_age:.2f} versions old",
     )
     console.print(_engines(result), soft_wrap=True)
     tokens = ", ".join(f"{name} {count:,}" for name, count in result.tokens.items() if count)

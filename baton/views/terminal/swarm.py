@@ -17,7 +17,7 @@ def print_status(console: Console, status: HubStatus, *, url: str) -> None:
     """Print the status of the hub at `url`. Texts from workers are escaped."""
 
     def line(text: str, style: str = "") -> None:
-        console.print(visible(text, keep=""), style=style)  # a line break in a worker's text must not start a line
+        console.print(visible(text, keep=""), style=style)  # also escapes line breaks: a worker cannot fake a line
 
     version = "none" if status.version is None else str(status.version)
     line(
@@ -60,7 +60,7 @@ def print_status(console: Console, status: HubStatus, *, url: str) -> None:
 
 
 def print_tokens(console: Console, tokens: Sequence[ShownToken]) -> None:
-    """Print a table of tokens."""
+    """Print a table of access tokens."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for heading in ("name", "role", "trusted", "created (UTC)", "expires (UTC)", "state"):
         table.add_column(heading, no_wrap=True)

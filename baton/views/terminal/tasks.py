@@ -1,4 +1,4 @@
-"""Print the tasks that reasoning-gym offers."""
+"""Print the tasks of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.tasks.gym import ListedTask
 
 
 def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
-    """Print one task with its parameters, or several as a table."""
+    """Print a single task with its parameters, or a table of several tasks."""
     if len(tasks) == 1:
         task = tasks[0]
         console.print(task.name, style="bold")
@@ -27,4 +27,4 @@ def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
         line.append(" ".join(task.question.split()), style="not bold")
         line.truncate(console.width - 1, overflow="ellipsis")
         console.print(line)
-    console.print("\nbaton tasks NAME shows one task with its parameters")
+    console.print("\nFor a task's parameters: baton tasks NAME")

@@ -22,21 +22,21 @@ ORDERS = ("best", "worst", "longest")
 
 
 class TextPiece(msgspec.Struct, frozen=True):
-    """Part of a text: only special tokens, or only other tokens."""
+    """A part of a text that contains either only special tokens or no special tokens."""
 
     text: str
     is_special: bool
 
 
 class ShownTrajectory(msgspec.Struct, frozen=True):
-    """One trajectory with decoded texts, its reward and its metadata."""
+    """A trajectory with decoded texts, reward and metadata."""
 
     step: int
     group_id: int
     sample_index: int
     task: str
     prompt: str
-    """Exact input of the engine, with special tokens."""
+    """Decoded prompt, including special tokens."""
     response: str
     answer: str | None
     reference: str | None
@@ -44,24 +44,24 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Why scoring failed; the trajectory is then neither correct nor wrong. None if it was scored."""
+    """Cause of a failed scoring; the trajectory is then neither correct nor wrong. None if it was scored."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]
-    """Oldest and newest version among its tokens."""
+    """Oldest and newest policy version of the response's tokens."""
     mean_logprob: float
-    """Mean behavior logprob of its tokens, nats."""
+    """Mean behavior logprob of the response's tokens, nats."""
 
     @property
     def verdict(self) -> str:
-        """`correct`, `wrong`, or `not judged` with the reason."""
+        """Return `correct`, `wrong`, or `not scored` with the cause."""
         if self.is_correct:
             return "correct"
-        return "wrong" if self.failure is None else f"not judged ({self.failure})"
+        return "wrong" if self.failure is None else f"not scored ({self.failure})"
 
     @property
     def versions(self) -> str:
-        """The policy versions that sampled it, such as `3` or `3 to 5`."""
+        """Return the policy versions of the response's tokens, such as `3` or `3 to 5`."""
         oldest, newest = self.policy_versions
         return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
@@ -85,11 +85,10 @@ def read_trajectories(
     limit: int,
     skipped: bool = False,
 ) -> list[ReadableTrajectory]:
-    """Return trajectories of a step, by default the last recorded one; the list is empty if none matches `is_correct`.
+    """Return recorded trajectories of a train step, by default of the last step.
 
-    skipped: read the batch that `--skip-batch` discarded.
-
-    Raises UserError for a step, group or task that is not recorded.
+    With `skipped`, reads the batch that `--skip-batch` discarded. The list is empty if no trajectory matches
+    `is_correct`. Raises UserError if the step, group or task is not recorded.
     """
     run = RunDirectory.open(path)
     steps = run.recorded_steps()
@@ -100,11 +99,11 @@ def read_trajectories(
     groups = [g for g in there if group is None or g.group_id == group]
     if not groups:
         ids = [g.group_id for g in there]
-        raise UserError(f"{path}, step {step} has no group {group}; there are {min(ids)} to {max(ids)}")
+        raise UserError(f"{path}, step {step} has no group {group}; its groups are {min(ids)} to {max(ids)}")
     chosen = [g for g in groups if task is None or g.prompt.task == task]
     if not chosen:
         names = ", ".join(sorted({g.prompt.task for g in groups}))
-        raise UserError(f"{path}, step {step} has no task {task!r} here; there are: {names}")
+        raise UserError(f"{path}, step {step} has no trajectory of task {task!r}; its tasks are {names}")
     members = [(g, m) for g in chosen for m in g.members if is_correct is None or _is(m, is_correct)]
     tokenizer = load_tokenizer(str(run.tokenizer))
     return [reading(tokenizer, step, g, member) for g, member in ordered(members, order)[:limit]]
@@ -113,7 +112,7 @@ def read_trajectories(
 def ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories by reward (those without one last) or by length; ties keep the order of generation."""
+    """Return trajectories sorted by reward (unscored trajectories last) or by length. Ties keep their order."""
     match order:
         case "best":
             return sorted(members, key=lambda m: (not m[1].judgement.is_judged, -m[1].judgement.reward))
@@ -153,7 +152,7 @@ def reading(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTraject
 
 
 def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory]) -> None:
-    """Print trajectories as panels, special tokens dim."""
+    """Print each trajectory in a panel, with special tokens dimmed."""
     if not readings:
         console.print("no trajectory matches")
     for r in readings:
