@@ -14,7 +14,7 @@ PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md"
 TEXTS = (*PAGES, "Makefile", "pyproject.toml", "recipes/**/*.toml", "deploy/Dockerfile", "deploy/*/*")
 TEXTS += ("baton/clock.py", "baton/errors.py", "baton/f*.py", "baton/s*.py", "baton/types.py", "baton/recipe/*.*")
 TEXTS += ("baton/cli/*.py", "baton/views/**/*.*", "baton/run/*.py")
-TEXTS += ("baton/rewards/settings.py", "baton/weights/settings.py")
+TEXTS += ("baton/rewards/settings.py", "baton/weights/*.py", "baton/policy/*.py", "baton/trainer/**/*.py")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
 COLUMNS = 100
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}

@@ -26,7 +26,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
-    """Freeze a model and add trainable adapters. B is zero, so the model is unchanged until the first update.
+    """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
     Raises UserError when PEFT is missing, or when a name in `targets` matches no layer.
     """
@@ -37,7 +37,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     path = str(model.name_or_path)
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it may well be a fraction
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT declares int but accepts float
         target_modules=_linear_layers(model) if settings.targets == "all-linear" else list(settings.targets),
         lora_dropout=0.0,
         bias="none",
@@ -65,7 +65,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether a model has adapters."""
+    """Return whether a model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -83,12 +83,12 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return an adapter's own tensors (not copies), detached, by their names in `state_dict`."""
+    """Return an adapter's tensors, detached and not copied, by their names in `state_dict`."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" in name}
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return the adapter of `model`, or of its `raw` tensors, as published: with the scale multiplied into B."""
+    """Return a model's adapter as published, with the scale multiplied into B. `raw` replaces the model's tensors."""
     raw = raw_tensors(model) if raw is None else raw
     found = {}
     for name, module in model.named_modules():
@@ -99,7 +99,7 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the adapter of a checkpoint, by the names of `raw_tensors`. Raises UserError when there is none."""
+    """Read the adapter of a checkpoint, named as in `raw_tensors`. Raises UserError without an adapter."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
@@ -112,12 +112,12 @@ def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Return a model with the adapter of a checkpoint merged into its weights."""
+    """Return a model whose weights include the adapter of a checkpoint."""
     _check_peft()
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # raised by PEFT's use of another library
+        warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's use of another library
         merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
     return merged
 
@@ -139,37 +139,37 @@ def _check_peft() -> None:
 
 
 def is_adapter(tensors: Mapping[str, Any]) -> bool:
-    """Whether published tensors are an adapter's."""
+    """Return whether published tensors are those of an adapter."""
     return bool(tensors) and all(name.endswith((_A, _B)) for name in tensors)
 
 
 class BaseWeights:
-    """An engine's weights before the first adapter was merged."""
+    """Copies of an engine's base weights, which are needed to replace one merged adapter by another."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the base weights: a whole model was loaded, which is the base of the next adapter."""
+        """Drop the copies, because a whole model was loaded that is the base of the next adapter."""
         self._kept.clear()
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Restore the base weights in `own`, removing every adapter, and drop the copies."""
+        """Copy the base weights back to `own`, which removes the adapter, and drop the copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The base weights."""
+        """The copied base weights."""
         return list(self._kept.values())
 
     @torch.inference_mode()
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return W_0 + B A for each adapted weight, by its name in `own`, in float32.
+        """Return W_0 + B A in float32 for each weight with an adapter, by its name in `own`.
 
-        Raises EngineFault, without changing anything, for an adapter that fits no weight or has another shape.
+        Raises EngineFault, without changing anything, for an adapter whose name or shape matches no weight.
         """
         modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
         for module in modules:
@@ -177,7 +177,9 @@ class BaseWeights:
             shape = None if high is None else (high.shape[0], low.shape[1])
             if weight is None or high is None or tuple(weight.shape) != shape or high.shape[1] != low.shape[0]:
                 has = "none" if weight is None else tuple(weight.shape)
-                raise EngineFault(f"a new adapter does not fit: {module} has shape {has} here and {shape} in it")
+                raise EngineFault(
+                    f"a new adapter does not fit: {module} has shape {has} in the engine and {shape} in the adapter"
+                )
         for module in modules:
             self._kept.setdefault(module, own[f"{module}.weight"].detach().clone())
         found = {}

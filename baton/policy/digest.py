@@ -1,7 +1,4 @@
-"""The digest that identifies a set of tensors on every machine.
-
-Needs no torch, so a process that only forwards weights can verify them.
-"""
+"""The digest that identifies a set of tensors on every machine. Needs no torch, so a relay can verify weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The head of a causal LM: hidden states → logits → log-probabilities and entropies, computed in pieces.
 
-The products are computed in the dtype of the pass (bfloat16 in autocast), everything after them in float32, and the
-gradient of the head's weight accumulates in float32, so that it depends little on the number of pieces of a pass.
+The matrix products have the dtype of the pass (bfloat16 in autocast); all later values are float32. The gradient of the
+head's weight accumulates in float32, so that it hardly depends on the number of pieces.
 Shapes: N tokens, H hidden size, V vocabulary.
 """
 
@@ -18,20 +18,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 2**24
-"""Maximum float32 logits in memory at once (64 MiB). Beyond it the head runs in pieces, recomputed in the backward
-pass."""
+"""Maximum number of float32 logits in memory at once (64 MiB). A larger pass runs in pieces, and its backward pass
+recomputes them."""
 
 _ENTROPY_ROWS = 4096
 """Rows of [rows, V] probabilities in memory at once while the entropy is summed."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Keys of a model's configuration that scale its logits (Cohere, Falcon-H1, Granite) → the exponent they enter with."""
+"""Key of a model's configuration that scales its logits (Cohere, Falcon-H1, Granite) → 1 to multiply, −1 to divide."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys whose value c caps logits x as c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit in the check of a head: far above the caps in use, so that a missing or unknown cap is detected."""
+"""Largest logit in the check of a head. It is far above the usual caps, so that the check detects an unknown cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,17 @@ class Head:
 def find_head(model: PreTrainedModel) -> Head | None:
     """Return the head that maps the base model's last hidden states to logits, or None if it is not known.
 
-    Scale and cap come from the configuration; the result is compared once with the model's own forward. Without a known
-    head, callers use that forward, which holds the logits of a whole pass at once; a warning says so.
+    Scale and cap come from the configuration. The result is compared once with the model's forward. Without a known
+    head, a warning is logged and callers use the forward, which holds the logits of a whole pass at once.
     """
     module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
-    if known is None or known[0] is not module:  # adapters may have replaced it
+    if known is None or known[0] is not module:  # adapters may have replaced the module
         known = module, _checked(model, _configured(model, module))
         if known[1] is None:
             logger.warning(
-                "the head of %s is not known (a linear layer on the last hidden states, scaled or capped by %s): its "
-                "own forward is used, which holds all logits of a microbatch at once",
+                "the head of %s is not known (known is a linear layer on the last hidden states, scaled or capped by "
+                "%s); using the model's forward, which needs memory for all logits of a microbatch",
                 type(model).__name__,
                 ", ".join((*_FACTORS, *_CAPS)),
             )
@@ -96,7 +96,7 @@ def _configured(model: PreTrainedModel, module: Any) -> Head | None:
 
 @torch.no_grad()
 def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
-    """Return the head if its logits equal those of the model's own forward, on hidden states scaled to large logits."""
+    """Return the head if its logits equal the forward's, tested on hidden states that give large logits."""
     base: Any = getattr(model, "base_model", model)
     if head is None or base is model:
         return None
@@ -122,7 +122,7 @@ def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestedScores:
-    """Options of the head's scores."""
+    """Options of `head_scores`."""
 
     temperature: float
     with_entropy: bool
@@ -134,7 +134,7 @@ def head_scores(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log π of targets and the entropy, both [N] float32, with at most MAX_LOGITS logits in memory.
 
-    N is any shape. With several pieces, the backward pass recomputes each piece's logits; a single piece is kept.
+    N is any shape. If there are several pieces, the backward pass recomputes the logits of each piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     device = hidden_NH.device.type
@@ -218,7 +218,7 @@ def _gradient(
     wanted: RequestedScores,
     gradients: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Return the gradient [n, V] of the linear layer's output, from those of log-probabilities and entropies."""
+    """Return the gradient [n, V] of the linear layer's output, given `gradients` of log-probabilities and entropies."""
     leaf = products.detach().requires_grad_()
     scores = score(head.shaped(leaf), targets, wanted)
     pairs = [
@@ -228,7 +228,7 @@ def _gradient(
 
 
 def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add of_productsᵀ · hidden in float32; on CUDA the factors have the dtype of the pass."""
+    """Add of_productsᵀ · hidden to `total_VH` in float32. On CUDA the factors have the dtype of the pass."""
     if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
         total_VH += torch.mm(of_products.to(hidden.dtype).T, hidden, out_dtype=torch.float32)
     else:

@@ -55,30 +55,32 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
 
 
 def check_weight_files(path: str) -> None:
-    """Raise UserError when weight files are missing or truncated, judging by their index and headers only."""
+    """Raise UserError when weight files are missing or truncated. Reads only their index and headers."""
     base = base_of_adapter(Path(path))
     path = base or path
     directory = Path(path)
     if not directory.is_dir():
         found = try_to_load_from_cache(path, "config.json")
         if not isinstance(found, str):
-            return  # check_model_path reports it
+            return  # check_model_path reports a missing model
         directory = Path(found).parent
     index = directory / "model.safetensors.index.json"
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"model.path: {index} is no index of weight files; copy or download the model again") from error
+        raise UserError(
+            f"model.path: {index} is not an index of weight files; copy or download the model again"
+        ) from error
     names = names or [file.name for file in directory.glob("*.safetensors")]
     if not names and not list(directory.glob("pytorch_model*.bin")):
         raise UserError(f"model.path: {path!r} holds no weights; copy or download the model again")
     for name in names:
         file = directory / name
         if not file.is_file():
-            raise UserError(f"model.path: {path!r} lacks {name}, which its index names; copy or download it again")
+            raise UserError(f"model.path: {path!r} lacks {name}, which its index lists; copy or download it again")
         size, told = file.stat().st_size, _told_bytes(file)
         if size != told:
-            said = "its header cannot be read" if told is None else f"its header tells of {told:,}"
+            said = "its header cannot be read" if told is None else f"its header implies {told:,}"
             raise UserError(f"model.path: {file} has {size:,} bytes, but {said}; copy or download it again")
 
 
@@ -96,7 +98,7 @@ def _told_bytes(file: Path) -> int | None:
 
 
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
-    """Return `attention`, or "eager" with a warning for a family that transformers has no SDPA for."""
+    """Return `attention`, or log a warning and return "eager" for a family without SDPA in transformers."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention
@@ -107,7 +109,7 @@ def supported_attention(config: PretrainedConfig, attention: str) -> str:
 @cache
 def _say_eager(kind: str) -> None:
     """Log once per process."""
-    logger.warning("transformers has no SDPA attention for %s: eager attention is used (model.attention)", kind)
+    logger.warning("transformers has no SDPA attention for %s: using eager attention (model.attention)", kind)
 
 
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
@@ -121,7 +123,7 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
     """Construct a model from its configuration, with arbitrary weights, without running remote code.
 
-    Raises UserError when the configuration is not that of a causal LM.
+    Raises UserError when the configuration does not describe a causal LM.
     """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -132,7 +134,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the model's configuration makes no causal LM: {first_line(error)}") from error
+        raise UserError(f"the model's configuration does not give a causal LM: {first_line(error)}") from error
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -148,12 +150,12 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def torch_dtype(name: DTypeName) -> torch.dtype:
-    """Map a recipe's dtype name to torch's."""
+    """Return the torch dtype of a recipe's dtype name."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def torch_device(name: str, key: str = "model.device") -> torch.device:
-    """Resolve a recipe's device, `auto` included. Raises UserError naming `key` when the device is unavailable."""
+    """Return the torch device of a recipe's device name. Raises UserError naming `key` if it is unavailable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -161,5 +163,5 @@ def torch_device(name: str, key: str = "model.device") -> torch.device:
     except RuntimeError as error:
         raise UserError(f"{key}: got {name!r}, allowed auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"{key}: got {name!r}, but this torch ({torch.__version__}) sees no CUDA GPU")
+        raise UserError(f"{key}: got {name!r}, but this torch ({torch.__version__}) finds no CUDA GPU")
     return device

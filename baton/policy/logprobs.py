@@ -22,12 +22,12 @@ from baton.policy.packing import packed_hidden_states, prefer_packed_attention
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of given tokens under a policy. N is any shape of them."""
+    """Scores of given tokens under a policy. N is any shape."""
 
     logprobs: torch.Tensor
     """[N] float32 log π at the sampling temperature."""
     entropy: torch.Tensor | None
-    """[N] nats, over the whole vocabulary; None unless requested."""
+    """[N] nats; None unless requested."""
     hidden: torch.Tensor | None
     """[N, H] hidden states at the position before each token. None if the head is not known."""
 
@@ -42,18 +42,17 @@ def padded_scores(
     entropy_has_gradient: bool = False,
     with_hidden: bool = False,
 ) -> TokenScores:
-    """Score the tokens at positions first … S−1 of padded rows, each given all tokens before it: [B, K], K = S − first.
+    """Score the tokens at positions first … S−1 of padded rows: [B, K], K = S − first.
 
-    Rows are padded on the right; scores at padding are meaningless. No attention mask is passed: under a causal mask no
-    token attends to the padding after it, and fast kernels require that no mask is given. The last position predicts
-    nothing and is not fed. A model without a known head (`find_head`) computes all logits at once; `with_hidden`
-    requires a known head.
+    Rows are padded on the right; scores at padding are meaningless. A model without a known head (`find_head`) computes
+    all logits at once, and does not support `with_hidden`.
     """
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
     wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     if (head := find_head(model)) is not None:
+        # No attention mask: fast kernels require this, and under causal attention no token attends to later padding.
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
@@ -76,8 +75,8 @@ def packed_scores(
 ) -> TokenScores:
     """Score the tokens at `places_N` of concatenated rows, without padding: [N].
 
-    `lengths` are those of the rows. position_ids_T restart at 0 with each row; where `packing.py`'s attention is not in
-    use, transformers derives a mask from them, so that no row attends to another. Requires a known head.
+    `lengths` are the rows' lengths. `position_ids_T` restart at 0 with each row; without the attention of `packing.py`,
+    transformers derives a mask from them, so that no row attends to another. Requires a known head.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
@@ -88,7 +87,7 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel) -> bool:
-    """Whether packed rows score as they do separately, tested on the model's device with three rows."""
+    """Return whether packed rows get the same scores as separate rows, tested with three rows."""
     if (head := find_head(model)) is None:
         return False
     lengths = [5, 2, 9]
@@ -114,12 +113,12 @@ def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.T
 
 
 def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a model with float32 parameters computes its linear layers in `dtype`."""
+    """Return a context in which a model with float32 parameters computes its linear layers in `dtype`."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """Run attention in float32 inside bfloat16 autocast where that is faster: SDPA on a CPU (`packing.py`)."""
+    """Run SDPA in float32 inside bfloat16 autocast on a CPU, which is faster there (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
 
@@ -127,18 +126,18 @@ def prefer_float32_attention(model: PreTrainedModel) -> None:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each block's activations in the backward pass instead of keeping them.
 
-    transformers does so only for blocks in training mode. Only the blocks' own flags are set, because dropout must stay
-    off. Raises UserError for a model whose blocks do not support it.
+    Raises UserError for a model whose blocks do not support it.
     """
-    # newer releases of transformers renamed it
+    # Newer releases of transformers renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise UserError(
             f"trainer.activation_checkpointing: {type(model).__name__} has no blocks that can recompute their "
-            "activations; leave it off"
+            "activations; allowed is false"
         )
+    # transformers recomputes only in training mode. `model.train()` would also enable dropout in the blocks' modules.
     for block in blocks:
         block.training = True
 

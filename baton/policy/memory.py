@@ -10,11 +10,11 @@ import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Memory limit of a container; absent outside of one, "max" without a limit."""
+"""Memory limit of a container (cgroup v2). Outside a container the file is absent; without a limit it holds "max"."""
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes of the tensors on a kind of device; shared storage counts once."""
+    """Return the bytes of the tensors on devices of this type. A storage that tensors share counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
     return sum(storages.values())
 
@@ -24,7 +24,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the unused bytes of a device; for a CPU, those of the host within the container's limit."""
+    """Return the unused bytes of a device, or of the host within the container's limit for a CPU."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -1,7 +1,7 @@
 """Packing: rows of different lengths in one pass without padding, with attention within each row only.
 
-On CUDA in bfloat16, torch's variable-length kernel computes it; elsewhere attention runs row by row. Neither builds a
-mask of all tokens by all tokens.
+On CUDA in bfloat16, torch's variable-length kernel computes attention; otherwise attention runs row by row. Neither
+allocates a [T, T] mask.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 PACKED = "baton_packed"
-"""Name under which transformers finds `_attend`."""
+"""Name under which `_attend` is registered with transformers."""
 
 _lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 """Lengths of the packed rows in the current pass; empty in a padded pass."""
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """Use attention that separates packed rows; padded rows are unaffected. Changes models with SDPA only."""
+    """Set attention that separates packed rows, if the model uses SDPA. Padded rows are unaffected."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
         AttentionMaskInterface.register(PACKED, _mask)
@@ -58,7 +58,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, H, T, D] → [1, T, H, D]."""
+    """Compute attention, [1, H, T, D] → [1, T, H, D], with the signature that transformers requires."""
     lengths = _lengths.get()
     if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32
         with torch.autocast("cpu", enabled=False):

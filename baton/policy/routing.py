@@ -1,9 +1,9 @@
-"""Routing replay for mixtures of experts: records the experts of one pass, so that a later pass uses the same.
+"""Routing replay for mixtures of experts: records the experts of one pass, so that a later pass uses the same experts.
 
-A small change of the weights may route a token to other experts, which alone can change its ratio to the proximal
-policy abruptly. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3), or the
-engine's in all passes (rollout routing replay, arXiv 2510.11370). Gates keep their gradient: only the choice is fixed,
-and the chosen experts' weights come from the current logits.
+A small change of the weights may route a token to other experts, and its ratio to the proximal policy then jumps. Baton
+replays the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3), or the engine's choice in all
+passes (rollout routing replay, arXiv 2510.11370). Routers keep their gradient: only the choice is fixed; the weights of
+the chosen experts come from the current logits.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Router's name → [T, k] experts of each token, in the order of the recorded pass; −1 leaves the choice to the
-router."""
+"""Name of a router → [T, k] experts of each token, in the order of the recorded pass. −1: the router chooses."""
 
 _MAX_EXPERTS = 256
-"""Engines report an expert's number as one byte."""
+"""Maximum number of experts, because engines report an expert as one byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Router:
     module: torch.nn.Module
     is_normalized: bool
-    """Whether the chosen experts' weights are normalised to sum to one."""
+    """True if the weights of the chosen experts are normalised to sum to one."""
 
 
 class RoutingReplay:
     """Records and replays the choices of all routers of a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the routers. Raises UserError for a model without routers, or with routers of another kind."""
+        """Hook the model's routers. Raises UserError for a model without routers, or with unsupported routers."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         found = _outputs(model)
         if not found:
             raise UserError(
-                f"trainer.moe_replay: {type(model).__name__} has no routers that give logits, weights and experts; "
+                f"trainer.moe_replay: {type(model).__name__} has no routers that return logits, weights and experts; "
                 "allowed is 'off'"
             )
         if any(output[0].shape[-1] > _MAX_EXPERTS for _, output in found.values()):
             raise UserError(
-                f"trainer.moe_replay: {type(model).__name__} has more than {_MAX_EXPERTS} experts; use 'off'"
+                f"trainer.moe_replay: {type(model).__name__} has more than {_MAX_EXPERTS} experts; allowed is 'off'"
             )
         self._width = sum(output[2].shape[-1] for _, output in found.values())
         self._counts = {name: output[2].shape[-1] for name, (_, output) in found.items()}
@@ -72,7 +71,7 @@ class RoutingReplay:
     def replayed(self, routing: Routing | None) -> Iterator[None]:
         """Replay recorded choices in all passes within the context.
 
-        It must include the backward pass, which may recompute blocks.
+        The context must include the backward pass, which may recompute blocks.
         """
         self._replayed = routing
         try:
@@ -83,11 +82,13 @@ class RoutingReplay:
     def from_engine(self, routing: Sequence[bytes], places: Sequence[int], num_places: int) -> Routing:
         """Return an engine's reported choices for replay: [num_places, k] per router, −1 except at `places`.
 
-        Empty bytes leave a token's choice free. Raises EngineFault for bytes that do not match this model's routers.
+        Empty bytes: the routers choose. Raises EngineFault for bytes that do not match this model's routers.
         """
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         if any(len(chosen) != self._width for _, chosen in known):
-            raise EngineFault(f"the engine reported other routers than this model's: {self._width} bytes are a token's")
+            raise EngineFault(
+                f"the engine reported other routers than this model's: expected {self._width} bytes per token"
+            )
         laid = torch.full((num_places, self._width), -1)
         if known:
             values = np.frombuffer(b"".join(chosen for _, chosen in known), dtype=np.uint8).reshape(len(known), -1)
@@ -113,7 +114,7 @@ def routing_bytes(routing: Routing) -> list[bytes]:
 
 
 def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Return every router module with its output for two tokens."""
+    """Return every router with its output for two tokens, by name."""
     found: dict[str, tuple[torch.nn.Module, Any]] = {}
 
     def look(name: str, module: torch.nn.Module, output: Any) -> None:
@@ -135,7 +136,7 @@ def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
 
 
 def _scores(logits: torch.Tensor, experts: torch.Tensor, is_normalized: bool) -> torch.Tensor:
-    """Return the weights [T, k] of chosen experts: softmax over all, gathered, and normalised if configured."""
+    """Return the weights [T, k] of the chosen experts: their softmax probabilities, normalised if configured."""
     chosen = logits.float().softmax(-1).gather(-1, experts)
     return chosen / chosen.sum(-1, keepdim=True) if is_normalized else chosen
 
@@ -146,6 +147,6 @@ def _is_normalized(model: PreTrainedModel, output: Any) -> bool:
         if torch.allclose(_scores(logits, experts, is_normalized), scores.float(), atol=1e-3, rtol=1e-2):
             return is_normalized
     raise UserError(
-        f"trainer.moe_replay: the routers of {type(model).__name__} do not weigh experts by the softmax of their "
+        f"trainer.moe_replay: the routers of {type(model).__name__} do not weight experts by the softmax of their "
         "logits, so a choice cannot be replayed; allowed is 'off'"
     )

@@ -19,7 +19,7 @@ END = "<|end|>"
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant")
 VISIBLE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""One token each, but not special tokens: scorers read them, so decoding must keep them."""
+"""Tags that are one token each. They are not special tokens, because decoding must keep them for scorers."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}"
     + END

@@ -9,7 +9,7 @@ from pydantic import Field
 from baton.settings import Settings
 
 DTypeName = Literal["float32", "bfloat16"]
-"""float16 is not supported: it is two hundred times slower than bfloat16 on a CPU, and needs loss scaling on a GPU."""
+"""Supported dtypes. float16 is two hundred times slower than bfloat16 on a CPU and needs loss scaling on a GPU."""
 
 
 class ModelSettings(Settings):
@@ -33,8 +33,8 @@ class LoraSettings(Settings):
     alpha: float = Field(default=32.0, gt=0)
     """Scale: an adapter adds alpha / rank × B A to its weight."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]; `all-linear` selects
-    all but the head. The fused experts of a mixture get none."""
+    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]. `all-linear` selects
+    all linear layers except the head. Fused experts are not linear layers."""
 
 
 class ScratchSettings(Settings):
@@ -45,11 +45,11 @@ class ScratchSettings(Settings):
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = 2
-    """Key/value heads."""
+    """Number of key/value heads."""
     intermediate_size: int = 384
     """Width of the gated MLP."""
     max_context_tokens: int = 1024

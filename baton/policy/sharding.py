@@ -1,7 +1,7 @@
-"""Sharded models: each rank keeps a part of every parameter, and gathers a block's parameters to compute the block.
+"""Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers a block's parameters to compute it.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`). Parameters, gradients and optimiser state are DTensors, split along their
-first dimension. The arithmetic equals that of one process except for the order in which gradients are summed.
+Parameters, gradients and optimiser state are DTensors, split along their first dimension. The computation is that of
+one process, except for the order in which gradients are summed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Sharded(torch.nn.Module):
                 part.set_gradient_divide_factor(1.0)
 
     def forward(self, work: Callable[[Any], Any]) -> Any:
-        """Call `work`. It must return tensors in tuples, where FSDP's hooks find them."""
+        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches its hooks to these."""
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
-        """Call `work`, which returns a tensor or a dataclass of tensors."""
+        """Call `work` with the module; `work` returns a tensor or a dataclass of tensors."""
         kind: list[Any] = []
 
         def opened(module: Any) -> Any:
@@ -58,7 +58,7 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass reduces gradients over the ranks; if not, each keeps its own, whole."""
+        """Set whether the next backward pass reduces gradients over the ranks, or each rank keeps its own."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 
@@ -106,7 +106,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], *, is_kept: bool) -> dict[str, torch.Tensor]:
-    """Gather tensors one at a time; ranks with `is_kept` get them on the host, the others an empty dict.
+    """Gather tensors one at a time. Ranks with `is_kept` get them on the host; other ranks get an empty dict.
 
     Collective: all ranks must pass the same names in the same order.
     """

@@ -1,8 +1,7 @@
 """Tensor parallelism by a model's own plan: ranks split each block's matrix products by heads and columns.
 
-`base_model_tp_plan` of transformers states how each linear layer of a block is split; torch splits it. Every rank
-computes all other layers (norms, embedding, head) and holds the whole residual stream, so the rest of the trainer is
-unchanged.
+transformers' `base_model_tp_plan` states how torch splits each linear layer of a block. Every rank computes all other
+layers (norms, embedding, head) and has the whole residual stream, so the rest of the trainer is unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from baton.policy.adapters import has_adapters
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicated_with_grad_allreduce",)
-"""Layers that are replicated but see only their rank's heads: their gradients are summed over the ranks."""
+"""Replicated layers that process only their rank's heads, so their gradients are summed over the ranks."""
 
 
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
@@ -49,8 +48,8 @@ def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
         raise UserError(f"trainer.tensor_parallel: transformers has no plan for {kind}; allowed is 1")
     if unknown := sorted(set(plan.values()) - _STYLES.keys() - set(_WHOLE)):
         raise UserError(
-            f"trainer.tensor_parallel: the plan of {kind} has layers of style {', '.join(unknown)}, and known are "
-            f"{', '.join((*_STYLES, *_WHOLE))}; allowed is 1"
+            f"trainer.tensor_parallel: the plan of {kind} has layers of style {', '.join(unknown)}, but only "
+            f"{', '.join((*_STYLES, *_WHOLE))} are supported; allowed is 1"
         )
     assert not has_adapters(model), "support.toml refuses adapters: they are in no model's plan"
     counts = shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads

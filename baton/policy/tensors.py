@@ -13,21 +13,21 @@ from baton.policy.digest import identity_digest
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's own tensors (not copies), detached, by their names in `state_dict`.
+    """Return the model's tensors, detached and not copied, by their names in `state_dict`.
 
-    Tied weights appear once, under the name that safetensors files use; loading ties the others again.
+    Tied weights appear once, under the name that safetensors files use.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the trained tensors: the adapter's if there is one, else the model's."""
+    """Return the tensors of the adapter if there is one, else the model's. These are trained and saved."""
     return raw_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors sent to engines: the adapter's if there is one, else the model's."""
+    """Return the tensors that engines load: the adapter's with its scale if there is one, else the model's."""
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
@@ -37,7 +37,7 @@ def as_published(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dic
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the prefix: "bfloat16"."""
+    """Return a dtype's name without the prefix, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Sets the number of torch threads of a process, and deterministic algorithms."""
+"""torch's threads and determinism."""
 
 from __future__ import annotations
 

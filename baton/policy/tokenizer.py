@@ -16,13 +16,13 @@ from baton.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Converts conversations and text to ids, and ids to text."""
+    """Converts conversations and text to token ids, and ids to text."""
 
     hf: Any
     """The transformers tokenizer."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids of a conversation, including the start of the assistant's turn."""
+        """Return the ids of a conversation, ending with the start of the assistant's turn."""
         chat = [{"role": m.role, "content": m.content} for m in messages]
         ids = self.hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
         return tuple(int(i) for i in ids)
@@ -43,7 +43,7 @@ class Tokenizer:
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a model directory or a run. Raises UserError when it is missing or has no chat template."""
     check_model_path(path, holding="tokenizer_config.json")
-    from transformers import AutoTokenizer  # slow to import, and not every command needs it
+    from transformers import AutoTokenizer  # imported here because the import is slow and few commands need it
 
     try:
         hf = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -52,13 +52,13 @@ def load_tokenizer(path: str) -> Tokenizer:
     if hf.chat_template is None:
         raise UserError(
             f"model.path: the tokenizer in {path!r} has no chat template; "
-            "put a chat_template.jinja beside it, or use an instruct model"
+            "add a chat_template.jinja to the directory, or use an instruct model"
         )
     return Tokenizer(hf)
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Raise UserError for a directory without `holding`, or a name that is not in the local cache.
+    """Raise UserError for a directory without the file `holding`, or a name that is not in the Hugging Face cache.
 
     Raises Damaged for a checkpoint whose files do not match its manifest.
     """
@@ -66,12 +66,12 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()
     if directory.is_dir():
         if not (directory / holding).is_file():
-            raise UserError(f"model.path: {path!r} is a directory without {holding}, so not a Hugging Face model")
+            raise UserError(f"model.path: {path!r} is not a Hugging Face model: the directory has no {holding}")
         has_weights = holding != "tokenizer_config.json"
         verify(directory, lambda name: "/" not in name and (has_weights or not name.endswith(".safetensors")))
     elif looks_like_path:
-        raise UserError(f"model.path: there is no directory {path!r} (seen from {Path.cwd()})")
+        raise UserError(f"model.path: there is no directory {path!r} (relative to {Path.cwd()})")
     elif not isinstance(try_to_load_from_cache(path, holding), str):
         raise UserError(
-            f"model.path: {path!r} is no directory and not in the Hugging Face cache: run `hf download {path}`"
+            f"model.path: {path!r} is neither a directory nor in the Hugging Face cache: run `hf download {path}`"
         )

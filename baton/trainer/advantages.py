@@ -1,8 +1,8 @@
 """Advantage estimators, per trajectory or per token, as pure functions of numbers. Needs no torch.
 
-To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator sees all
-outcomes of a batch. Groups are identified by id, not by position.
-Shape: P policy tokens of one trajectory; tokens of the environment are not actions and are excluded.
+To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator receives
+all outcomes of a batch. Groups are identified by id, not by position.
+Shape: P policy tokens of one trajectory. Tokens of the environment are not actions and are excluded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EPSILON = 1e-6
-"""Added to a standard deviation. GRPO does not specify it; most implementations use this value."""
+"""Constant added to a standard deviation. GRPO does not specify its value; most implementations use this one."""
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -29,11 +29,11 @@ class Outcome:
     reward: float
     """Reward of the whole trajectory, given at its last policy token."""
     num_tokens: int
-    """P"""
+    """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
     """[P] rewards in addition to `reward`, such as a KL penalty; None means zeros."""
     values: FloatArray | None = None
-    """[P] a critic's value before each token."""
+    """[P] values that a critic gives before each token."""
 
     @property
     def total(self) -> float:
@@ -79,7 +79,7 @@ def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Flo
 def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
-    The trajectory ends after its last policy token, also if it was cut at the maximum length: V_P = 0.
+    The value after the last policy token is 0, even if the trajectory was cut at the maximum length.
     """
     found = []
     for outcome in outcomes:
@@ -93,7 +93,7 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
     """Normalise advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO).
 
-    The divisor is N, the number of tokens (in `group_std` it is G − 1). If all are equal, all become exactly zero.
+    The standard deviation has divisor N, unlike in `group_std`. If all advantages are equal, all become exactly zero.
     """
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
@@ -105,8 +105,8 @@ def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
 def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> float:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    It is 0 up to the last `frac` of `longest` and then falls linearly to −`penalty` at `longest`. `length` is that of
-    the whole response over all resumes.
+    The result is 0 up to a length of (1 − `frac`) × `longest` and then falls linearly to −`penalty` at `longest`.
+    `length` counts the tokens of the whole response, over all resumes.
     """
     zone = frac * longest
     return -penalty * min(1.0, max(0.0, (length - (longest - zone)) / zone)) if zone else 0.0
@@ -118,7 +118,7 @@ def _within_groups(outcomes: Sequence[Outcome], compare: Callable[[FloatArray], 
         places.setdefault(outcome.group_id, []).append(place)
     found: list[FloatArray] = [np.zeros(outcome.num_tokens) for outcome in outcomes]
     for group_id, members in places.items():
-        assert len(members) >= 2, f"group {group_id} has one judged trajectory: it should not have come so far"
+        assert len(members) >= 2, f"group {group_id} has one scored trajectory: `training_samples` must drop it"
         for place, advantage in zip(members, compare(np.array([outcomes[m].total for m in members])), strict=True):
             found[place] += advantage
     return found

@@ -10,8 +10,8 @@ from baton.trainer.algorithm import AlgorithmSettings
 logger = logging.getLogger(__name__)
 
 MAX_MISMATCH_KL = 0.01
-"""Maximum mismatch between engine and trainer at equal weights, in nats per token; float32 on a CPU gives 1e-9,
-bfloat16 engines 1e-4."""
+"""Maximum mismatch between engine and trainer at equal weights, in nats per token. Typical values: 1e-9 in float32 on a
+CPU, 1e-4 with bfloat16 engines."""
 MIN_ESS = 0.5
 """Minimum effective sample size, as a fraction of the trained tokens."""
 MAX_MASKED_FRAC = 0.5
@@ -19,7 +19,7 @@ MAX_MASKED_FRAC = 0.5
 
 
 class Alarms:
-    """Logs a warning when a metric crosses its threshold, and none while it stays beyond."""
+    """Logs one warning each time a metric crosses its threshold."""
 
     def __init__(self, algorithm: AlgorithmSettings) -> None:
         self._correction = algorithm.correction
@@ -30,15 +30,15 @@ class Alarms:
         checks: dict[str, tuple[Callable[[float], bool], str]] = {
             "policy/mismatch_kl": (
                 lambda value: value > MAX_MISMATCH_KL,
-                f"policy/mismatch_kl is {{:.3g}} nats per token, above {MAX_MISMATCH_KL}: engine and trainer disagree "
-                "about equal weights; compute both in the same dtype (engine.dtype, trainer.dtype = float32) to see "
-                "which of them it is",
+                f"policy/mismatch_kl is {{:.3g}} nats per token, above {MAX_MISMATCH_KL}: engine and trainer compute "
+                "different logprobs from equal weights; to find the cause, compute both in float32 (engine.dtype, "
+                "trainer.dtype)",
             ),
             "policy/ess": (
                 lambda value: value < MIN_ESS,
-                f"policy/ess is {{:.2f}}, below {MIN_ESS}: the policy has moved so far from the one that sampled this "
-                f"batch that only this share of its tokens counts (algorithm.correction = {self._correction!r}); lower "
-                "rollout.max_staleness or the learning rate",
+                f"policy/ess is {{:.2f}}, below {MIN_ESS}: the policy is so far from the one that sampled this batch "
+                f"that only this fraction of the tokens is effective (algorithm.correction = {self._correction!r}); "
+                "lower rollout.max_staleness or the learning rate",
             ),
             "staleness/masked_frac": (
                 lambda value: value > MAX_MASKED_FRAC,

@@ -120,7 +120,7 @@ class AlgorithmSettings(Settings):
         if self.objective == "gspo" and self.correction == "bypass":
             raise ValueError(
                 "correction: got 'bypass', but GSPO's ratio is a mean over tokens of different versions; allowed are "
-                "the others, such as 'token_tis', which weigh behavior to proximal apart"
+                "the other corrections, such as 'token_tis', which correct behavior → proximal separately"
             )
         if self.objective == "gspo" and self.has_token_advantages:
             raise ValueError(
@@ -131,32 +131,32 @@ class AlgorithmSettings(Settings):
 
     @property
     def has_token_advantages(self) -> bool:
-        """Whether advantages may differ between the tokens of a trajectory."""
+        """Return whether advantages may differ between the tokens of a trajectory."""
         return self.advantage == "gae" or (self.advantage == "return_to_go" and (self.gamma < 1 or self.has_reward_kl))
 
     @property
     def needs_model_for_advantages(self) -> bool:
-        """Whether advantages need a forward pass, for a critic's values or a KL divergence in the reward."""
+        """Return whether advantages need a forward pass, for a critic's values or a KL divergence in the reward."""
         return self.advantage == "gae" or self.has_reward_kl
 
     @property
     def has_reward_kl(self) -> bool:
-        """Whether a KL divergence is subtracted from the reward."""
+        """Return whether a KL divergence is subtracted from the reward."""
         return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def has_loss_kl(self) -> bool:
-        """Whether a KL divergence is a term of the loss."""
+        """Return whether a KL divergence is a term of the loss."""
         return self.kl_coef > 0 and self.kl_in == "loss"
 
     @property
     def fewest_judged(self) -> int:
-        """Minimum scored trajectories for a group to be trained."""
+        """Minimum number of scored trajectories in a group that is trained."""
         return 2 if self.advantage in GROUP_RELATIVE else 1
 
     @property
     def num_updates(self) -> int:
-        """Optimiser updates per train step: num_minibatches × num_epochs."""
+        """Number of optimiser updates per train step: num_minibatches × num_epochs."""
         return self.num_minibatches * self.num_epochs
 
     @property
@@ -179,16 +179,20 @@ class AlgorithmSettings(Settings):
             found.append(f"algorithm {self.name}, but with {values}")
         if self.num_updates == 1 and self.correction != "bypass" and self.objective != "policy_gradient":
             found.append(
-                "one update per train step: every ratio to the proximal policy is 1 and clipping is idle "
+                "one update per train step: every ratio to the proximal policy is 1, so clipping has no effect "
                 "(algorithm.num_minibatches, algorithm.num_epochs)"
             )
         if self.has_loss_kl and self.kl_estimator == "k1":
-            found.append("algorithm.kl_estimator = 'k1' in the loss has a gradient of mean 0: k2 or k3 hold the policy")
+            found.append(
+                "algorithm.kl_estimator = 'k1' in the loss has a gradient of mean 0, so it does not keep the policy "
+                "near the reference: use k2 or k3"
+            )
         if self.has_reward_kl and self.advantage == "group_std":
             found.append(
                 "algorithm.kl_in = 'reward' with advantage = 'group_std': in a group of equal rewards only the KL "
-                "differs, and divided by its own deviation it gives advantages of about ±1 however small it is (such "
-                "as 5e-4); use kl_in = 'loss', or advantage = 'group_mean' or 'leave_one_out', which keep its size"
+                "differs, and division by its standard deviation amplifies it, even if it is tiny (such as 5e-4), to "
+                "advantages of about ±1; use kl_in = 'loss', or advantage = 'group_mean' or 'leave_one_out', which do "
+                "not divide"
             )
         return found
 
@@ -200,9 +204,9 @@ class Preset:
     paper: str
     """arXiv id."""
     idea: str
-    """The idea in one sentence."""
+    """Summary in one sentence."""
     updates: str
-    """Optimiser updates per batch according to the paper."""
+    """Number of optimiser updates per batch according to the paper."""
     sets: Mapping[str, Any] = field(default_factory=dict)
     """Keys of [algorithm] that differ from the defaults."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
@@ -210,23 +214,23 @@ class Preset:
 
 
 CORRECTION_SETS: Mapping[str, Mapping[str, Any]] = {"icepop": {"weight_floor": 0.5, "weight_cap": 5.0}}
-"""Correction named by a recipe → keys whose values its paper prescribes."""
+"""Value of `algorithm.correction` → keys that its paper sets."""
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(
         "2402.03300",
-        "Rewards standardised within the group take the place of a critic.",
-        "1; the paper also has kl_coef 0.04, which later work leaves out",
+        "Rewards standardised within the group replace a critic.",
+        "1; the paper also has kl_coef 0.04, which later work omits",
     ),
     "dr_grpo": Preset(
         "2503.20783",
-        "GRPO without its biases: no division by the deviation, nor by each response's own length.",
+        "GRPO without its biases: no division by the standard deviation or by the response's length.",
         "not fixed by the objective; 1 here",
         {"advantage": "group_mean", "aggregation": "length_constant"},
     ),
     "dapo": Preset(
         "2503.14476",
-        "Clip higher than lower, every token the same weight, long responses penalised softly, cut ones left out.",
+        "A higher upper clip, equal weight of all tokens, a soft length penalty, no training on truncated responses.",
         "16 (512 prompts × 16 in minibatches of 512)",
         {
             "aggregation": "token_mean",
@@ -239,13 +243,13 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "gspo": Preset(
         "2507.18071",
-        "One ratio per trajectory, the geometric mean of its tokens', is clipped as a whole.",
+        "The clip applies to one ratio per trajectory, the geometric mean of its tokens' ratios.",
         "4",
         {"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "num_minibatches": 4},
     ),
     "cispo": Preset(
         "2506.13585",
-        "The importance weight is clipped, not the gradient, so that no token is silenced.",
+        "The clip bounds the importance weight and not the gradient, so that every token keeps a gradient.",
         "16",
         {
             "objective": "cispo",
@@ -257,13 +261,13 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "rloo": Preset(
         "2402.14740",
-        "REINFORCE with the other trajectories' mean reward as the baseline; the whole response is one action.",
+        "REINFORCE with the mean reward of the group's other trajectories as baseline; a response is one action.",
         "1",
         {"objective": "policy_gradient", "advantage": "leave_one_out", "aggregation": "sequence_sum"},
     ),
     "reinforce_pp": Preset(
         "2501.03262",
-        "No group and no critic: rewards to go, standardised over the tokens of the whole batch, with PPO's clip.",
+        "PPO's clip without group or critic: returns standardised over the tokens of the whole batch.",
         "several minibatches, number not given; 4 here",
         {
             "advantage": "return_to_go",
@@ -288,7 +292,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "ppo": Preset(
         "1707.06347",
-        "A critic says what was to be expected at each token (GAE); the clip bounds the step.",
+        "A critic estimates the expected return at each token (GAE); the clip bounds the update.",
         "8 minibatches, one epoch, in InstructGPT (2203.02155)",
         {
             "advantage": "gae",
@@ -301,8 +305,8 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "decoupled_ppo": Preset(
         "2110.00641",
-        "AReaL (2505.24298): the clip is around the policy of the step's start; older samples are weighted to it, or "
-        "dropped where the weight exceeds 5.",
+        "The clip is relative to the policy at the start of the train step; importance weights correct older samples, "
+        "and weights above 5 drop the token (AReaL, 2505.24298).",
         "4 minibatches in AReaL",
         {
             "aggregation": "token_mean",
@@ -317,6 +321,6 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_of(algorithm: Any) -> Preset | None:
-    """Return the preset that a recipe's `algorithm` names, given as a string, mapping or settings; None if unknown."""
+    """Return the preset named by `algorithm` (a name, a mapping or settings), or None if it is unknown."""
     name = algorithm.get("name", "grpo") if isinstance(algorithm, Mapping) else getattr(algorithm, "name", algorithm)
     return PRESETS.get(name) if isinstance(name, str) else None

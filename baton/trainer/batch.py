@@ -19,18 +19,18 @@ from baton.trainer.parallel.balance import ALONE, BatchShare, balanced
 from baton.trainer.samples import TrainingSample
 
 PASS_TOKENS = 64
-"""Assumed overhead of one forward and backward pass, in tokens."""
+"""Fixed cost of a forward and backward pass, as a number of tokens."""
 
 ANY_SHAPE = (1, 1)
-"""(rows, width) of a microbatch are rounded up to these multiples; (1, 1) adds nothing."""
+"""Multiples to which the rows and the width of a microbatch are rounded up. (1, 1) adds nothing."""
 FEW_SHAPES = (8, 16)
-"""Multiples for devices where each new shape is expensive, so that few distinct shapes occur."""
+"""Multiples for devices on which each new shape is expensive."""
 
 PAD_ID = 0
-"""Padding after the end of a row. Any id of the vocabulary works: no token attends to it and it is not trained."""
+"""Token id after the end of a row. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The shortest possible row, without a trained token: its loss and gradients are exactly 0."""
+"""The shortest row. It has no trained token, so its loss and gradients are exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
     rows: tuple[TrainingSample, ...]
-    """At most B: rows added by `multiples` are not listed. `(IDLE_ROW,)` in a pass that only matches the passes of
-    other ranks."""
+    """At most B rows: empty rows added by `multiples` are not listed. `(IDLE_ROW,)` in a pass that this rank runs only
+    because other ranks do."""
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
     """First position whose logprob is computed: the shortest prompt's length. K = S − first."""
     mask: torch.Tensor
-    """[B, K] bool: the token is trained."""
+    """[B, K] bool: True at trained tokens."""
     policy_mask: torch.Tensor
-    """[B, K] bool: the policy wrote the token, trained or not."""
+    """[B, K] bool: True at tokens that the policy wrote, trained or not."""
     behavior_logprobs: torch.Tensor
     """[B, K] float32; 0 outside the mask."""
     policy_versions: torch.Tensor
@@ -55,16 +55,16 @@ class MicroBatch:
     advantages: torch.Tensor
     """[B, K] float32; 0 at tokens that the policy did not write."""
     has_gradient: bool
-    """False where the loss is flat: such rows run forward only, for the metrics."""
+    """False if the loss has no gradient in these rows; they then run forward only, for the metrics."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether the microbatch contains only the idle row."""
+        """Return whether the microbatch contains only the idle row."""
         return self.rows == (IDLE_ROW,)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding; 0 for an idle microbatch."""
+        """Number of tokens without padding; 0 for an idle microbatch."""
         return 0 if self.is_idle else sum(len(row.token_ids) for row in self.rows)
 
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
@@ -82,9 +82,9 @@ class MicroBatch:
         return found[0], found[1], found[2], [len(row.token_ids) for row in self.rows]
 
     def routing(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
-        """Return the engine's reported experts, the index of each in a pass, and the positions in a pass.
+        """Return the experts that the engine reported, the index of each in a pass, and the number of positions.
 
-        The experts of a token are those at the position before it. A padded pass omits the last column.
+        A token's experts belong to the position before it. A padded pass omits the last column.
         """
         found: list[bytes] = []
         places: list[int] = []
@@ -96,9 +96,9 @@ class MicroBatch:
         return found, places, start if is_packed else self.input_ids[:, 1:].numel()
 
     def loss_inputs(self, logprobs: torch.Tensor, proximal_logprobs: torch.Tensor | None = None) -> LossInputs:
-        """Return the inputs of an objective from logprobs [B, K].
+        """Return the inputs of an objective for logprobs [B, K].
 
-        Without `proximal_logprobs`, `logprobs` (detached) serve as proximal logprobs too.
+        `proximal_logprobs` default to the detached `logprobs`.
         """
         return LossInputs(
             logprobs=logprobs,
@@ -109,14 +109,14 @@ class MicroBatch:
         )
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
-        """Scatter [P] values of each row to the policy's tokens: [B, K] float32, 0 elsewhere."""
+        """Scatter the [P] values of each row to the policy's tokens: [B, K] float32, 0 at other tokens."""
         found = torch.zeros(self.policy_mask.shape, dtype=torch.float32, device=self.policy_mask.device)
         values = np.concatenate([np.zeros(0), *by_row])
         found[self.policy_mask] = torch.tensor(values, dtype=torch.float32, device=found.device)
         return found
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
-        """Gather the values at the policy's tokens from [B, K]: [P] of each row. The inverse of `spread`."""
+        """Gather the values at the policy's tokens from [B, K]: [P] for each row. The inverse of `spread`."""
         flat = values[self.policy_mask].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
@@ -127,11 +127,11 @@ class MiniBatch:
     """The data of one optimiser update."""
 
     microbatches: tuple[MicroBatch, ...]
-    """Microbatches of this rank, those with gradient first. Rows without a trained token may be in none."""
+    """Microbatches of this rank; microbatches with gradient come first."""
     num_trajectories: int
-    """Rows of the minibatch over all ranks, including those without a trained token."""
+    """Number of rows over all ranks, including rows without a trained token, which may be in no microbatch."""
     num_trained_tokens: int
-    """Over all ranks."""
+    """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
     """Rows of all ranks' microbatches, in the order of the batch."""
 
@@ -149,13 +149,13 @@ def cut(
 ) -> MiniBatch:
     """Cut the rows of one update into this rank's microbatches.
 
-    All ranks get the same number of microbatches with and without gradient, because they run their passes together;
-    idle microbatches fill the difference.
+    All ranks run their passes together, so all get the same number of microbatches with and without gradient; idle
+    microbatches fill the difference.
 
-    `is_flat`: the loss has no gradient at advantage 0, so rows whose advantages are zero are separated and run forward
-    only. A KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a trained token,
-    because their logprobs or values enter the advantages of other rows; otherwise these rows are left out. Rows and
-    width of a microbatch are rounded up to `multiples`. `is_packed`: the budget counts tokens without padding.
+    `is_flat`: the loss has no gradient at advantage 0, so rows with zero advantages get microbatches that run forward
+    only. A loss with a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
+    trained token, because their logprobs or values affect the advantages of other rows. `multiples`: round rows and
+    width of a microbatch up to these. `is_packed`: the budget counts tokens without padding.
     """
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
     kinds: list[tuple[list[TrainingSample], bool]] = [(trained, True)]
@@ -181,14 +181,15 @@ def under_budget(
 ) -> list[list[TrainingSample]]:
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (rows × the longest).
 
-    Dynamic programming over the sorted rows: the cut minimises padded tokens plus `PASS_TOKENS` per chunk. A row longer
-    than the budget forms a chunk alone. Rows of equal length keep their order. `multiples` count as padding.
+    Dynamic programming over the sorted rows minimises padded tokens plus `PASS_TOKENS` per chunk. A row longer than the
+    budget forms a chunk alone. Rows of equal length keep their order. Rounding up to `multiples` counts as padding.
     """
-    ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))  # if memory is short, the first pass fails
+    # Longest first, so that a run that lacks memory fails in its first pass.
+    ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
     widths = [round_up(len(row.token_ids), multiples[1]) for row in ordered]
     padded_rows = round_up(np.arange(1, len(ordered) + 1), multiples[0])
     cost = np.zeros(len(ordered) + 1)
-    """cost[i]: minimal cost of the rows from i on."""
+    """cost[i] is the minimal cost of the rows from i on."""
     sizes = [0] * len(ordered)
     for first in reversed(range(len(ordered))):
         most = max(1, min(len(ordered) - first, max_tokens // widths[first]))
@@ -204,9 +205,9 @@ def under_budget(
 
 
 def first_fit(all_rows: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """Cut rows into chunks of at most `max_tokens` unpadded tokens, each row into the first chunk with room.
+    """Cut rows into chunks of at most `max_tokens` unpadded tokens by first-fit decreasing bin packing.
 
-    First-fit decreasing: at most 11/9 of the optimal number of chunks, plus one. A longer row forms a chunk alone.
+    The number of chunks is at most 11/9 of the optimum plus one. A row longer than the budget forms a chunk alone.
     """
     chunks: list[list[TrainingSample]] = []
     room: list[int] = []
@@ -234,13 +235,13 @@ def pad(
     *,
     has_gradient: bool = True,
 ) -> MicroBatch:
-    """Build a microbatch: pad rows on the right to the longest, then add columns and empty rows up to `multiples`."""
+    """Return a microbatch of rows padded on the right, with columns and empty rows added up to `multiples`."""
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
     num_rows = round_up(len(chunk), multiples[0])
 
     def laid(values: Callable[[TrainingSample], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        """Return [B, K] from [L] values per row, 0 elsewhere."""
+        """Return [B, K] from [L] values per row, 0 at other positions."""
         padded = [
             [0] * (row.prompt_length - first) + list(values(row)) + [0] * (width - len(row.token_ids)) for row in chunk
         ]

@@ -54,17 +54,17 @@ _SHARDS = "optimizer"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """`baton/state.json`: the state to resume from, except tensors, and the software that wrote it."""
+    """Content of `baton/state.json`: the state to resume from, except tensors, and the software that wrote it."""
 
     format: int = _FORMAT
     version: PolicyVersion
     """Version of the checkpoint's weights, with their digest."""
     num_updates: int
-    """Optimiser updates since the start of the run."""
+    """Number of optimiser updates since the start of the run."""
     libraries: dict[str, str]
     """Name → version of each library that affects the bits of the result."""
     num_threads: int
-    """torch threads. Another number of threads or ranks may change the last bits."""
+    """Number of torch threads. Another number of threads or ranks may change the last bits."""
     num_ranks: int = 1
 
 
@@ -73,10 +73,11 @@ class CheckpointParts:
     """The contents of a checkpoint, except the optimiser's moments."""
 
     model: Any
-    """A Hugging Face model; `tokenizer` is its tokenizer."""
+    """A Hugging Face model."""
     weights: Mapping[str, torch.Tensor]
     """The model's trained tensors, unsharded."""
     tokenizer: Any
+    """The model's Hugging Face tokenizer."""
     state: CheckpointState
     critic: Mapping[str, torch.Tensor] | None = None
 
@@ -89,7 +90,7 @@ def write_checkpoint(path: Path, parts: CheckpointParts, optimizer: Mapping[str,
 
 
 def write_parts(directory: Path, parts: CheckpointParts) -> None:
-    """Write a checkpoint except the optimiser's moments; the state last, as it marks a complete checkpoint."""
+    """Write a checkpoint except the optimiser's moments; `state.json` is last, because it marks a complete one."""
     with writing(directory):
         parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
         parts.tokenizer.save_pretrained(directory)
@@ -103,14 +104,14 @@ def write_parts(directory: Path, parts: CheckpointParts) -> None:
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     with writing(path):
-        # safetensors refuses tensors that share memory, hence the copies.
+        # Copied, because safetensors refuses tensors that share memory.
         save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
 
 
 def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's shards of the optimiser's moments. Collective: all ranks must call it.
+    """Write this rank's shards of the optimiser's moments. Raises OSError. Collective: all ranks must call it.
 
-    The files are safetensors, because torch's own format for distributed checkpoints contains a pickle. Raises OSError.
+    The files are safetensors, because torch's format for distributed checkpoints contains a pickle.
     """
     place = directory / "baton" / _SHARDS
     place.mkdir(parents=True, exist_ok=True)
@@ -123,12 +124,12 @@ def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Read the state. Raises UserError when `path` is not a complete checkpoint of this format."""
+    """Read the state of a checkpoint. Raises UserError if `path` is not a complete checkpoint of this format."""
     file = path / "baton" / "state.json"
     try:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
     except FileNotFoundError as error:
-        raise UserError(f"{path} is no checkpoint that can be resumed: it has no baton/state.json") from error
+        raise UserError(f"{path} is not a checkpoint of Baton: it has no baton/state.json") from error
     except msgspec.DecodeError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if state.format != _FORMAT:
@@ -137,9 +138,9 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the optimiser's tensors, each sharded as its parameter is, however many ranks wrote them.
+    """Read the optimiser's tensors, written by any number of ranks. Each is sharded like its parameter.
 
-    Raises UserError when they are missing or damaged.
+    Raises UserError if the files are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
@@ -164,7 +165,7 @@ def _read_shards(directory: Path, parameters: Mapping[str, torch.Tensor]) -> dic
         return {}
     found = {}
     for name, entry in known.items():
-        assert isinstance(entry, TensorStorageMetadata), f"{directory} holds {name}, which is no tensor"
+        assert isinstance(entry, TensorStorageMetadata), f"{name} in {directory} is not a tensor"
         found[name] = _as_its_parameter(name, torch.zeros(entry.size, dtype=entry.properties.dtype), parameters)
     load(found, storage_reader=reader, no_dist=not dist.is_initialized())
     return found
@@ -178,12 +179,12 @@ def read_weights(path: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def saved_digest(saved: Mapping[str, torch.Tensor], model: PreTrainedModel) -> str:
-    """Return the digest that weights from `read_weights` have once published."""
+    """Return the digest that weights from `read_weights` have when they are published in float32."""
     return weights_digest(adapter_tensors(model, saved) if has_adapters(model) else saved)
 
 
 def read_critic(path: Path) -> dict[str, torch.Tensor]:
-    """Read the critic's tensors onto the CPU. Raises UserError when they are missing or damaged."""
+    """Read the critic's tensors onto the CPU. Raises UserError if the file is missing or damaged."""
     try:
         return load_file(path / "baton" / _CRITIC)
     except (FileNotFoundError, SafetensorError) as error:
@@ -196,7 +197,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the train step of the checkpoint at a path that `list_checkpoints` returned."""
+    """Return the train step of a path that `list_checkpoints` returned."""
     return int(path.name[len("step_") :])
 
 
@@ -213,25 +214,25 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest complete checkpoint whose files match its manifest; None if there is no checkpoint.
+    """Return the newest complete checkpoint whose files match its manifest, or None if there is no checkpoint.
 
-    `say` receives a warning for each damaged one. Raises Damaged when all checkpoints are damaged.
+    `say` receives a warning for each damaged checkpoint. Raises Damaged when all checkpoints are damaged.
     """
     found = list_checkpoints(root)
     for path in reversed(found):
         try:
             verify(path)
         except Damaged as error:
-            say(f"warning: {error}; falling back to the checkpoint before it")
+            say(f"warning: {error}; falling back to the previous checkpoint")
         else:
             return path
     if found:
-        raise Damaged(f"every checkpoint in {root} is damaged: remove them to begin the run again with its recipe")
+        raise Damaged(f"every checkpoint in {root} is damaged: remove them to start the run again with its recipe")
     return None
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the checkpoints of steps after `after_step`, which are damaged, so that no resume uses them."""
+    """Rename the damaged checkpoints of steps after `after_step`, so that no resume uses them."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")
@@ -241,8 +242,8 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove complete checkpoints except the newest `keep_last` and that of `keep_step`; return the removed paths."""
-    assert keep_last >= 1, "a run without its last checkpoint cannot be resumed"
+    """Remove checkpoints except the newest `keep_last` and the one of `keep_step`; return the removed paths."""
+    assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]
     for path in removed:

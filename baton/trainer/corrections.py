@@ -2,18 +2,18 @@
 
 The objective's ratio is π_θ / π_anchor. A correction chooses the anchor and computes a weight per token, without
 gradient, that multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv 2110.00641), the clip
-bounds the change within this train step, and the weight corrects the difference that precedes it: older policy versions
-and the engine's rounding. With x_t = log π_proximal − log π_behavior at trained tokens:
+bounds the change within this train step. The weight then corrects the difference before the step, which results from
+older policy versions and the engine's rounding. With x_t = log π_proximal − log π_behavior at trained tokens:
 
 | name            | anchor    | weight                                                                                |
 |-----------------|-----------|---------------------------------------------------------------------------------------|
 | `none`          | proximal  | 1                                                                                     |
 | `bypass`        | behavior  | 1: the clip bounds the whole ratio                                                     |
 | `token_tis`     | proximal  | min(exp x_t, cap)                                                                     |
-| `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), one for the trajectory                                         |
-| `icepop`        | proximal  | exp x_t where it lies within [floor, cap], else 0                                     |
+| `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), equal for all tokens of the trajectory                         |
+| `icepop`        | proximal  | exp x_t if it is within [floor, cap], else 0                                          |
 | `opsm`          | proximal  | 0 for a trajectory of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1     |
-| `second_moment` | proximal  | exp x_t, 0 at the fewest tokens without which the mean of x² is within the limit      |
+| `second_moment` | proximal  | exp x_t; 0 at tokens of largest x², so that the mean x² of the others is in the limit |
 
 A token of weight 0 counts in the divisors; a token outside the mask does not.
 To add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
@@ -43,21 +43,21 @@ class CorrectionShape:
     floor: float
     """Minimum weight that `icepop` keeps."""
     delta: float
-    """`opsm`: threshold in nats per token."""
+    """Threshold of `opsm` in nats per token."""
     cutoff: float = math.inf
-    """`second_moment`: tokens with x² above this are dropped (`second_moment_cutoff`)."""
+    """Maximum x² of a token that `second_moment` keeps (`second_moment_cutoff`)."""
 
 
 Correction = Callable[[LossInputs, CorrectionShape], Anchor]
 
 
 def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """No correction, as in APRIL's public code (arXiv 2509.18521): stale tokens are trained as if fresh."""
+    """Apply no correction: stale tokens are trained like fresh ones, as in APRIL's public code (arXiv 2509.18521)."""
     return _anchor(inputs, inputs.proximal_logprobs, inputs.mask, is_cut=False)
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy. No weight, because it would apply the same ratio twice."""
+    """Use the behavior policy as PPO's old policy. The weights are 1, else the same ratio would apply twice."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -136,28 +136,28 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
     """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Number of tokens of the trainer's own version, where engine and trainer hold equal weights. The fields below are
-    over these tokens."""
+    """Number of current tokens: tokens of the trainer's own version, for which engine and trainer had equal weights."""
     mismatch: Scalar
-    """k3 of KL(behavior ‖ proximal)."""
+    """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
     abs_diff: Scalar
+    """|log π_proximal − log π_behavior| over current tokens."""
     max_diff: Scalar
-    """A maximum, not a sum."""
+    """Maximum (not sum) of the absolute difference over current tokens."""
 
 
 @torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch. `is_current` [B, K] marks tokens of the trainer's own version."""
+    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens of the trainer's own version."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     raw = torch.where(inputs.mask, weights(inputs), 0.0)
-    # In KL(behavior ‖ proximal) k3's x is log π_behavior − log π_proximal.
+    # For KL(behavior ‖ proximal), x in k3 is log π_behavior − log π_proximal, so the sign is reversed.
     sums = raw.sum(), raw.square().sum(), is_current.sum(), k3(-diff).sum(), diff.abs().sum()
     return BehaviorDistance(*sums, diff.abs().max())
 
 
 def weights(inputs: LossInputs) -> torch.Tensor:
-    """Return [B, K] π_proximal / π_behavior, neither truncated nor masked by a correction; 1 at masked tokens."""
+    """Return [B, K] π_proximal / π_behavior before any correction truncates or masks it; 1 at masked tokens."""
     return _behavior_to_proximal(inputs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -166,7 +166,7 @@ def _behavior_to_proximal(inputs: LossInputs) -> torch.Tensor:
 
 
 def _anchor(inputs: LossInputs, logprobs: torch.Tensor, values: torch.Tensor, is_cut: torch.Tensor | bool) -> Anchor:
-    """Build an anchor; `values` and `is_cut` per token or per trajectory broadcast over the trained tokens."""
+    """Return an anchor. `values` and `is_cut`, per token or per trajectory, are broadcast over the trained tokens."""
     kept = torch.where(inputs.mask, values, 0.0).to(inputs.logprobs.dtype)
     return Anchor(logprobs, kept.detach(), inputs.mask & is_cut)
 

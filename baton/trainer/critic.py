@@ -37,7 +37,7 @@ class Critic(torch.nn.Module):
 
     def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
         """Return float32 values [B, K] from hidden states [B, K, H], or of any other leading shape."""
-        with torch.autocast(hidden_BKH.device.type, enabled=False):  # values need more than bfloat16's three digits
+        with torch.autocast(hidden_BKH.device.type, enabled=False):  # bfloat16's three digits are too few for values
             values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values
 
@@ -68,7 +68,7 @@ def value_loss(
     held = old_values + (values - old_values).clamp(-clip, clip)
     free_error, held_error = (values - returns).square(), (held - returns).square()
     loss = torch.where(mask, torch.maximum(free_error, held_error) / 2, 0.0).sum()
-    is_outside = (values - old_values).abs() > clip  # within, the two errors differ by rounding alone
+    is_outside = (values - old_values).abs() > clip  # within the clip, the two errors differ only by rounding
     return loss, (mask & is_outside & (held_error > free_error)).detach()
 
 
@@ -77,7 +77,7 @@ class ValueSums(NamedTuple, Generic[Scalar]):
 
     tokens: Scalar
     clipped: Scalar
-    """Tokens whose gradient the clip removed."""
+    """Number of tokens whose gradient the clip removed."""
     error: Scalar
     """Squared error of the values at the start of the step."""
     total: Scalar

@@ -22,8 +22,8 @@ from baton.trainer.settings import TrainerSettings
 def even_tokens(model: PreTrainedModel) -> float:
     """Return the row length at which attention costs as much as the linear layers, in tokens; inf if unknown.
 
-    Per token, the linear layers need one multiplication per parameter. Attention needs two (scores and values) per
-    layer and unit of width for each of on average n/2 tokens: n × layers × width.
+    Per token of a row of n tokens, the linear layers need one multiplication per parameter. Attention needs n × layers
+    × width: two multiplications (scores and values) for each of n/2 tokens on average.
     """
     shape = model.config.get_text_config()
     heads, layers = getattr(shape, "num_attention_heads", 0), getattr(shape, "num_hidden_layers", 0)
@@ -40,8 +40,8 @@ def fit_attention(
 ) -> bool:
     """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
 
-    Rows are packed if the settings ask for it, or by default on CUDA, provided that packed and padded rows score
-    equally. Raises UserError where 'always' is set and they do not.
+    Rows are packed with 'always', and with 'auto' on CUDA, if packed and padded rows get equal scores. Raises UserError
+    if 'always' is set and the scores differ.
     """
     if settings.dtype == "bfloat16":
         for each in (model, trunk):
@@ -56,8 +56,8 @@ def fit_attention(
         is_sound = parallel.run(model, packs_as_it_pads)
     if not is_sound and settings.packing == "always":
         raise UserError(
-            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score trajectories "
-            "that lie one behind the other as it does each by itself; allowed are 'auto' and 'never'"
+            f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score concatenated "
+            "trajectories like separate ones; allowed are 'auto' and 'never'"
         )
     return is_sound
 
@@ -68,14 +68,14 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
         return None
     if algorithm.critic == "shared" and find_head(model) is None:
         raise UserError(
-            f"algorithm.critic: got 'shared', but the hidden states of {type(model).__name__} are not what its logits "
-            "are made of; allowed is 'separate'"
+            f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "
+            "hidden states; allowed is 'separate'"
         )
     return Critic(model, is_separate=algorithm.critic == "separate")
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Enable activation checkpointing and compilation as configured. Raises UserError where unsupported."""
+    """Enable activation checkpointing and compilation as configured. Raises UserError if they are not supported."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
@@ -85,4 +85,4 @@ def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> 
 
 def _check_compiler(device: torch.device) -> None:
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        raise UserError("trainer.compile needs a C++ compiler (g++ or clang++), and none was found on the PATH")
+        raise UserError("trainer.compile needs a C++ compiler, but neither g++ nor clang++ was found on the PATH")

@@ -56,9 +56,9 @@ logger = logging.getLogger(__name__)
 class LocalTrainer:
     """Updates a model, or adapters on it, on one device. Implements `Trainer`.
 
-    The trained parameters are float32 master weights; `trainer.dtype` only sets autocast. The model stays in eval mode:
-    with dropout, logprobs would differ between rollout, proximal pass and update. Only the initialisation of adapters
-    is random, so equal batches give equal bits wherever torch's kernels are deterministic.
+    The trained parameters are float32 master weights; `trainer.dtype` only sets autocast. The model stays in eval mode,
+    because dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation of
+    adapters is random, so equal batches give equal bits if torch's kernels are deterministic.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class LocalTrainer:
         """Take ownership of `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
         `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
-        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: tokens that are
-        more versions old than this remain as context but get no gradient; None trains all tokens. `reference`: required
-        by an algorithm with a KL term, unless `lora` is set; then the model without its adapters is the reference.
-        `parallel`: the group of ranks; each rank constructs its own trainer with the same models.
+        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age of a
+        trained token in versions; older tokens are context without gradient; None trains all tokens. `reference`:
+        required by an algorithm with a KL term, except with `lora`, whose default is the model without its adapters.
+        `parallel`: the group of ranks; each rank constructs a trainer from the same models.
         """
         if not temperature > 0:
-            raise UserError(f"training needs sampled trajectories: got temperature {temperature}, allowed is above 0")
+            raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
         check_schedule(warmup_steps=settings.warmup_steps, decay=settings.decay, total_steps=total_steps)
         for name, parameter in model.named_parameters():
-            assert parameter.dtype is torch.float32, f"master weights are float32: {name} is {parameter.dtype}"
+            assert parameter.dtype is torch.float32, f"master weights must be float32, but {name} is {parameter.dtype}"
         self.model = model
         model.eval()  # type: ignore[no-untyped-call]
         critic = make_critic(model, algorithm)
@@ -136,7 +136,7 @@ class LocalTrainer:
         return peak_bytes(device) if device.type == "cuda" else None
 
     def sleep(self) -> None:
-        """Move all tensors off the device (`offload.py`). `publish`, `save` and `restore` still work, from the host."""
+        """Move all tensors to the host (`offload.py`). `publish`, `save` and `restore` still work."""
         self._offload.sleep()
 
     def wake_up(self) -> None:
@@ -146,15 +146,14 @@ class LocalTrainer:
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name.
 
-        Token metrics are means over trained tokens, over all updates of the step. `policy/mismatch_kl` and
-        `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version; they are absent when
-        the batch has none.
+        Token metrics are means over the trained tokens of all updates. `policy/mismatch_kl` and
+        `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version, if the batch has any.
 
         Raises TrainingDiverged, with the weights unchanged; UserError for a group that is too small for the algorithm;
         EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
-        assert batch.step == start.number + 1, f"batch of train step {batch.step} came to version {start.number}"
+        assert batch.step == start.number + 1, f"got the batch of train step {batch.step} at version {start.number}"
         rate = learning_rate(
             batch.step,
             lr=1.0,
@@ -182,7 +181,7 @@ class LocalTrainer:
                 learner.go_back(state)
             for learner in self.learners:
                 learner.optimizer.zero_grad()
-            raise TrainingDiverged(f"{error}; the weights stay those of version {start.number}") from error
+            raise TrainingDiverged(f"{error}; the weights are still those of version {start.number}") from error
         totals.add_ranks(self._parallel)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
@@ -223,8 +222,8 @@ class LocalTrainer:
     def save(self, directory: Path) -> None:
         """Write a checkpoint (format: `checkpoint.py`), atomically in a single process.
 
-        One rank of several writes its part into an existing directory; the caller (`RankedTrainer.save`) makes the
-        whole atomic.
+        With several ranks, each writes its part into an existing directory, and `RankedTrainer.save` makes the
+        directory atomic.
         """
         parallel, critic = self._parallel, self.passes.critic
         weights = parallel.whole(trained_tensors(self.model))
@@ -251,15 +250,15 @@ class LocalTrainer:
             write_parts(directory, parts)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest to that of the first rank, the only one that gathers all weights."""
+        """Set the version's digest to the first rank's `digest`, because only this rank gathers all weights."""
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint. Raises UserError, without changing anything, when it does not fit this trainer.
+        """Load a checkpoint. Raises UserError, without changing anything, if it does not fit this trainer.
 
-        The version's number and digest come from the checkpoint; the lineage remains that of this trainer, because a
-        run that goes back to a checkpoint starts a new lineage.
+        The version's number and digest come from the checkpoint. The lineage does not change, because a run that
+        returns to a checkpoint starts a new lineage.
         """
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
@@ -273,15 +272,16 @@ class LocalTrainer:
         shapes = [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own)]
         if differing := sorted(dict(shapes[0].items() ^ shapes[1].items())):
             raise UserError(
-                f"{directory} holds another model than the one in training: {differing[0]} has shape "
-                f"{shapes[0].get(differing[0], 'none')} there and {shapes[1].get(differing[0], 'none')} here "
-                f"({len(differing)} tensors differ)"
+                f"{directory} holds another model than the trainer: {differing[0]} has shape "
+                f"{shapes[0].get(differing[0], 'none')} in the checkpoint and {shapes[1].get(differing[0], 'none')} in "
+                f"the trainer ({len(differing)} tensors differ)"
             )
         if digest != state.version.digest:
             raise UserError(f"{directory} is damaged: its weights have digest {digest}, not {state.version.digest}")
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
         for learner in reversed(self.learners):
+            # Moments that match no learner stay in `apart`, so that `load_optimizer_tensors` reports them.
             others = [names for names in known if names is not learner.parameters]
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)
@@ -311,4 +311,4 @@ def _warn_of_other_bits(state: CheckpointState, num_ranks: int) -> None:
     now = {**_libraries(), "threads": str(torch.get_num_threads()), "ranks": str(num_ranks)}
     changed = [f"{name} {made_with.get(name)} → {now[name]}" for name in now if made_with.get(name) != now[name]]
     if changed:
-        logger.warning("resuming with %s: the last bits may differ from an unbroken run", ", ".join(changed))
+        logger.warning("resuming with %s: the last bits may differ from an uninterrupted run", ", ".join(changed))

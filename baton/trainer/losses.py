@@ -1,24 +1,24 @@
 """Policy-gradient objectives as pure functions of tensors, built from shared parts: log-ratio, clip, aggregate, masks.
 
 To add an objective, write a function with `Objective`'s signature, list it in `OBJECTIVES` and add its name to
-`ObjectiveName` in `algorithm.py`. Rows whose advantages are 0 run without gradient, so an objective must be flat in
-them.
-Shapes: B trajectories, K positions of a padded row. Masks are True at tokens that are trained.
+`ObjectiveName` in `algorithm.py`. Rows whose advantages are 0 run without gradient, so an objective must have no
+gradient at advantage 0.
+Shapes: B trajectories, K positions of a padded row. Masks are True at trained tokens.
 
-Three policies: `behavior` sampled the tokens, `proximal` is the policy at the start of the train step, and the current
-policy carries the gradient. A correction (`corrections.py`) computes an `Anchor` from the first two: the denominator of
-the ratio, and a weight per token.
+Three policies: the behavior policy sampled the tokens, the proximal policy is the one at the start of the train step,
+and the current policy has the gradient. A correction (`corrections.py`) computes an `Anchor` from behavior and proximal
+logprobs: the denominator of the ratio, and a weight per token.
 
-Normalisation: an objective sees one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor`
-that the caller computes over the whole minibatch of all ranks, so the microbatches' losses add up to the minibatch's.
-The aggregation alone determines whether a fully masked trajectory counts in the divisor:
+Normalisation: an objective receives one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor`
+that the caller computes over the minibatch of all ranks, so the losses of the microbatches sum to the minibatch's loss.
+The aggregation determines whether a fully masked trajectory counts in the divisor:
 
-| aggregation       | divisor                           | a fully masked trajectory                                    |
-|-------------------|-----------------------------------|--------------------------------------------------------------|
-| `sequence_mean`   | trajectories                      | counts: the others keep their weight, the update is smaller  |
-| `sequence_sum`    | trajectories                      | counts, likewise                                             |
-| `length_constant` | trajectories × the longest length | counts, likewise                                             |
-| `token_mean`      | trained tokens                    | does not count: the other trajectories' tokens weigh more    |
+| aggregation       | divisor                           | a fully masked trajectory                                   |
+|-------------------|-----------------------------------|-------------------------------------------------------------|
+| `sequence_mean`   | trajectories                      | counts: the update is smaller                               |
+| `sequence_sum`    | trajectories                      | counts: the update is smaller                               |
+| `length_constant` | trajectories × the maximum length | counts: the update is smaller                               |
+| `token_mean`      | trained tokens                    | does not count: the tokens of other trajectories weigh more |
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LossInputs:
     """The inputs of an objective: one microbatch."""
 
     logprobs: torch.Tensor
-    """[B, K] under the policy being optimised; carries gradient."""
+    """[B, K] under the current policy, with gradient."""
     proximal_logprobs: torch.Tensor
-    """[B, K] under the policy at the start of the train step; no gradient."""
+    """[B, K] under the policy at the start of the train step, without gradient."""
     behavior_logprobs: torch.Tensor
-    """[B, K] under the policy that sampled each token; no gradient."""
+    """[B, K] under the policy that sampled each token, without gradient."""
     advantages: torch.Tensor
     """[B, K]"""
     mask: torch.Tensor
@@ -52,7 +52,7 @@ class Anchor:
     """The denominator and weights of an objective's ratio, computed by a correction."""
 
     logprobs: torch.Tensor
-    """[B, K] under PPO's old policy: the proximal or the behavior policy."""
+    """[B, K] logprobs under PPO's old policy: the proximal or the behavior policy."""
     weights: torch.Tensor
     """[B, K] factor of each token's surrogate, without gradient; 0 at masked tokens."""
     is_cut: torch.Tensor
@@ -67,7 +67,7 @@ class LossShape:
     clip_high: float
     aggregation: Aggregation
     divisor: float
-    """Computed by `divisor` over the whole minibatch."""
+    """Divisor of the summed loss, from `divisor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class KlEstimate:
     nats: torch.Tensor
     """[B, K] with the gradient of the log-probabilities; 0 at masked tokens."""
     is_clamped: torch.Tensor
-    """[B, K] bool: tokens whose estimate exceeded its bound and so has no gradient; False at masked tokens."""
+    """[B, K] bool: tokens whose estimate exceeded its bound and has no gradient; False at masked tokens."""
 
 
 MAX_LOG_RATIO = 20.0
@@ -103,9 +103,9 @@ Objective = Callable[[LossInputs, Anchor, LossShape], Loss]
 
 
 def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """PPO's clip (arXiv 1707.06347, equation 7), as GRPO (2402.03300, equation 3) and DAPO (2503.14476, 8) use it.
+    """PPO's clip (arXiv 1707.06347, equation 7), also in GRPO (2402.03300, equation 3) and DAPO (2503.14476, 8).
 
-    J = Σ_i Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t), r_t = π_θ / π_anchor, aggregated; with
+    J = Σ_i Σ_t w_t min(r_t A_t, clip(r_t, 1 − clip_low, 1 + clip_high) A_t) with r_t = π_θ / π_anchor, aggregated. With
     the proximal policy as anchor and the weights π_proximal / π_behavior this is decoupled PPO (2110.00641).
     """
     ratio = to_anchor(inputs, anchor).exp()
@@ -115,9 +115,9 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per trajectory and a gradient per token.
 
-    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)): all s_it equal s_i, and token t gets
+    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). All s_it equal s_i, and token t gets
     the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over trained tokens
-    of weight above 0: a token that is masked or dropped by a correction does not enter the ratio and gets no gradient.
+    of weight above 0, so a token that a correction drops does not affect the ratio.
     """
     kept = anchor.weights > 0
     apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)
@@ -156,12 +156,12 @@ def _loss(surrogate: torch.Tensor, inputs: LossInputs, shape: LossShape) -> torc
 
 
 def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, name: KlEstimator) -> KlEstimate:
-    """[B, K] estimates of KL(π_θ ‖ π_reference) in nats from sampled tokens; 0 at masked tokens.
+    """Estimate KL(π_θ ‖ π_reference) from sampled tokens, [B, K] in nats; 0 at masked tokens.
 
     With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
     k3 is exponential in −x, so it is bounded as in verl: x to ±20, then the estimate to `MAX_K3`. A token beyond the
-    bound (about 2.6 nats below the reference or 11 above it) gets no gradient. k1 and k2 need no bound: their slopes
-    are 1 and x.
+    bound (about 2.6 nats below the reference or 11 above it) gets no gradient. k1 and k2 need no bound, because their
+    derivatives are 1 and x.
     """
     apart = log_ratio(logprobs, reference_logprobs, mask)
     if name == "k1":
@@ -179,18 +179,13 @@ def k3(apart: torch.Tensor) -> torch.Tensor:
 
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return [B, K] log (π_θ / π_baseline), 0 at masked tokens.
-
-    The mask applies before any exp, because 0 · ∞ in a gradient is NaN.
-    """
+    """Return [B, K] log (π_θ / π_baseline), 0 at masked tokens."""
+    # Masked before any exp: an infinite value at a masked token would give the gradient 0 · ∞ = NaN.
     return torch.where(mask, logprobs - baseline_logprobs, 0.0)
 
 
 def to_anchor(inputs: LossInputs, anchor: Anchor) -> torch.Tensor:
-    """Return [B, K] log (π_θ / π_anchor), clamped to ±20.
-
-    e^89 overflows float32, and 0 · ∞ in a gradient is NaN.
-    """
+    """Return [B, K] log (π_θ / π_anchor), clamped to ±20 because e^89 overflows float32."""
     return log_ratio(inputs.logprobs, anchor.logprobs, inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -202,8 +197,8 @@ def clip(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
 def aggregate(values: torch.Tensor, mask: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
     """Sum [B, K] to a scalar, before division by `divisor`.
 
-    `sequence_mean`: Σ_i (1/T_i) Σ_t, with T_i the trained tokens of trajectory i; a trajectory without any gives 0.
-    Otherwise Σ_i Σ_t.
+    `sequence_mean`: Σ_i (1/T_i) Σ_t with T_i trained tokens in trajectory i; a trajectory with T_i = 0 adds 0. Other
+    aggregations: Σ_i Σ_t.
     """
     sums = torch.where(mask, values, 0.0).sum(-1)
     return (sums / mask.sum(-1).clamp(min=1)).sum() if aggregation == "sequence_mean" else sums.sum()

@@ -20,9 +20,9 @@ from baton.trainer.settings import TrainerSettings
 
 
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
-    """Construct a trainer with its own copy of the model, the reference and the adapters.
+    """Load the models and construct a trainer. Raises UserError for a model that cannot be loaded or trained.
 
-    A rank of several loads models on the host, because unsharded they may not fit on its device.
+    With several ranks, each loads the models on the host, because the unsharded models may not fit on its device.
     """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),
@@ -31,8 +31,9 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank
     lora = None if setup.lora is None else LoraSettings.model_validate(setup.lora)
     if lora is not None and base_of_adapter(Path(setup.model_path)) is not None:
         raise UserError(
-            f"model.path: {setup.model_path!r} holds an adapter, and [lora] would train another one that cannot be "
-            "loaded without it; go on with its run by --resume, or leave [lora] out and train the merged model"
+            f"model.path: {setup.model_path!r} holds an adapter, and [lora] would train a second one that cannot be "
+            "loaded without the first; resume the adapter's run with --resume, or remove [lora] to train the merged "
+            "model"
         )
     device = torch_device(setup.device if parallel is None else "cpu")
     model = load_model(setup.model_path, dtype=torch.float32, device=device, attention=setup.attention)
@@ -70,6 +71,6 @@ def _load_reference(
     if sizes[0] != sizes[1]:
         raise UserError(
             f"algorithm.reference: {path!r} has a vocabulary of {sizes[0]} tokens and the policy one of {sizes[1]}; "
-            "allowed is a model of the same tokens"
+            "allowed is a model with the policy's vocabulary"
         )
     return model.requires_grad_(False)

@@ -5,9 +5,8 @@
       moments of AdamW        ◀───▶  the same bits
       gradients                      none: every update starts from zero gradients
 
-Tensors keep their identity: only the storage behind them is replaced, so modules, optimisers and tied weights stay
-valid. Host memory is reused between rests while its tensors do not change. On a CPU gradients are freed and nothing
-moves.
+Only the storage of a tensor is replaced, so modules, optimisers and tied weights stay valid. Host memory is reused
+while shapes and dtypes do not change. On a CPU nothing moves, and only the gradients are freed.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class Offload:
         *,
         moves: bool | None = None,
     ) -> None:
-        """Start active. `moves`: whether `sleep` moves memory; None: on any device but a CPU."""
+        """Start active. `moves`: move memory in `sleep`; the default is True except on a CPU."""
         self.device = device
         self._models = [model for model in dict.fromkeys(models) if model is not None]
         self._optimizers = optimizers
         self._moves = device.type != "cpu" if moves is None else moves
         self._hosts: dict[int, Tensor] = {}
-        """id(tensor) → host memory used during rest."""
+        """id(tensor) → host memory of the tensor at rest."""
         self.is_resting = False
 
     @property
@@ -77,7 +76,7 @@ class Offload:
 
     @torch.no_grad()
     def wake_up(self) -> None:
-        """Move the tensors back to the device, including changes made on the host meanwhile. Idempotent."""
+        """Move the tensors back to the device, with any changes made on the host. Idempotent."""
         if self.is_resting and self._moves:
             for tensor in self._tensors():
                 tensor.data = tensor.to(self.device, non_blocking=True, copy=True)
@@ -85,7 +84,7 @@ class Offload:
         self.is_resting = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield parameters, buffers and moments, each once."""
+        """Yield parameters, buffers and moments."""
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
@@ -105,6 +104,6 @@ class Offload:
             torch.cuda.synchronize(self.device)
 
     def _empty_cache(self) -> None:
-        """Return cached blocks to the driver, because the next user of the device allocates blocks of other sizes."""
+        """Release cached memory, because the next user of the device allocates blocks of other sizes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -18,8 +18,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of train step `step` (from 1) of `total_steps`, the same for all its updates.
 
-    The warm-up is linear and reaches `lr` at step `warmup_steps`; no step has rate 0. From the next step on the rate
-    decays from `lr` towards `lr × min_lr_frac`, the value from step `total_steps + 1` on.
+    The warm-up is linear and reaches `lr` at step `warmup_steps`; no step has rate 0. Afterwards the rate decays from
+    `lr` and would reach `lr × min_lr_frac` at step `total_steps + 1`.
     """
     assert step >= 1, f"train steps count from 1: got {step}"
     if step <= warmup_steps:
@@ -36,14 +36,14 @@ def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, because the "
-            f"learning rate decays ({decay}) after the warm-up: lower warmup_steps or raise the number of steps"
+            f"learning rate decays ({decay}) after the warm-up; lower warmup_steps or raise the number of steps"
         )
 
 
 def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW over `parameters`. Weight decay excludes gains and biases (fewer than two dimensions)."""
+    """Return AdamW over `parameters`. Weight decay applies to tensors of two or more dimensions."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
     groups: list[dict[str, Any]] = [
@@ -57,9 +57,9 @@ def make_optimizer(
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to Euclidean norm `max_norm`, taken over all shards; return the norm before scaling.
+    """Scale gradients down to the Euclidean norm `max_norm` over all shards; return the norm before scaling.
 
-    Collective where gradients are sharded.
+    Collective if the gradients are sharded.
     """
     groups = by_mesh(p.grad for p in parameters if p.grad is not None)
     norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in groups]
@@ -92,17 +92,17 @@ def load_optimizer_tensors(
     parameters: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Load state returned by `optimizer_tensors`; parameters that it does not name get no state.
+    """Load state returned by `optimizer_tensors`. Parameters that `tensors` does not name get no state.
 
-    Raises UserError for a parameter that this model lacks or has in another shape.
+    Raises UserError for a tensor whose parameter is missing from this model or has another shape.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
         if name not in parameters or (tensor.ndim and tensor.shape != parameters[name].shape):
             raise UserError(
-                f"the optimizer state holds {full_name} of shape {tuple(tensor.shape)}, "
-                "which fits no parameter of this model"
+                f"the optimizer state holds {full_name} of shape {tuple(tensor.shape)}, which matches no parameter of "
+                "this model; resume with the model and the trained layers of the checkpoint"
             )
         by_name.setdefault(name, {})[key] = tensor
     names = {parameter: name for name, parameter in parameters.items()}

@@ -1,4 +1,4 @@
-"""Forward passes of a train step, and the values fixed before its first update."""
+"""The forward passes of a train step, and the values that they fix before its first update."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class PreparedMicroBatch:
     """A microbatch and the values that stay fixed during the step's updates. Shapes: [B, K]."""
 
     micro: MicroBatch
-    """With advantages."""
+    """The microbatch, including its advantages."""
     proximal_logprobs: torch.Tensor | None = None
-    """None where the logprobs of the only update serve as proximal logprobs."""
+    """None if the step has one update, whose logprobs then serve as proximal logprobs."""
     reference_logprobs: torch.Tensor | None = None
     """None without a reference model."""
     values: torch.Tensor | None = None
     """The critic's values at the start of the step; None without a critic."""
     routing: Routing | None = None
-    """Experts to replay, chosen by the proximal policy or the engine."""
+    """Experts to replay, which the proximal policy or the engine chose."""
     returns: torch.Tensor | None = None
-    """Targets of the critic: advantages (as estimated, not normalised) + values; None without a critic."""
+    """Targets of the critic: advantages before normalisation + values; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Passes:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model; the policy itself if its adapters are disabled for reference passes."""
+    """The frozen reference model, or the policy, whose adapters are then disabled for reference passes."""
     critic: Critic | None
     settings: TrainerSettings
     algorithm: AlgorithmSettings
@@ -56,17 +56,17 @@ class Passes:
     replay: RoutingReplay | None
     """Routing replay of the policy's experts; None if disabled."""
     is_packed: bool
-    """Whether rows are concatenated instead of padded."""
+    """True if rows are concatenated instead of padded."""
     parallel: SingleRank = field(default_factory=SingleRank)
     """The group of ranks."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether the critic is a head on the policy."""
+        """Return whether the critic is a head on the policy."""
         return self.critic is not None and self.critic.trunk is None
 
     def scores(self, micro: MicroBatch, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
-        """Score a microbatch's tokens, [B, K], in an update with entropy, for a shared critic with hidden states."""
+        """Score a microbatch's tokens: [B, K]. An update includes entropies, a shared critic hidden states."""
         model = self.model if model is None else model
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
@@ -99,7 +99,7 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, parts: Sequence[MiniBatch]) -> list[list[PreparedMicroBatch]]:
-        """Run the passes needed before the first update, and estimate advantages that depend on them."""
+        """Run the passes before the first update, and estimate the advantages that depend on them."""
         found = [[self._prepared(micro) for micro in part.microbatches] for part in parts]
         if not self.algorithm.needs_model_for_advantages:
             return found
@@ -130,7 +130,7 @@ class Passes:
         )
 
     def replayed(self, prepared: PreparedMicroBatch) -> AbstractContextManager[None]:
-        """Return the context for an update's forward and backward pass, in which routing is replayed."""
+        """Return a context for an update's forward and backward pass in which routing is replayed."""
         return self._replay(prepared.routing)
 
     def _replay(self, routing: Routing | None) -> AbstractContextManager[None]:
@@ -140,7 +140,7 @@ class Passes:
         return nullcontext({}) if self.replay is None else self.replay.recorded()
 
     def _given_routing(self, micro: MicroBatch) -> Routing | None:
-        """Return the experts that the engine chose if they are to be replayed, else None."""
+        """Return the engine's experts if `moe_replay` is "engine", else None."""
         if self.replay is None or self.settings.moe_replay != "engine":
             return None
         return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
@@ -148,7 +148,7 @@ class Passes:
     def _with_advantages(
         self, everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample]
     ) -> list[PreparedMicroBatch]:
-        """Estimate advantages over all rows of the batch, of all ranks, from the models' outputs."""
+        """Estimate advantages over the rows of all ranks from the models' outputs."""
         algorithm = self.algorithm
         raw = estimate(
             rows,
@@ -177,7 +177,7 @@ class Passes:
         rows: Sequence[TrainingSample],
         read: Callable[[PreparedMicroBatch], list[FloatArray]],
     ) -> list[FloatArray]:
-        """Return [P] for each of `rows`. Each rank reads its own rows; a sum over ranks combines them."""
+        """Return [P] for each of `rows`. Each rank reads its rows, and a sum over ranks combines the values."""
         own = {
             row.name: found
             for prepared in everything
@@ -189,7 +189,7 @@ class Passes:
         return [np.asarray(part) for part in np.split(self.parallel.sums(flat), ends[:-1])] if rows else []
 
     def _penalties(self, prepared: PreparedMicroBatch) -> list[FloatArray]:
-        """Return [P] for each row: −kl_coef × KL(proximal ‖ reference) at each policy token."""
+        """Return −kl_coef × KL(proximal ‖ reference) at each policy token: [P] for each row."""
         micro, algorithm = prepared.micro, self.algorithm
         assert prepared.proximal_logprobs is not None
         assert prepared.reference_logprobs is not None
@@ -198,7 +198,7 @@ class Passes:
 
 
 def _values(prepared: PreparedMicroBatch) -> list[FloatArray]:
-    """Return the critic's values, [P] for each row."""
+    """Return the critic's values: [P] for each row."""
     assert prepared.values is not None
     return prepared.micro.gather(prepared.values)
 
@@ -210,5 +210,5 @@ def _unpacked(micro: MicroBatch, scores: TokenScores) -> TokenScores:
 
 
 def _laid(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Scatter [N] values at the policy's tokens to [B, K], 0 elsewhere."""
+    """Scatter [N] values at the policy's tokens to [B, K], 0 at other tokens."""
     return torch.zeros(micro.policy_mask.shape, device=values.device).masked_scatter(micro.policy_mask, values)

@@ -34,43 +34,44 @@ class TrainingSample:
     token_ids: tuple[int, ...]
     """[prompt + L]"""
     prompt_length: int
-    """Tokens."""
+    """Number of prompt tokens."""
     is_policy: tuple[bool, ...]
-    """[L] whether the policy wrote the token."""
+    """[L] True if the policy wrote the token."""
     is_trained: tuple[bool, ...]
-    """[L] whether the token gets a gradient: the policy wrote it, and its version is not too old."""
+    """[L] True if the token gets a gradient: the policy wrote it, its version is not too old, and `is_filtered` is
+    False."""
     behavior_logprobs: tuple[float, ...]
     """[L]"""
     policy_versions: tuple[int, ...]
     """[L]"""
     reward: float
     is_filtered: bool = False
-    """Whether `overlong_filter` excludes it from training: no token gets a gradient."""
+    """True if `overlong_filter` excludes the trajectory, so that no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
-    """[L] experts chosen for each token, as reported by the engine; empty bytes, or an empty tuple, if not reported."""
+    """[L] experts of each token as reported by the engine. Empty bytes, or an empty tuple, if not reported."""
     advantages: FloatArray | None = None
     """[P]; None until computed."""
 
     @property
     def num_policy(self) -> int:
-        """P: tokens that the policy wrote."""
+        """Number of tokens that the policy wrote, P."""
         return sum(self.is_policy)
 
     @property
     def num_trained(self) -> int:
-        """Tokens that get a gradient."""
+        """Number of tokens that get a gradient."""
         return sum(self.is_trained)
 
     @property
     def has_advantage(self) -> bool:
-        """Whether a loss that is flat at advantage 0 may have a gradient here. True while advantages are unknown."""
+        """Return whether any advantage is nonzero; True while advantages are not computed."""
         return self.advantages is None or bool(self.advantages.any())
 
 
 def minibatches(
     batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
 ) -> list[list[TrainingSample]]:
-    """Return the training samples of each minibatch, with their advantages unless these need a model.
+    """Return the training samples of each minibatch, with advantages if these need no model.
 
     Raises UserError for a group with too few members, or for fewer groups than minibatches.
     """
@@ -78,8 +79,8 @@ def minibatches(
         if len(group.members) < max(1, algorithm.fewest_judged):
             raise UserError(
                 f"group {group.group_id} has {len(group.members)} members, allowed are "
-                f"{max(1, algorithm.fewest_judged)} or more (rollout.group_size): group-relative advantages compare a "
-                "trajectory with its group"
+                f"{max(1, algorithm.fewest_judged)} or more with algorithm.advantage = {algorithm.advantage!r}; raise "
+                "rollout.group_size"
             )
     parts = [
         training_samples(part, algorithm, oldest=oldest, longest=longest)
@@ -95,7 +96,7 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group
     """
     if num_parts > len(groups):
         raise UserError(
-            f"algorithm.num_minibatches: got {num_parts}, but each needs a group and the batch has {len(groups)}"
+            f"algorithm.num_minibatches: got {num_parts}, allowed are at most {len(groups)}, the groups of a batch"
         )
     cuts = [len(groups) * part // num_parts for part in range(num_parts + 1)]
     return [groups[start:end] for start, end in pairwise(cuts)]
@@ -106,10 +107,10 @@ def training_samples(
 ) -> list[TrainingSample]:
     """Return one sample per trajectory that contributes to the loss, in the order of the batch.
 
-    A token of a version below `oldest` remains as context but gets no gradient; the same holds for all tokens of a
-    trajectory that `overlong_filter` excludes. Such trajectories still count in the loss divisor. A trajectory without
-    a reward, or in a group with fewer scored trajectories than the algorithm needs, has no sample and does not count.
-    `longest` is the maximum response length in tokens. Raises EngineFault for a logprob that is not finite.
+    A token of a version below `oldest`, and every token of a trajectory that `overlong_filter` excludes, is context
+    without gradient; a trajectory of such tokens still counts in the loss divisor. A trajectory without a reward, or in
+    a group with too few scored trajectories for the algorithm, has no sample and does not count. `longest` is the
+    maximum response length in tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
         _sample(member.trajectory, member.judgement.reward, algorithm, oldest, longest)
@@ -123,13 +124,13 @@ def training_samples(
 def _sample(
     trajectory: Trajectory, reward: float, algorithm: AlgorithmSettings, oldest: int, longest: int
 ) -> TrainingSample:
-    assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token no logits"
+    assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token has no logits"
     logprobs = tuple(trajectory.behavior_logprobs)
     for place, logprob in enumerate(logprobs):
         if not math.isfinite(logprob):
             raise EngineFault(
                 f"trajectory {trajectory.name}: the engine reported log-probability {logprob} for token {place} of "
-                "its response, which cannot be trained on"
+                "the response; training needs finite values"
             )
     is_policy, versions = tuple(trajectory.is_policy), tuple(trajectory.policy_versions)
     is_filtered = algorithm.overlong_filter and trajectory.finish_reason is FinishReason.LENGTH
@@ -158,9 +159,9 @@ def estimate(
     token_rewards: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
 ) -> list[FloatArray]:
-    """Return the [P] advantages of each sample, estimated over a whole batch.
+    """Estimate the [P] advantages of each sample of a whole batch.
 
-    `token_rewards` and `values` hold one [P] array per sample.
+    `token_rewards` and `values`: one [P] array per sample.
     """
     outcomes = [
         Outcome(
@@ -179,7 +180,7 @@ def estimate(
 def with_advantages(
     parts: Sequence[Sequence[TrainingSample]], algorithm: AlgorithmSettings
 ) -> list[list[TrainingSample]]:
-    """Return the samples of a batch, part by part, with advantages that need no model."""
+    """Return the samples of each minibatch with advantages that need no model."""
     raw = estimate([sample for part in parts for sample in part], algorithm)
     found = iter(normalized(raw) if algorithm.normalize_advantages else raw)
     return [[replace(sample, advantages=next(found)) for sample in part] for part in parts]
@@ -195,10 +196,10 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch that need no model: rewards, lengths, and staleness of its `samples`.
 
-    Rewards and accuracy are means over scored trajectories, absent if there are none. `reward/std` has divisor N.
-    `reward/zero_std_frac` is the fraction of groups whose rewards are all equal, among groups with at least two scored
-    members. `judge/groups_lost` counts groups with too few scored members to be trained. Lengths count all tokens after
-    the prompt. `longest` is the maximum response length in tokens.
+    Rewards and accuracy are means over scored trajectories, and absent without any. `reward/std` has divisor N.
+    `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored members.
+    `judge/groups_lost` counts groups with too few scored members for training. Lengths count all tokens after the
+    prompt. `longest` is the maximum response length in tokens.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
@@ -237,8 +238,8 @@ def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dic
     """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
     `staleness/mean` and `/max` are over trained tokens. `stale_frac` is the fraction of tokens that are trained but
-    older than the trainer's version; `masked_frac` is the fraction that is too old to be trained. Both exclude
-    trajectories that `overlong_filter` excludes; `tokens/filtered` counts those.
+    older than the trainer's version; `masked_frac` is the fraction that is too old to be trained. Trajectories that
+    `overlong_filter` excludes count only in `tokens/filtered`.
     """
     kept = [sample for sample in samples if not sample.is_filtered]
     ages = [

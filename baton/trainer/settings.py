@@ -18,7 +18,7 @@ class TrainerSettings(Settings):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Train steps over which the learning rate rises linearly to `lr`."""
+    """Number of train steps over which the learning rate rises linearly to `lr`."""
     decay: Decay = "constant"
     """Shape of the learning rate after the warm-up, until the last train step of the run."""
     min_lr_frac: float = Field(default=0.0, ge=0, le=1)
@@ -32,17 +32,17 @@ class TrainerSettings(Settings):
     dtype: DTypeName = "float32"
     """Data type in which linear layers compute. Master weights and optimiser state are always float32."""
     compile: bool = False
-    """Compile the model with torch. On a CPU, steps are about a third faster (half in bfloat16), but startup takes at
+    """Compile the model with torch. On a CPU, steps are about a third faster (half in bfloat16), and startup takes at
     least half a minute longer. Requires a C++ compiler. The compiled kernels depend on the first batches, so the last
     bits of a resumed run may differ."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Maximum tokens, including padding, in one forward and backward pass. Bounds memory; does not change the update. A
-    longer trajectory forms a microbatch alone."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. Bounds memory and does not change
+    the update. A longer trajectory forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
     """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` packs on CUDA
     only."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more computation."""
+    """Recompute each block's activations in the backward pass. Saves memory, costs about a third more computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"
     """Routing replay for mixture-of-experts models. `proximal`: the updates of a train step route each token to the
@@ -50,9 +50,10 @@ class TrainerSettings(Settings):
     (requires engine.report_routing)."""
 
     ranks: int = Field(default=1, ge=1)
-    """Processes that shard the model, its gradients and its optimiser state; 1 trains in the controller process."""
+    """Number of processes that shard the model, its gradients and its optimiser state. 1 trains in the controller
+    process."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that split each matrix product, by the model's own plan; must divide `ranks`."""
+    """Number of ranks that split each matrix product, by the model's own plan. Must divide `ranks`."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory,
     costs time."""
@@ -74,11 +75,11 @@ class TrainerSettings(Settings):
                 f"tensor_parallel: got {self.tensor_parallel} with ranks = {self.ranks}; allowed are divisors of it"
             )
         if self.ranks > 1 and self.compile:
-            raise ValueError("compile: got true with ranks above 1; allowed there is false")
+            raise ValueError("compile: got true with ranks above 1; allowed with several ranks is false")
         if self.ranks > 1 and self.moe_replay != "off":
             raise ValueError(
-                f"moe_replay: got {self.moe_replay!r} with ranks above 1, where experts are recorded by nobody; "
-                "allowed there is 'off'"
+                f"moe_replay: got {self.moe_replay!r} with ranks above 1; allowed with several ranks is 'off', because "
+                "they do not record experts"
             )
         return self
 
@@ -87,15 +88,15 @@ class SftSettings(Settings):
     """[sft] Supervised fine-tuning."""
 
     steps: int = Field(default=1000, ge=1)
-    """Optimiser updates. A count rather than a duration, so that the result does not depend on the machine's speed."""
+    """Number of optimiser updates."""
     batch_size: int = Field(default=128, ge=1)
-    """Demonstrations per update."""
+    """Number of demonstrations per update."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Maximum tokens, including padding, in one forward and backward pass. Bounds memory."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. Bounds memory."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Updates over which the learning rate rises linearly; it then decays as a cosine."""
+    """Number of updates over which the learning rate rises linearly. Afterwards it decays as a cosine."""
     min_lr_frac: float = Field(default=0.02, ge=0, le=1)
     """Final learning rate of the decay, as a fraction of `lr`."""
     betas: tuple[float, float] = (0.9, 0.98)

@@ -23,11 +23,11 @@ class Demonstration(msgspec.Struct, frozen=True):
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """Includes the end-of-sequence id."""
+    """Token ids of the response, including the end-of-sequence id."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response."""
+        """Number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -40,8 +40,8 @@ def fine_tune(
 ) -> None:
     """Train the float32 `model` in place for `settings.steps` updates.
 
-    `on_step` receives the step, its loss in nats per response token, and the number of padded tokens processed. Raises
-    TrainingDiverged when the gradient is not finite, before the weights change.
+    `on_step` receives the update's number, its loss in nats per response token, and the number of processed tokens
+    including padding. Raises TrainingDiverged when the gradient is not finite, before the weights change.
     """
     check_schedule(warmup_steps=settings.warmup_steps, decay="cosine", total_steps=settings.steps)
     if settings.dtype == "bfloat16":
@@ -91,7 +91,7 @@ def _padded(row: Demonstration) -> int:
 
 
 def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSettings) -> tuple[torch.Tensor, int]:
-    """Return the summed cross-entropy of the response tokens, in nats, and the number of padded tokens processed."""
+    """Return the summed cross-entropy of the response tokens in nats, and the number of tokens including padding."""
     first = min(len(row.prompt_ids) for row in rows)
     ids_BS = torch.zeros((len(rows), _padded(rows[0])), dtype=torch.long)
     is_target_BS = torch.zeros_like(ids_BS, dtype=torch.bool)

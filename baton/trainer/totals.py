@@ -17,22 +17,25 @@ from baton.trainer.parallel.group import SingleRank
 
 
 class TokenSums(NamedTuple, Generic[Scalar]):
-    """Sums over trained tokens, except for the loss."""
+    """Sums over trained tokens, and the loss."""
 
     loss: Scalar
     """The minimised loss, with all its terms."""
     tokens: Scalar
+    """Number of trained tokens."""
     entropy: Scalar
     clipped: Scalar
+    """Number of tokens whose ratio the objective clipped."""
     moved: Scalar
     """k3 estimate of KL(proximal ‖ current), the policy's change since the start of the step."""
     weight: Scalar
     """Weights after the correction."""
     cut: Scalar
+    """Number of tokens whose weight the correction truncated or set to 0."""
     reference_kl: Scalar
-    """0 without a reference model."""
+    """Estimate of the KL divergence to the reference; 0 without a reference model."""
     clamped_kl: Scalar
-    """Tokens whose estimate of the KL divergence to the reference exceeded its bound; 0 without a reference model."""
+    """Number of tokens whose KL estimate exceeded its bound; 0 without a reference model."""
 
 
 @dataclass(slots=True)
@@ -42,20 +45,22 @@ class Totals:
     has_reference: bool
     has_critic: bool
     losses: list[float] = field(default_factory=list)
-    """One per update, as in the next three lists. The lists of values are empty without a critic."""
+    """Loss of each update."""
     grad_norms: list[float] = field(default_factory=list)
+    """Gradient norm of each update, before clipping."""
     value_losses: list[float] = field(default_factory=list)
+    """Critic's loss of each update; empty without a critic."""
     value_grad_norms: list[float] = field(default_factory=list)
-    """Also empty for a shared critic."""
+    """Gradient norm of a separate critic in each update; empty without one."""
     tokens: TokenSums[float] = field(default_factory=lambda: TokenSums(*[0.0] * 9))
     distance: BehaviorDistance[float] = field(default_factory=lambda: BehaviorDistance(*[0.0] * 6))
     values: ValueSums[float] = field(default_factory=lambda: ValueSums(*[0.0] * 5))
     real: float = 0.0
-    """Tokens fed to the model, without padding."""
+    """Number of tokens fed to the model, without padding."""
     places: float = 0.0
-    """Tokens fed to the model, with padding."""
+    """Number of tokens fed to the model, with padding."""
     imbalance: float | None = None
-    """Largest over mean of the ranks' padded tokens; None with one rank."""
+    """Maximum over mean of the ranks' `places`; None with one rank."""
 
     def add(
         self,
@@ -65,7 +70,7 @@ class Totals:
         num_tokens: int,
         num_places: int,
     ) -> float:
-        """Add one microbatch and return its loss as a number. Synchronises with the device."""
+        """Add the sums of one microbatch and return its loss as a number. Synchronises with the device."""
         numbers = _numbers((*tokens, *distance))
         found = TokenSums(*numbers[: len(tokens)])
         apart = BehaviorDistance(*numbers[len(tokens) :])
@@ -77,7 +82,7 @@ class Totals:
         return found.loss
 
     def add_values(self, sums: ValueSums[torch.Tensor]) -> None:
-        """Add one microbatch of a critic."""
+        """Add a critic's sums of one microbatch."""
         self.values = ValueSums(*map(add, self.values, _numbers(sums)))
 
     def add_ranks(self, parallel: SingleRank) -> None:
@@ -96,11 +101,10 @@ class Totals:
         self.imbalance = largest_places * parallel.share.size / max(1.0, self.places)
 
     def metrics(self) -> dict[str, float]:
-        """Return means. `policy/loss` and `policy/grad_norm` (before clipping) are means over updates.
+        """Return the metrics of the step. Losses and gradient norms are means over updates.
 
-        `policy/ess` is Kish's effective sample size (Σw)² / Σw² as a share of the trained tokens, of the weights
-        π_proximal / π_behavior before any truncation. It measures the distance between the two policies,
-        independently of the correction.
+        `policy/ess` is Kish's effective sample size (Σw)² / Σw², divided by the number of trained tokens, for the
+        weights w = π_proximal / π_behavior before any correction truncates them.
         """
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {
@@ -131,7 +135,7 @@ class Totals:
     def _value_metrics(self) -> dict[str, float]:
         """Return the critic's metrics.
 
-        `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)², absent where all R are equal.
+        `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)², absent if all R are equal.
         """
         sums, num_tokens = self.values, max(1.0, self.values.tokens)
         found = {"value/loss": statistics.fmean(self.value_losses), "value/clip_frac": sums.clipped / num_tokens}

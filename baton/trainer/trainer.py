@@ -16,8 +16,8 @@ class PublishedWeights:
 
     version: PolicyVersion
     tensors: Mapping[str, Any]
-    """Parameter name → tensor, named as in `state_dict` or as an adapter's pairs (`policy/adapters.py`). Detached;
-    later train steps do not change them."""
+    """Name → detached tensor, named as in `state_dict` or as an adapter's pairs (`policy/adapters.py`). Later train
+    steps do not change these tensors."""
 
 
 class Trainer(Protocol):
@@ -44,7 +44,7 @@ class Trainer(Protocol):
         ...
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint that `save` wrote. Raises UserError when it does not fit this trainer."""
+        """Load a checkpoint that `save` wrote. Raises UserError if it does not fit this trainer."""
         ...
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Learner:
     """Peak learning rate."""
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return the optimiser's state by name."""
+        """Return the optimiser's state by name (`optimizer_tensors`)."""
         return optimizer_tensors(self.optimizer, self.parameters)
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -95,13 +95,13 @@ class Update:
     longest: int
     """Maximum response length in tokens."""
     trouble: str | None = None
-    """Description of the first number that is not finite. It is raised only after all passes: a rank that left earlier
-    would block the others in a collective."""
+    """Description of the first number that is not finite. The error is raised only after all passes, because a rank
+    that stopped earlier would block the others in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
         """Perform one update with a minibatch.
 
-        Raises TrainingDiverged before the weights change.
+        Raises TrainingDiverged, before the weights change, if a loss or a gradient is not finite.
         """
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.proximal_logprobs) is not None)
@@ -163,14 +163,14 @@ class Update:
                 tokens=micro.mask.sum(),
                 entropy=torch.where(micro.mask, scores.entropy, 0.0).sum(),
                 clipped=found.is_clipped.sum(),
-                # In KL(proximal ‖ current) k3's x is log π_proximal − log π_θ.
+                # For KL(proximal ‖ current), x in k3 is log π_proximal − log π_θ, so the sign is reversed.
                 moved=k3(-log_ratio(inputs.logprobs, inputs.proximal_logprobs, micro.mask)).sum(),
                 weight=anchor.weights.sum(),
                 cut=anchor.is_cut.sum(),
                 reference_kl=none if reference_kl is None else reference_kl.nats.sum(),
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
-        num_places = micro.input_ids.numel()  # includes idle microbatches, which are computed too
+        num_places = micro.input_ids.numel()  # an idle microbatch counts too, because it is computed
         value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
@@ -187,7 +187,7 @@ class Update:
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
         """Clip the gradients and step the optimisers.
 
-        Raises TrainingDiverged if a number was not finite on any rank.
+        Raises TrainingDiverged if any rank found a number that is not finite.
         """
         norms = []
         for learner in self.learners:
@@ -208,7 +208,7 @@ class Update:
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None
     ) -> float:
-        """Return `value`; record it as the trouble if it is the first that is not finite."""
+        """Return `value`. If it is the first value that is not finite, set `trouble`."""
         if math.isfinite(value) or self.trouble is not None:
             return value
         groups = ", ".join(map(str, sorted({row.group_id for row in rows})))
@@ -217,7 +217,7 @@ class Update:
             is_odd = (inputs.mask & ~torch.isfinite(inputs.logprobs)).any(-1).tolist()
             names = [row.name for row, odd in zip(rows, is_odd, strict=False) if odd]
             culprits = (
-                f"; the policy's log-probabilities of trajectory {', '.join(names)} are no numbers" if names else ""
+                f"; the policy's log-probabilities of trajectory {', '.join(names)} are not finite" if names else ""
             )
         self.trouble = f"train step {self.step}: {what} is {value} over groups {groups}{culprits}"
         return value

@@ -1,1 +1,1 @@
-"""Policy versions that other machines can trust: published as chunks and a manifest, fetched, verified, then used."""
+"""Policy versions that other machines can verify: published as chunks and a manifest, fetched, checked, then used."""

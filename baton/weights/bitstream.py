@@ -1,10 +1,10 @@
-"""Byte streams one after another in one block, each squeezed with zstd where that makes it smaller.
+"""A bitstream: numbers and byte streams in one block, each stream compressed with zstd if that makes it smaller.
 
-    number   7 bits a byte, the lowest first; the eighth says that more follow
-    stream   of fewer than 16 bytes: itself; of others, number: squeezed bytes that follow, or 0 where those that
-             follow are the stream itself; the bytes
+    number   7 bits per byte, the lowest bits first; the eighth bit is set if another byte follows (LEB128)
+    stream   shorter than 16 bytes: the raw bytes
+             otherwise: the number of compressed bytes and these bytes, or the number 0 and the raw bytes
 
-A reader knows the length of each stream beforehand and makes no room for more, whatever the block claims.
+The reader knows the length of each stream in advance and never allocates more, whatever the block claims.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from baton.errors import WeightsFault
 Bytes = NDArray[np.uint8]
 
 _LEVEL: Final = 1
-"""Of zstd: what is squeezed here are symbols of no order, of which higher levels make nothing smaller."""
+"""zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
 _SMALLEST: Final = 16
-"""Shorter streams are not worth a frame."""
+"""Minimum length of a compressed stream in bytes: the zstd header outweighs the gain on a shorter stream."""
 _WINDOW: Final = 2**23
-"""Bytes of history that a frame may ask for; ours ask for less."""
+"""Maximum zstd window in bytes, which bounds the reader's memory. `BitWriter` uses smaller windows."""
 
 
 class BitWriter:
@@ -45,7 +45,7 @@ class BitWriter:
         self._block.append(value)
 
     def stream(self, data: Bytes) -> None:
-        """Append bytes; the reader knows how many."""
+        """Append bytes. Their number is not written: the reader must know it."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
             self._block += raw.data
@@ -56,16 +56,16 @@ class BitWriter:
         self._block += squeezed if is_smaller else raw.data
 
     def bits(self, bits: Bytes) -> None:
-        """Append zeros and ones, eight to a byte."""
+        """Append [n] zeros and ones, packed eight to a byte."""
         self.stream(np.packbits(bits))
 
     def block(self) -> bytes:
-        """Return all that was appended."""
+        """Return the bytes of everything appended so far."""
         return bytes(self._block)
 
 
 class BitReader:
-    """Reads a block back. Every method raises WeightsFault where the block is not what a `BitWriter` wrote."""
+    """Reads a block. Every method raises WeightsFault if no `BitWriter` can have written the block."""
 
     def __init__(self, block: bytes) -> None:
         self._block, self._at = memoryview(block), 0
@@ -80,7 +80,7 @@ class BitReader:
             if byte < 128:
                 break
         if value > limit:
-            raise WeightsFault(f"a coded part is damaged: a number of {value} where at most {limit} fits")
+            raise WeightsFault(f"an encoded part is damaged: got the number {value}, allowed are at most {limit}")
         return value
 
     def stream(self, size: int) -> Bytes:
@@ -92,9 +92,10 @@ class BitReader:
             with self._zstd.stream_reader(self._take_bytes(squeezed)) as reader:
                 data = reader.read(size + 1)
         except zstandard.ZstdError as error:
-            raise WeightsFault(f"a coded part is damaged: {error}") from error
+            raise WeightsFault(f"an encoded part is damaged: {error}") from error
         if len(data) != size:
-            raise WeightsFault(f"a coded part is damaged: a stream of {size} bytes is of another size")
+            # `read` stops at size + 1 bytes, so the actual length of a longer stream is unknown.
+            raise WeightsFault(f"an encoded part is damaged: a stream does not have the expected {size} bytes")
         return np.frombuffer(data, np.uint8)
 
     def bits(self, count: int) -> Bytes:
@@ -102,13 +103,13 @@ class BitReader:
         return np.unpackbits(self.stream(-(-count // 8)), count=count)
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Raise WeightsFault unless the whole block has been read."""
         if self._at != len(self._block):
-            raise WeightsFault(f"a coded part is damaged: {len(self._block) - self._at} bytes are left over")
+            raise WeightsFault(f"an encoded part is damaged: {len(self._block) - self._at} bytes follow its end")
 
     def _take_bytes(self, size: int) -> memoryview:
         found = self._block[self._at : self._at + size]
         if len(found) != size:
-            raise WeightsFault("a coded part is damaged: it ends too early")
+            raise WeightsFault("an encoded part is damaged: it ends too early")
         self._at += size
         return found

@@ -1,4 +1,4 @@
-"""Verified manifests and chunks from sources that are not trusted, for one fetch; and the record of who gave what."""
+"""Fetches manifests and chunks from untrusted sources, verifies them, and records which source sent what."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Got = TypeVar("Got")
 
 @dataclass(slots=True)
 class FetchStats:
-    """What a fetch took, also where it failed."""
+    """Statistics of one fetch, successful or not."""
 
     want: PolicyVersion
     bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """Of chunks and manifests; what was refused counts too."""
+    """Bytes of chunks and manifests that each source sent, including refused data."""
     faults: list[str] = field(default_factory=list)
-    """What went wrong on the way, each with the source it came from."""
+    """Description of each fault, beginning with its source."""
     bad_sources: set[str] = field(default_factory=set)
-    """Sources that gave what is not what was asked for, as opposed to nothing."""
+    """Sources that sent wrong data. A source that sent nothing is not among them."""
     num_steps: int = 0
-    """Versions that the way led through; 0 where no chunk was needed."""
+    """Number of versions applied, including the requested one; 0 if no chunk was needed."""
     seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """All that came from sources."""
+        """Bytes that all sources sent."""
         return sum(self.bytes_by_source.values())
 
 
 class ChunkFetcher:
-    """Asks one source after another until one gives what was asked for."""
+    """Requests data from one source after another until an answer passes verification. Serves one fetch."""
 
     def __init__(
         self,
@@ -52,19 +52,22 @@ class ChunkFetcher:
         order: random.Random,
         deadline_s: float,
     ) -> None:
-        """avoided: names of sources that come last; grows by those that turn out bad."""
+        """Start the deadline. Sources named in `avoided` are asked last; `blame` adds names to it."""
         self._sources, self._cache, self.record = sources, cache, record
         self._avoided, self._order = avoided, order
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
     def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, WeightsSource]:
-        """Return a version's manifest and who gave it, not asking some. Raises WeightsFault where nobody has it."""
+        """Return a version's manifest and the source that sent it, without asking the sources named in `without`.
+
+        Raises WeightsFault when no source sends a valid manifest.
+        """
 
         def check(data: bytes) -> Manifest:
             manifest = decode_manifest(data)
             if manifest.version != version:
-                raise WeightsFault(f"it is the manifest of {name_of(manifest.version)}")
+                raise WeightsFault(f"the data are the manifest of {name_of(manifest.version)}")
             return manifest
 
         asked = [source for source in self._sources if source.name not in without]
@@ -72,20 +75,20 @@ class ChunkFetcher:
         return self._first(asked, lambda source: source.manifest(version), check, what)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Return a chunk's bytes. Raises WeightsFault where nobody has them, StorageFault where the disk is full."""
+        """Return a chunk's bytes. Raises WeightsFault when no source has them, StorageFault when the disk is full."""
 
         def check(data: bytes) -> bytes:
             if len(data) != chunk.size:
-                raise WeightsFault(f"it has {len(data)} bytes instead of {chunk.size}")
+                raise WeightsFault(f"got {len(data)} bytes instead of {chunk.size}")
             if blake3(data).hexdigest() != chunk.digest:
-                raise WeightsFault(f"its {chunk.size} bytes have another digest")
+                raise WeightsFault(f"the {chunk.size} bytes have another digest")
             return data
 
         if self._cache is not None and (kept := self._cache.get(chunk.digest)) is not None:
             try:
                 return check(kept)
             except WeightsFault as error:
-                self.record.faults.append(f"cache: chunk {chunk.digest[:8]} is refused: {error}")
+                self.record.faults.append(f"cache: refused chunk {chunk.digest[:8]}: {error}")
         what = f"chunk {chunk.digest[:8]}"
         data, _ = self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)
         if self._cache is not None:
@@ -93,18 +96,18 @@ class ChunkFetcher:
         return data
 
     def blame(self, source: WeightsSource, what: str) -> None:
-        """Note that a source gave something wrong; it comes last from now on."""
+        """Record that a source sent wrong data; from now on it is asked last."""
         self.record.faults.append(f"{source.name}: {what}")
         self.record.bad_sources.add(source.name)
         self._avoided.add(source.name)
 
     def check_deadline(self, waited_for: str) -> None:
-        """Raise DeadlineExceeded when the fetch has taken too long."""
+        """Raise DeadlineExceeded if the fetch has passed its deadline."""
         if time.monotonic() > self._deadline:
             said = "; ".join(self.record.faults[-3:]) or "no fault"
             raise DeadlineExceeded(
-                f"{name_of(self.record.want)} was not there after {self._deadline_s:g} s, waiting for {waited_for} "
-                f"(so far: {said})"
+                f"{name_of(self.record.want)} was not complete after {self._deadline_s:g} s, waiting for {waited_for} "
+                f"(faults so far: {said})"
             )
 
     def _first(
@@ -114,24 +117,25 @@ class ChunkFetcher:
         check: Callable[[bytes], Got],
         what: str,
     ) -> tuple[Got, WeightsSource]:
-        """Return the first answer that passes the check, and its source."""
+        """Return the first answer that passes `check`, and its source."""
+        # Random among equally distant sources, so that many workers spread their load over them.
         shuffled = self._order.sample(list(sources), len(sources))
         for source in sorted(shuffled, key=lambda source: (source.name in self._avoided, source.distance)):
             self.check_deadline(f"{what} from {source.name}")
             try:
                 data = ask(source)
             except (OSError, BatonError) as error:
-                self.record.faults.append(f"{source.name}: does not give {what}: {error}")
+                self.record.faults.append(f"{source.name}: did not send {what}: {error}")
                 continue
             counted = self.record.bytes_by_source
             counted[source.name] = counted.get(source.name, 0) + len(data)
             try:
                 return check(data), source
             except WeightsFault as error:
-                self.blame(source, f"{what} is refused: {error}")
+                self.blame(source, f"refused {what}: {error}")
         self.check_deadline(f"{what} from any source")
         asked = ", ".join(source.name for source in sources) or "no source"
         raise WeightsFault(
-            f"{name_of(self.record.want)} cannot be had: {what} came from nobody ({asked}): "
+            f"{name_of(self.record.want)} is not available: no source sent {what} ({asked}): "
             + "; ".join(self.record.faults[-len(self._sources) :])
         )

@@ -1,13 +1,14 @@
-"""A piece of a version's bytes, coded against the same piece of its base; exact to the bit, whatever the bits mean.
+"""Encodes a part of a version's bytes against the same part of its base version, bit-exact for every dtype.
 
-    same    nothing: all elements are those of the base
-    sparse  which elements changed (`magnitude_buckets.py`, `rice.py`), and by how much
-    dense   by how much each element changed
-    full    the elements themselves
+    coding  content
+    same    nothing: all elements equal those of the base
+    sparse  the positions of the changed elements (`magnitude_buckets.py`, `rice.py`) and their differences
+    dense   the differences of all elements
+    full    the elements
 
-"How much" is the difference of two bit patterns as integers, modulo 2^bits: a weight that moved to the next number of
-its dtype has ±1, and NaN, infinities and -0.0 are integers like any other. Decoding is a function of the base and of
-the coded bytes alone; who calls it has verified the base by its digest, and verifies the result.
+A difference is taken between two bit patterns as integers, modulo 2^bits. A weight that moved to the next number of its
+dtype has the difference ±1. NaN, infinities and -0.0 need no special case. The result of decoding depends only on the
+base and the encoded bytes. The caller verifies the base before and the result afterwards, each by its digest.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 _SPARSE_BELOW: Final = {1: 2.0, 2: 2.0, 4: 0.6, 8: 0.6}
-"""By bytes of a word: density from which on "sparse" is not worth a try. Of wide words, whose differences are large
-where most of them change, "dense" is as short and quicker."""
+"""Bytes of a word → density (fraction of changed elements) from which `encode` does not try "sparse".
+
+At high density, the differences of wide words are large: "dense" is then as short and faster. 2.0: always try it."""
 _DENSE_ABOVE: Final = 0.25
-"""Density up to which a dense difference, or the whole, is not worth one."""
+"""Density up to which `encode` does not try "dense" and "full", because "sparse" is shorter."""
 
 
 class Coded(NamedTuple):
-    """A coded piece."""
+    """An encoded part."""
 
     coding: Coding
     data: bytes
     num_changed: int
-    """Elements that are not those of the base; all, without one."""
+    """Number of elements that differ from the base; the number of all elements without a base."""
 
 
 def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
-    """Return the shortest coding of a piece of words of `word` bytes. Without a base it is "full"."""
+    """Return the shortest coding of a part with words of `word` bytes. Without a base the coding is "full"."""
     now = new.view(f"u{word}")
     if base is None:
         return Coded("full", _full(now), now.size)
@@ -62,9 +64,9 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
 
 
 def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
-    """Turn a piece that holds the base into the new one. Raises WeightsFault for bytes that `encode` cannot have made.
+    """Replace the base in `piece` with the decoded part, in place.
 
-    piece: [bytes] changed in place; what it holds after a fault is neither.
+    Raises WeightsFault for bytes that `encode` cannot have made; the content of `piece` is then undefined.
     """
     words = piece.view(f"u{word}")
     reader = BitReader(coded)
@@ -89,7 +91,7 @@ def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> bytes:
 
 
 def _write_changed(writer: BitWriter, before: Words, changed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Append which elements changed, band by band; return their positions in that order."""
+    """Append which elements changed, bucket by bucket; return their positions in that order."""
     limits = bucket_limits(before, np.flatnonzero(changed))
     writer.number(len(limits))
     for limit in limits:
@@ -118,8 +120,8 @@ def _dense(now: Words, before: Words) -> bytes:
 
 
 def _full(now: Words) -> bytes:
-    """The sign goes to the lowest bit: the exponent then lies in bytes of its own, which squeeze well."""
     writer = BitWriter()
+    # Rotating the sign to the lowest bit makes the exponent a byte of its own, which compresses well.
     _write_planes(writer, _rotated(now, now.itemsize * 8 - 1))
     return writer.block()
 
@@ -137,7 +139,7 @@ def _unfold(folded: Words) -> Words:
 
 
 def _rotated(words: Words, right: int) -> Words:
-    """Rotate the bits of each word to the right."""
+    """Rotate the bits of each word to the right by `right` places."""
     bits = words.itemsize * 8
     kind = words.dtype.type
     rotated: Words = (words >> kind(right)) | (words << kind(bits - right))
@@ -145,7 +147,7 @@ def _rotated(words: Words, right: int) -> Words:
 
 
 def _write_planes(writer: BitWriter, words: Words) -> None:
-    """One stream for each byte of the words, the highest first."""
+    """Append one stream for each byte of the words, the highest byte first."""
     planes = words.view(np.uint8).reshape(words.size, words.itemsize)
     for byte in reversed(range(words.itemsize)):
         writer.stream(planes[:, byte])
@@ -159,10 +161,10 @@ def _read_planes(reader: BitReader, count: int, word: int) -> Words:
 
 
 def _write_steps(writer: BitWriter, steps: Words) -> None:
-    """Append differences other than 0, most of them small: signs, then magnitudes after Elias' gamma code (1975).
+    """Append nonzero differences: their signs, then their magnitudes in Elias gamma code (1975).
 
-    A magnitude of n bits says n - 1 times that there is one more, and gives the bits below its highest. Who has one
-    more among those that had one before is a mask like any other, so that saying it costs what its share is worth.
+    The gamma code of an n-bit magnitude has n - 1 flags "one more bit", and then the bits below the highest. The flags
+    of all magnitudes at one bit form a mask. `write_mask` writes a rare or very frequent flag in less than one bit.
     """
     one = steps.dtype.type(1)
     is_negative = (steps >> steps.dtype.type(steps.itemsize * 8 - 1)) == one
@@ -187,12 +189,12 @@ def _read_steps(reader: BitReader, count: int, word: int) -> Words:
         rest = rest[read_mask(reader, rest.size)]
         levels.append(rest)
     if rest.size:
-        raise WeightsFault("a coded part is damaged: a difference has more bits than its word")
+        raise WeightsFault("an encoded part is damaged: a difference has more bits than its word")
     bits, at = reader.bits(sum(level.size for level in levels)), 0
     steps: Words = np.ones(count, f"u{word}")
     kind = steps.dtype.type
     for bit, level in enumerate(levels):
-        steps[level] += kind(1 << bit)  # the highest bit moves up
+        steps[level] += kind(1 << bit)  # the highest bit of these magnitudes moves up by one
         steps[level] |= bits[at : at + level.size].astype(steps.dtype) << kind(bit)
         at += level.size
     return np.where(is_negative, ~steps + kind(1), steps)

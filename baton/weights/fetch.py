@@ -1,13 +1,13 @@
-"""A worker's side: from the version it holds to the one that is wanted, or no change at all.
+"""A worker's side of weight transfer: replaces the held version with the requested one, or changes nothing.
 
-    plan      manifests from the wanted version back to the one held, or to one that can be had whole: the fewest bytes
-    gather    chunks from the sources, each verified before it is used; a bad one names its source (`chunk_fetcher.py`)
-    stage     a copy of what is held, changed part by part; what is held stays as it is
-    verify    every tensor, by the digest that the wanted version vouches for
-    switch    the copy is held from now on
+    plan      follow manifests from the requested version back to the held version or to a keyframe; fewest bytes win
+    fetch     get chunks from the sources and verify each before use (`chunk_fetcher.py`)
+    stage     decode the parts into a copy of the held bytes
+    verify    compare every tensor of the copy with its digest
+    switch    hold the copy
 
-Any fault on the way raises an error that names it and leaves what is held untouched; the next fetch begins afresh.
-Memory: what is held, the copy, one chunk and one part.
+A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning.
+Memory: the held version, the copy, one chunk and one part.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, WeightsSource
 
 MAX_STEPS = 4096
-"""Versions that a plan may lead through."""
+"""Maximum number of versions in a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """A version in one stretch of bytes."""
+    """A version as one flat buffer."""
 
     version: PolicyVersion
     entries: tuple[TensorEntry, ...]
@@ -47,7 +47,7 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One version of a plan, and who gave its manifest."""
+    """One version of a plan, the encoding to apply, and the source of its manifest."""
 
     manifest: Manifest
     way: Encoding
@@ -55,7 +55,7 @@ class _Step:
 
 
 class _BadPlan(Exception):
-    """Chunks that are just what manifests ask for do not make the version: whoever gave a manifest is at fault."""
+    """The chunks match their manifests but do not result in the version, so a manifest is wrong."""
 
     def __init__(self, text: str, sources: list[WeightsSource]) -> None:
         super().__init__(text)
@@ -63,7 +63,7 @@ class _BadPlan(Exception):
 
 
 class Fetcher:
-    """Holds one version, and fetches the next. Blocks: run it in a thread."""
+    """Holds one version and fetches the next. Its methods block, so call them in a thread."""
 
     def __init__(
         self,
@@ -73,39 +73,42 @@ class Fetcher:
         cache: ChunkCache | None = None,
         seed: int | None = None,
     ) -> None:
-        """shared: versions that this machine's trainer wrote; cache: where chunks stay; seed: of the sources' order."""
+        """Fetch from `shared` memory of this machine's trainer if possible, else from `sources`.
+
+        `cache` keeps chunks on disk. `seed` fixes the order in which sources of equal distance are asked.
+        """
         self.sources, self.shared, self._cache = list(sources), shared, cache
         self._order = random.Random(seed)
         self._avoided: set[str] = set()
-        """Sources that once gave something else than was asked for: they come last."""
+        """Names of sources that once sent wrong data: they are asked last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
-        """What is held as one stretch; none while it is only mapped."""
+        """The held version as a flat buffer; None for a version that is mapped or was passed to `hold`."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
-        """What the latest fetch took."""
+        """Statistics of the last fetch."""
 
     @property
     def held(self) -> PolicyVersion | None:
-        """The version held."""
+        """The held version, or None before the first."""
         return None if self._held is None else self._held[0]
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Those of the version held, by name; not to be changed."""
+        """The tensors of the held version by name. The caller must not change them."""
         return {} if self._held is None else self._held[1]
 
     def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a version that was had by other means. Raises WeightsFault unless its tensors are the version's."""
+        """Hold a version that the caller already has. Raises WeightsFault unless `tensors` have its digest."""
         with self._lock:
             _check_digest(version, weights_digest(tensors))
             self._held, self._staged = (version, tensors), None
 
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a version, verified, and hold it from now on; they are not to be changed.
+        """Fetch and verify a version, hold it, and return its tensors. The caller must not change them.
 
-        Raises WeightsFault where no source has it whole and right, StorageFault where the cache cannot be written, and
-        DeadlineExceeded: in each case what was held is held still.
+        Raises WeightsFault when no source has the version complete and correct, StorageFault when the cache cannot be
+        written, or DeadlineExceeded. After an error the held version is the same as before.
         """
         begin = time.monotonic()
         with self._lock:
@@ -119,7 +122,7 @@ class Fetcher:
             return self.tensors
 
     def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:
-        """Hold a version from this machine's memory, if it is there and right."""
+        """Hold a version from this machine's shared memory; return False if it is absent or damaged."""
         if self.shared is None:
             return False
         try:
@@ -134,7 +137,7 @@ class Fetcher:
         return True
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
-        """Hold a version made of chunks; where a manifest misleads, try those of other sources."""
+        """Construct a version from chunks and hold it. If a manifest is wrong, try the manifests of other sources."""
         gather = ChunkFetcher(
             self.sources,
             self._cache,
@@ -153,12 +156,12 @@ class Fetcher:
                 for source in error.sources:
                     gather.blame(source, f"its manifests do not lead to {name_of(want)}: {error}")
                     misleading.add(source.name)
-                continue  # until no source is left, of whom the plan then says so
+                continue  # ends: each round excludes a source, and `_plan` raises WeightsFault without any
             self._held, self._staged = (want, tensors_of(staged.entries, staged.flat_buffer)), staged
             return
 
     def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
-        """Return the steps, in order, that fetch the fewest bytes: from what is held, or from one that is whole."""
+        """Return the steps, in order, that fetch the fewest bytes, from the held version or from a keyframe."""
         held, at = self.held, want
         walked: list[_Step] = []
         best: list[_Step] | None = None
@@ -169,7 +172,7 @@ class Fetcher:
             except WeightsFault:
                 if best is None:
                     raise
-                break  # it might have led to what is held, but there is another plan
+                break  # a keyframe was found, so a plan exists without this manifest
             whole, delta = manifest.whole, manifest.delta
             if whole is not None and (best is None or cost + whole.size < best_cost):
                 best, best_cost = [*walked, _Step(manifest, whole, source)], cost + whole.size
@@ -184,20 +187,20 @@ class Fetcher:
                 best = walked
                 break
         if best is None:
-            raise WeightsFault(f"{name_of(want)} cannot be had: {len(walked)} versions back, none can be had whole")
+            raise WeightsFault(f"{name_of(want)} is not available: no keyframe among the last {len(walked)} versions")
         return best[::-1]
 
     def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
-        """Make a version step by step in a copy. Raises _BadPlan where it is not the one that was wanted."""
+        """Apply a plan's steps in a copy. Raises _BadPlan if the result is not the requested version."""
         last = plan[-1].manifest
         sources = [step.source for step in plan]
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
-            raise _BadPlan("versions of one chain have different tensors", sources)
+            raise _BadPlan("the versions of the plan have different tensors", sources)
         flat_buffer = np.empty(last.num_bytes, np.uint8)
         if plan[0].way.base is not None:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
-                raise _BadPlan("it has other tensors than the version held", sources)
+                raise _BadPlan("the version has other tensors than the held one", sources)
             flat_buffer[:] = base.flat_buffer
         for step in plan:
             coded, begin = _CodedBytes(step.way, gather), 0
@@ -211,13 +214,13 @@ class Fetcher:
                 begin = end
         digests = piece_digests(last.tensors, flat_buffer)
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
-            raise _BadPlan(f"{len(wrong)} tensors have another digest, {wrong[0]} is one", sources)
+            raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
         return _Staged(last.version, last.tensors, flat_buffer)
 
     def _base(self) -> _Staged:
-        """What is held, as one stretch."""
+        """Return the held version as a flat buffer."""
         if self._staged is None:
-            assert self._held is not None, "a plan begins at a version that is not held"
+            assert self._held is not None, "a plan starts from a held version, but none is held"
             version, tensors = self._held
             entries, flat_buffer = flattened(tensors)
             _check_digest(version, tensors_digest(entries))
@@ -226,7 +229,7 @@ class Fetcher:
 
 
 class _CodedBytes:
-    """The coded bytes of a way, in order, chunk by chunk."""
+    """Reads the bytes of an encoding in order, fetching one chunk at a time."""
 
     def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
         self._chunks = iter(way.chunks)
@@ -234,7 +237,7 @@ class _CodedBytes:
         self._waiting = bytearray()
 
     def take(self, size: int) -> bytes:
-        """Return the next bytes. A manifest's sizes add up, so that there are as many."""
+        """Return the next `size` bytes. `check_manifest` ensures that the chunks hold all bytes of the parts."""
         while len(self._waiting) < size:
             self._waiting += self._gather.chunk(next(self._chunks))
         found = bytes(self._waiting[:size])
@@ -244,4 +247,4 @@ class _CodedBytes:
 
 def _check_digest(version: PolicyVersion, digest: str) -> None:
     if digest != version.digest:
-        raise WeightsFault(f"these are not the tensors of {name_of(version)}: their digest is {digest[:8]}")
+        raise WeightsFault(f"the tensors are not those of {name_of(version)}: their digest is {digest[:8]}")

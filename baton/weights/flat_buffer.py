@@ -1,4 +1,4 @@
-"""All tensors of a version as one stretch of bytes, and back; both ends code, compare and verify it in pieces."""
+"""The flat buffer: all tensors of a version in one array of bytes. Publisher and fetcher process it in pieces."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from baton.weights.bitstream import Bytes
 from baton.weights.manifest import MAX_PART_BYTES, WORD_BYTES, TensorEntry, payload_order
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Name, dtype and shape of each tensor, in `payload_order`: equal for two versions of one model."""
+"""Name, dtype and shape of each tensor, in `payload_order`. Versions of the same model have equal layouts."""
 
 
 def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
-    """Return what decides where each tensor lies."""
+    """Return the layout, which determines each tensor's position in the buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
 def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
-    """Copy tensors into one stretch on the host; return what each is, and the stretch [bytes].
+    """Copy tensors into a flat buffer on the host; return the manifest's entries and the buffer [bytes].
 
-    Raises WeightsFault for a dtype that has no place in a manifest.
+    Raises WeightsFault for a dtype that the manifest does not support.
     """
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in WORD_BYTES:
-            raise WeightsFault(f"{name} cannot be published: its dtype is {tensor.dtype}, not one of {[*WORD_BYTES]}")
+            raise WeightsFault(
+                f"{name} cannot be published: got dtype {tensor.dtype}, allowed are {', '.join(WORD_BYTES)}"
+            )
     unsigned = [TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), "") for name, t in tensors.items()]
     ordered = sorted(unsigned, key=payload_order)
     flat_buffer = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
@@ -43,7 +45,7 @@ def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, .
 
 
 def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, torch.Tensor]:
-    """Return the tensors that lie in a stretch, by name: views, not copies."""
+    """Return the tensors in a flat buffer by name, as views of the buffer."""
     whole = torch.from_numpy(flat_buffer)
     found, at = {}, 0
     for entry in entries:
@@ -54,7 +56,7 @@ def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str
 
 
 def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, str]:
-    """Return the digest of each tensor's bytes in a stretch, by name."""
+    """Return the digest of each tensor's bytes by name."""
     found, at = {}, 0
     for entry in entries:
         found[entry.name] = blake3(flat_buffer[at : at + entry.num_bytes].data).hexdigest()
@@ -63,7 +65,7 @@ def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[
 
 
 def pieces(entries: tuple[TensorEntry, ...]) -> Iterator[tuple[int, int, int]]:
-    """Cut a stretch into pieces of equal words: (begin, end, bytes of a word) of each."""
+    """Yield (begin, end, bytes of a word) of each piece of a flat buffer. A piece has words of one size."""
     begin = 0
     for word, same in groupby(entries, lambda entry: WORD_BYTES[entry.dtype]):
         end = begin + sum(entry.num_bytes for entry in same)

@@ -1,10 +1,12 @@
-"""Small weights change more often than large ones: where the coder of positions looks at them apart.
+"""Groups elements into buckets by the magnitude of their base, because small weights change more often than large ones.
 
-An optimiser moves every weight by about the learning rate, and the next number of a dtype is the nearer the smaller a
-weight is; in bfloat16 at small learning rates, one weight in a hundred has a third of all changes. Both sides hold the
-base, so a band is a range of the base's magnitudes, and its limit is all that needs to be said: the highest byte of an
-element without its sign, which for bfloat16 and float32 is the exponent. What is below the first limit is one band,
-from there to the second the next; the rest is looked for among all elements, which costs little.
+An optimiser moves every weight by about the learning rate, and representable numbers are closer together near zero. In
+bfloat16 at small learning rates, 1 % of the weights have a third of all changes. The positions in each bucket are
+therefore encoded separately.
+
+Both sides hold the base, so only the limits of the buckets are sent. A limit is the highest byte of an element without
+its sign; for bfloat16 and float32 this byte is the exponent. The first bucket is below the first limit, the second
+between the two limits. Changes outside the buckets are encoded by their positions among all elements.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from numpy.typing import NDArray
 Words = NDArray[Any]
 
 MAX_BANDS: Final = 2
-"""Besides the rest."""
+"""Maximum number of buckets."""
 _SAMPLED: Final = 2**15
-"""Elements that the sizes of magnitude_buckets are guessed from."""
+"""Number of elements from which the sizes of the buckets are estimated."""
 _BAND_BITS: Final = 160.0
-"""What a band costs whatever is in it, about."""
+"""Approximate fixed cost of a bucket, in bits."""
 
 
 def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Return the positions of each band's elements: those of a magnitude from the last limit to its own."""
+    """Yield the positions of each bucket's elements, whose magnitudes lie between the previous limit and its own."""
     if not limits:
         return
     bits = base.itemsize * 8
@@ -41,9 +43,9 @@ def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np
 
 
 def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
-    """Return the limits, at most two, that leave the fewest bits to say which elements changed.
+    """Return the limits, at most two, that encode the positions in `changed` in the fewest bits.
 
-    changed: positions. Counts n and k of a range of magnitudes cost n·H2(k / n) bits; n is guessed from a sample.
+    The k changed of n elements cost n·H2(k / n) bits, with the binary entropy H2; n is estimated from a sample.
     """
     step = max(1, base.size // _SAMPLED)
     sampled = np.bincount(_highest_byte(base[::step]), minlength=256) * step
@@ -55,7 +57,7 @@ def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
         return []
     edges = np.arange(used[0], min(255, used[-1]) + 1)
     first = _bits(n[edges], k[edges])
-    last = _bits(np.full(edges.size, n[-1]), k[-1] - k[edges])  # among all elements
+    last = _bits(np.full(edges.size, n[-1]), k[-1] - k[edges])  # changes outside the buckets, among all elements
     between = _bits(n[None, edges] - n[edges, None], k[None, edges] - k[edges, None])
     between[np.tril_indices(edges.size)] = np.inf
     none = float(_bits(n[-1:], k[-1:])[0])
@@ -72,10 +74,10 @@ def _highest_byte(words: Words) -> NDArray[np.int64]:
 
 
 def _bits(n: NDArray[np.float64], k: NDArray[np.float64]) -> NDArray[np.float64]:
-    """n·H2(k / n), and 0 for empty ranges."""
+    """Return n·H2(k / n), and 0 for empty ranges."""
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = n * np.log2(n) - k * np.log2(k) - (n - k) * np.log2(n - k)
-    # x·log2(x) is 0 at 0, where numpy has no number
+    # x·log2(x) has the limit 0 at x = 0, but numpy returns NaN.
     full = (k <= 0) | (k >= n)
     result: NDArray[np.float64] = np.where(full, 0.0, np.nan_to_num(bits))
     return result

@@ -1,11 +1,11 @@
-"""The trainer's side: a version becomes chunks and a manifest.
+"""The trainer's side of weight transfer: encodes a version as chunks and a manifest, and stores them.
 
-    tensors ─▶ stretch ─▶ parts, coded against the last published version ─▶ chunks ─▶ store, the manifest last
-                                                                                │
-                          the new base, once the manifest is there ◀────────────┘
+    tensors ─▶ flat buffer ─▶ parts, encoded against the base ─▶ chunks ─▶ store ─▶ manifest ─▶ store
+                                        ▲                                                        │
+                                        └───────── the version becomes the next base ◀───────────┘
 
-Every version can be had from the one before it; one in `keyframe_every` also whole, so that whoever holds the version
-before never fetches a whole one. An adapter is small and always whole.
+Each version has a delta to the version published before. One version in `keyframe_every` also has a whole encoding, for
+workers that join. An adapter is small and is always published whole.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from baton.weights.store import Store
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """A version that others can fetch, and what it took."""
+    """The result of a publication."""
 
     manifest: Manifest
     bytes: int
-    """What one who holds the version before fetches, manifest apart; where there is none, the whole."""
+    """Bytes of the delta, or of the whole encoding without a delta; the manifest is not included."""
     whole_bytes: int | None
-    """What one who holds nothing fetches of this version, where it can be had whole."""
+    """Bytes of the whole encoding, if there is one."""
     manifest_bytes: int
+    """Size of the encoded manifest."""
     full_bytes: int
     """Size of the tensors."""
     density: float | None
-    """Share of the elements that changed since the version before, where there is one."""
+    """Fraction of the elements that changed since the base, if there is one."""
     seconds: float
     is_new: bool = True
-    """False where it had been published before."""
+    """False if the version had been published before."""
 
     @property
     def kind(self) -> Kind:
-        """That of the manifest."""
+        """The manifest's kind."""
         return self.manifest.kind
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The last published version: its bytes, and how many versions ago one could be had whole."""
+    """The last published version, and the number of versions since the last keyframe."""
 
     version: PolicyVersion
     entries: tuple[TensorEntry, ...]
@@ -75,17 +76,18 @@ class _Base:
 
 
 class Publisher:
-    """Publishes the versions of a run, in the order of their numbers."""
+    """Publishes the versions of a run in ascending order."""
 
     def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None = None) -> None:
         self._store, self._settings, self._shared = store, settings, shared
         self._base: _Base | None = None
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> PublishedVersion:
-        """Make a version visible to those who read the store; the same one again changes nothing.
+        """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
-        Raises WeightsFault for tensors that are not the version's or another content under its number, and StorageFault
-        where something cannot be written; then the version is not visible, and it can be published again.
+        Raises WeightsFault if the digest of `tensors` is not the version's, or if its number is published with other
+        content. Raises StorageFault when a file cannot be written; the version is then not visible and can be published
+        again.
         """
         begin = time.perf_counter()
         entries, flat_buffer = flattened(tensors)
@@ -93,10 +95,10 @@ class Publisher:
         version = msgspec.structs.replace(version, digest=version.digest or digest)
         check_version(version)
         if version.digest != digest:
-            raise WeightsFault(f"{name_of(version)} is refused: the tensors given have the digest {digest[:8]}")
+            raise WeightsFault(f"cannot publish {name_of(version)}: its tensors have the digest {digest[:8]}")
         there = self._store.find(version.lineage, version.number)
         if there is not None and there.version != version:
-            raise WeightsFault(f"{name_of(version)} is refused: {name_of(there.version)} is published already")
+            raise WeightsFault(f"cannot publish {name_of(version)}: {name_of(there.version)} is already published")
         density = None
         manifest = there
         if manifest is None:
@@ -121,7 +123,7 @@ class Publisher:
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
     ) -> tuple[Manifest, float | None]:
-        """Write the chunks of all ways to a version; return its manifest, not yet written, and the density."""
+        """Write the chunks of a version; return its manifest, which is not yet stored, and the density."""
         base, ways, density = self._base, [], None
         if (
             base is not None
@@ -139,7 +141,7 @@ class Publisher:
         return Manifest(version, entries, tuple(ways), is_adapter=adapter), density
 
     def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
-        """Code a stretch, whole or against a base, and write its chunks; return the way and the density."""
+        """Encode a flat buffer, whole or against a base, and write its chunks; return the encoding and the density."""
         parts, chunks = [], _Chunks(self._store, self._settings.chunk_bytes)
         changed = elements = 0
         for begin, end, word in pieces(entries):
@@ -154,7 +156,7 @@ class Publisher:
 
 
 class _Chunks:
-    """Cuts coded bytes into chunks and writes each as soon as it is full."""
+    """Cuts encoded bytes into chunks of `size` bytes and stores each chunk as soon as it is full."""
 
     def __init__(self, store: Store, size: int) -> None:
         self._store, self._size = store, size
@@ -162,13 +164,12 @@ class _Chunks:
         self._written: list[Chunk] = []
 
     def add(self, data: bytes) -> None:
-        """Append bytes."""
         self._waiting += data
         while len(self._waiting) >= self._size:
             self._put(self._size)
 
     def finish(self) -> tuple[Chunk, ...]:
-        """Write what is left and return all chunks."""
+        """Store the last, shorter chunk; return all chunks."""
         if self._waiting:
             self._put(len(self._waiting))
         return tuple(self._written)

@@ -1,10 +1,10 @@
-"""Which of n elements are meant, in nearly as few bits as their number allows.
+"""Rice code (Rice 1979) for boolean masks: encodes which of n elements are selected, close to the entropy.
 
-Where a share d of the elements changes without order, the gaps between them are geometric, and Rice's code (1979) fits
-those: the low k bits of a gap as they are, the rest in unary, with 2^k about 0.69 / d. It needs no table, so few
-positions cost few bytes; each block of gaps has its own k, so that tensors, and rows within one, may change at
-different rates. A gap costs at most 0.13 bits more than its entropy. The streams are squeezed once more by zstd, which
-only matters where positions have an order.
+If a fraction d of the elements is selected at random, the gaps between them are geometrically distributed, which a Rice
+code fits. It stores the low k bits of a gap as they are and the rest in unary, with 2^k ≈ 0.69 / d. It needs no table,
+so few positions take few bytes. Each block of gaps has its own k, because tensors and rows change at different rates. A
+gap costs at most 0.13 bits more than its entropy. `BitWriter` also applies zstd, which helps only if the positions are
+not random.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from baton.weights.bitstream import BitReader, BitWriter
 Ints = NDArray[np.int64]
 
 _BLOCK: Final = 128
-"""Gaps that share one k."""
+"""Number of gaps that share one k."""
 _MAX_K: Final = 31
 _FEW: Final = 64
-"""So many need no more than a bit each."""
+"""A mask of at most this length is stored as one bit per element."""
 
 
 def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
-    """Append which of `mask` are true, or which are not where those are fewer."""
+    """Append the positions of the true elements, or of the false ones if these are fewer."""
     if mask.size <= _FEW:
         writer.bits(mask.view(np.uint8))
         return
@@ -41,7 +41,10 @@ def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
 
 
 def read_mask(reader: BitReader, n: int) -> Ints:
-    """Read which of n were true, as positions. Raises WeightsFault for what `write_mask` cannot have written."""
+    """Read a mask of n elements; return the positions of the true ones.
+
+    Raises WeightsFault for data that `write_mask` cannot have written.
+    """
     if n <= _FEW:
         return np.flatnonzero(reader.bits(n))
     count, is_rest = divmod(reader.number(2 * n + 1), 2)
@@ -71,7 +74,7 @@ def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
 
 
 def _best_ks(gaps: Ints, starts: Ints) -> Ints:
-    """Of each block, the k of the fewest bits: that which the mean suggests, or one of its neighbours."""
+    """Return the k with the fewest bits for each block: the estimate from the mean gap, or a neighbour of it."""
     sizes = np.diff(starts, append=gaps.size)
     mean = np.add.reduceat(gaps, starts) / sizes
     guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)
@@ -82,10 +85,10 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
 
 
 def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
-    """Read `count` gaps and return the positions, below n, that they are between."""
+    """Read `count` gaps and return the positions, all below n, that the gaps separate."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)
-    # Each gap has (gap >> k) + 1 ≤ gap + 1 bits here, and all gap + 1 together are at most n.
+    # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the gap + 1 of all gaps sum to at most n.
     ones = np.flatnonzero(reader.bits(reader.number(n)))
     _require(ones.size == count)
     k = np.repeat(ks, _BLOCK)[:count]
@@ -97,7 +100,7 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
         having = gaps[chosen]
         gaps[chosen] = having | (bits[at : at + having.size].astype(np.int64) << bit)
         at += having.size
-    _require(gaps.max() < n)  # before they are added up: no sum of these overflows
+    _require(gaps.max() < n)  # checked before the sum, which therefore cannot overflow
     positions: Ints = np.cumsum(gaps + 1) - 1
     _require(positions[-1] < n)
     return positions
@@ -105,4 +108,4 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
 
 def _require(condition: object) -> None:
     if not condition:
-        raise WeightsFault("a coded part is damaged: its positions do not fit")
+        raise WeightsFault("an encoded part is damaged: its positions do not fit its number of elements")

@@ -13,15 +13,16 @@ PublishDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class WeightsSettings(Settings):
-    """[weights] how policy versions are published."""
+    """[weights] Publication of policy versions."""
 
     dtype: PublishDtype = "auto"
-    """Dtype of published weights, which every engine loads, also in the trainer's process: "float32", "bfloat16", or
-    "auto" for the engine's dtype. Weights are rounded once, before the digest of the version is computed."""
+    """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Every engine loads them,
+    including an engine in the trainer's process. Weights are rounded once, before the digest is computed."""
     keyframe_every: int = Field(default=10, ge=1)
-    """Publish every this many versions also whole, as a keyframe; the others only as a delta to the version before."""
+    """Number of versions from one keyframe to the next. A keyframe is published whole and as a delta, every other
+    version only as a delta to the version before."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
-    """Maximum size of a chunk, MiB. A chunk is verified, and fetched again, as one piece."""
+    """Maximum size of a chunk in MiB. A chunk is fetched and verified as one unit."""
     store: str | None = None
     """Storage of chunks and manifests: a directory, or the URL of a bucket (fsspec: "s3://…"). Each run needs its own;
     the default is the run's directory."""

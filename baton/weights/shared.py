@@ -1,4 +1,4 @@
-"""Versions for workers of the same machine: one safetensors file each in memory, mapped instead of copied."""
+"""Weight transfer on one machine: each version is a safetensors file in shared memory, which workers map."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _NAMES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""dtypes as safetensors calls them."""
+"""dtype → its name in safetensors files."""
 
 
 class SharedMemory:
-    """A directory such as /dev/shm/…, of this class alone: what else of its names lies there is removed in time."""
+    """Versions in a directory in memory, such as /dev/shm/…
+
+    Only one publisher may use the directory: it deletes old `*.safetensors` files and unfinished ones.
+    """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        """keep: latest versions that stay; a mapping outlives its file."""
+        """Keep the latest `keep` versions. A mapping stays valid after its file is deleted."""
         self.directory, self._keep = directory, keep
 
     def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> None:
-        """Write a version's file, whole or not at all, and remove old ones. Raises StorageFault.
-
-        Through `write`, not through a mapping: full memory is then an error and not the end of the process.
-        """
-
+        """Write a version's file atomically, and remove the files of old versions. Raises StorageFault."""
         path = self._path(version)
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob("*.safetensors.unfinished"):
                 leftover.unlink()
+            # `write` reports full memory as an OSError; writing to a mapping would end the process with SIGBUS.
             with unfinished.open("wb") as file:
                 file.write(_header(entries))
                 file.write(flat_buffer.data)
@@ -68,14 +68,17 @@ class SharedMemory:
                 old.unlink()
 
     def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
-        """Map a version's tensors, not verified; None where it is not there. Raises WeightsFault for a damaged file."""
+        """Map a version's tensors without verifying them; return None if there is no file.
+
+        Raises WeightsFault for a damaged file.
+        """
         path = self._path(version)
         try:
             return load_file(path)
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError) as error:
-            raise WeightsFault(f"{path} does not hold {name_of(version)}: {error}") from error
+            raise WeightsFault(f"cannot load {name_of(version)} from {path}: {error}") from error
 
     def _path(self, version: PolicyVersion) -> Path:
         check_version(version)
@@ -83,7 +86,7 @@ class SharedMemory:
 
 
 def _header(entries: tuple[TensorEntry, ...]) -> bytes:
-    """What stands before the stretch in a safetensors file: its length, then JSON, to a multiple of eight bytes."""
+    """Return the header of a safetensors file: its length, then JSON, padded to a multiple of eight bytes."""
     described, at = {}, 0
     for entry in entries:
         described[entry.name] = {

@@ -1,4 +1,4 @@
-"""Where a fetcher gets bytes from: manifests by version, chunks by digest. Nothing that a source says is trusted."""
+"""Sources of manifests and chunks for a fetcher. Their data are untrusted: the fetcher verifies everything."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from baton.weights.store import Store
 
 
 class WeightsSource(Protocol):
-    """A shared directory, a bucket, the hub, a relay. A method that cannot answer raises OSError or a BatonError; it
-    has a deadline of its own, and does not take in much more than what was asked for."""
+    """A shared directory, a bucket, the hub or a relay.
+
+    Methods raise OSError or a BatonError on failure. Each call has its own deadline, and bounds the bytes it accepts.
+    """
 
     name: str
-    """For messages: who is at fault."""
+    """Name in messages about faults."""
     distance: int
-    """Near ones are asked first; those of one distance in any order."""
+    """Sources with a smaller distance are asked first, sources of equal distance in random order."""
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""
 
     def chunk(self, digest: str, size: int) -> bytes:
-        """Return the chunk of a digest."""
+        """Return the `size` bytes of the chunk with this digest."""
 
 
 class StoreSource:
-    """A store that this machine can read by itself."""
+    """A store that this machine can read directly."""
 
     def __init__(self, store: Store) -> None:
         self.name, self.distance = store.name, 0
@@ -43,12 +45,12 @@ class StoreSource:
 
 
 class ChunkCache:
-    """Chunks on this machine's disk, at most so many bytes: an interrupted fetch goes on where it was."""
+    """Chunks on this machine's disk, at most `max_bytes` in all; the oldest are removed first."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._place, self._max_bytes = LocalStorage(directory), max_bytes
         self._sizes: dict[str, int] = {}
-        """Name → bytes of what is there, the oldest first."""
+        """File name → size in bytes, oldest first."""
         for name in self._place.names("chunks"):
             if name.endswith(".unfinished"):
                 self._place.remove(name)
@@ -57,29 +59,29 @@ class ChunkCache:
         self._shrink(0)
 
     def get(self, digest: str) -> bytes | None:
-        """Return a chunk, not verified, or None where it is not there."""
+        """Return a chunk without verifying it, or None if it is not cached."""
         try:
             return self._place.read(f"chunks/{digest}", MAX_CHUNK_BYTES)
         except OSError:
             return None
 
     def body(self, digest: str) -> ByteReader:
-        """Return a chunk, not verified, to be read piece by piece. Raises OSError where it is not there."""
+        """Return a reader of a chunk, which is not verified. Raises OSError if it is not cached."""
         return ByteReader.kept(self._place, f"chunks/{digest}")
 
     def put(self, digest: str, data: bytes) -> None:
-        """Keep a chunk; the oldest ones make room for it. Raises StorageFault when the disk is full."""
+        """Store a chunk, removing the oldest if necessary. Raises StorageFault when the disk is full."""
         if len(data) > self._max_bytes:
             return
         self._shrink(len(data))
         try:
             self._place.write(f"chunks/{digest}", data)
         except StorageFault as error:
-            raise StorageFault(f"{error}; the version held before is still served") from error
+            raise StorageFault(f"{error}; the previous version is still served") from error
         self._sizes[f"chunks/{digest}"] = len(data)
 
     def _shrink(self, wanted: int) -> None:
-        """Remove the oldest chunks until so many bytes more have room."""
+        """Remove the oldest chunks until `wanted` more bytes fit."""
         while self._sizes and sum(self._sizes.values()) + wanted > self._max_bytes:
             oldest = next(iter(self._sizes))
             self._place.remove(oldest)

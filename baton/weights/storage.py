@@ -1,6 +1,6 @@
-"""Where files lie: a directory of this machine, or anything that fsspec knows. A file is whole or absent.
+"""Storage of files: a local directory, or any file system that fsspec supports. A file is complete or absent.
 
-A file system behind a network may hang for ever, and fsspec knows no deadline: see `RemoteStorage`.
+A remote file system may hang, and fsspec has no timeout, so `RemoteStorage` gives each call a deadline.
 """
 
 from __future__ import annotations
@@ -21,63 +21,65 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""What a file system behind a network has for one call, beside what its bytes take."""
+"""Timeout of a call to a remote file system in seconds, in addition to the time for its bytes."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
+"""Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
-"""At a time; those that hang count until they return."""
+"""Maximum number of concurrent calls, including calls that timed out and have not returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteReader:
-    """Bytes that are read as they are needed."""
+    """Reads bytes at an offset, so that a large body is not in memory as a whole."""
 
     size: int
+    """Number of bytes."""
     read: Callable[[int, int], bytes]
-    """(offset, at most so many bytes) → the bytes there; may block, and raise OSError."""
+    """Return the bytes at an offset, at most a number of them. May block, and raises OSError."""
 
     @classmethod
     def of(cls, data: bytes) -> ByteReader:
-        """Those in memory already."""
+        """Return a reader of bytes in memory."""
         return cls(len(data), lambda offset, size: data[offset : offset + size])
 
     @classmethod
     def kept(cls, place: Storage, name: str) -> ByteReader:
-        """Those of a file. Raises OSError when there is none."""
+        """Return a reader of a stored file. Raises OSError if there is no such file."""
         size = place.size(name)
         if size is None:
-            raise FileNotFoundError(f"there is no {name}")
+            raise FileNotFoundError(f"no such file: {name}")
         return cls(size, lambda offset, size: place.read(name, size - 1, offset))
 
 
 class Storage(Protocol):
-    """Files by name, with "/" between folders. What cannot be read raises OSError."""
+    """Files by name, with "/" between folders. Methods raise OSError when a file cannot be read."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that is whole or absent whenever the process dies. Raises StorageFault when it cannot be."""
+        """Write a file atomically, also if the process dies. Raises StorageFault on failure."""
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
-        """Return a file's bytes from `offset` on, at most `limit` + 1. Raises OSError when there is none."""
+        """Return a file's bytes from `offset` on, at most `limit` + 1. Raises OSError if there is no such file."""
 
     def size(self, name: str) -> int | None:
-        """Return a file's size, or None when there is none."""
+        """Return a file's size in bytes, or None if there is no such file."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of all files below a folder, unfinished ones included."""
+        """Return the names of all files below a folder, including unfinished ones."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
 
     def settle(self) -> None:
-        """Return once everything written so far outlives a power cut."""
+        """Return once everything written so far would survive a power failure."""
 
 
 class LocalStorage:
-    """A directory. Files are written beside their name, flushed, then renamed."""
+    """A directory. Files are written under a temporary name, flushed, then renamed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._unsettled: set[Path] = set()
-        """Folders with new names in them."""
+        """Folders whose new entries are not flushed yet."""
 
     def write(self, name: str, data: bytes) -> None:
         path = self._root / name
@@ -92,7 +94,9 @@ class LocalStorage:
             unfinished.replace(path)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
-            raise StorageFault(f"{path} cannot be written ({error.strerror or error}); nothing refers to it") from error
+            raise StorageFault(
+                f"{path} cannot be written ({error.strerror or error}); no published version needs it"
+            ) from error
         self._unsettled.add(path.parent)
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
@@ -121,9 +125,10 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """A bucket or another machine's disk. Object stores show a file once it is whole; elsewhere its digest decides.
+    """A bucket or another machine's disk.
 
-    Every method raises WeightsFault naming the place when it does not answer in `call_s`.
+    An object store shows only complete files. On other file systems a reader may see part of a file, which its digest
+    reveals. Every method raises WeightsFault naming the URL when a call times out (`call_s`).
     """
 
     def __init__(self, url: str, call_s: float = CALL_S) -> None:
@@ -143,7 +148,7 @@ class RemoteStorage:
         try:
             self._within(f"writing {name}", write, len(data))
         except OSError as error:
-            raise StorageFault(f"{path} cannot be written ({error}); nothing refers to it") from error
+            raise StorageFault(f"{path} cannot be written ({error}); no published version needs it") from error
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
         def read() -> bytes:
@@ -172,13 +177,13 @@ class RemoteStorage:
         self._within(f"removing {name}", remove)
 
     def settle(self) -> None:
-        """A write returns once the other side has it."""
+        """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in a thread that is left behind when it hangs; only so many are."""
+        """Make a call in a thread, which is abandoned on a timeout. At most MAX_CALLS threads exist."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
-            raise WeightsFault(f"{self._url}: {what} is not tried, since {MAX_CALLS} earlier calls have not returned")
+            raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")
 
         def counted() -> T:
             try:
@@ -196,7 +201,7 @@ class RemoteStorage:
 
 
 def open_storage(where: str | Path) -> Storage:
-    """Return the place that a directory or a URL names."""
+    """Return the storage for a directory or a URL."""
     text = str(where)
     if "://" in text and not text.startswith("file://"):
         return RemoteStorage(text)

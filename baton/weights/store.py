@@ -1,10 +1,10 @@
-"""Chunks and manifests where others can read them: data first, marker last.
+"""The store of published versions: chunks and manifests. A version's chunks are written before its manifest.
 
-    chunks/3f09…                       a chunk, under its own digest: written once, never changed
-    versions/<lineage>/000000012       a manifest: the marker. A version exists from the moment this file does
+    chunks/3f09…                       a chunk, under its own digest; written once, never changed
+    versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
-One process writes to a store, its run's; any number read. A chunk that no manifest refers to is one whose version is
-being written, or whose writer died: `collect` removes the latter. Files of other names are nobody's business here.
+One process writes to a store; any number read. Chunks without a manifest belong to a version that is being written, or
+were left by a process that died; `collect` removes the leftovers. It does not touch files with other names.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class Store:
         self._place: Storage = open_storage(where)
         self._lock = threading.RLock()
         self._unmarked: set[str] = set()
-        """Chunks put since the last manifest: not garbage, though nothing refers to them yet."""
+        """Digests of chunks stored since the last manifest, which `collect` must keep although no manifest lists
+        them."""
         self._lineage: str | None = None
-        """That of the last publication."""
+        """Lineage of the last publication."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
-        """Those that `collect` has read: they never change."""
+        """Manifests that `collect` has read, cached because manifests never change."""
 
     def put_chunk(self, data: bytes) -> Chunk:
-        """Write a chunk, unless it is there already. Raises StorageFault."""
+        """Write a chunk unless the store has it. Raises StorageFault."""
         chunk = Chunk(blake3(data).hexdigest(), len(data))
         with self._lock:
             self._unmarked.add(chunk.digest)
@@ -58,39 +59,39 @@ class Store:
         return chunk
 
     def has(self, digest: str) -> bool:
-        """Whether there is a chunk of this digest."""
+        """Return whether the store has the chunk with this digest."""
         return self._place.size(_chunk_name(digest)) is not None
 
     def get_chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
-        """Return what is kept under a digest, not verified, at most `size` + 1 bytes. Raises OSError for nothing."""
+        """Return a chunk without verifying it, at most `size` + 1 bytes. Raises OSError if there is none."""
         return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))
 
     def chunk_body(self, digest: str) -> ByteReader:
-        """Return a chunk, not verified, to be read piece by piece. Raises OSError for nothing."""
+        """Return a reader of a chunk, which is not verified. Raises OSError if there is none."""
         return ByteReader.kept(self._place, _chunk_name(digest))
 
     def put_manifest(self, manifest: Manifest) -> None:
-        """Make a version visible, all at once; all its chunks must be there. The same one again changes nothing.
+        """Make a version visible, after all its chunks were stored. Storing the same manifest again changes nothing.
 
-        Raises WeightsFault when its lineage has this number with another content already, and StorageFault.
+        Raises WeightsFault when its number is published with other content, and StorageFault.
         """
         version = manifest.version
         data = encode_manifest(manifest)
         with self._lock:
             there = self.find(version.lineage, version.number)
             if there is not None and there.version != version:
-                raise WeightsFault(f"{name_of(version)} is refused: {name_of(there.version)} is published already")
+                raise WeightsFault(f"cannot publish {name_of(version)}: {name_of(there.version)} is already published")
             if there is None:
-                self._place.settle()
+                self._place.settle()  # the chunks must survive a power failure before the manifest names them
                 self._place.write(_version_name(version), data)
                 self._place.settle()
             self._unmarked.clear()
             self._lineage = version.lineage
 
     def find(self, lineage: str, number: int) -> Manifest | None:
-        """Return the manifest of a number, or None when it is not published; a damaged marker marks nothing.
+        """Return the manifest of a version, or None if it is not published. A damaged manifest counts as absent.
 
-        Raises WeightsFault when the store does not answer: that is no evidence of anything.
+        Raises WeightsFault when the store does not answer, because the version may exist.
         """
         try:
             data = self.read_manifest(PolicyVersion(lineage, number))
@@ -103,31 +104,31 @@ class Store:
         return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
 
     def read_manifest(self, version: PolicyVersion) -> bytes:
-        """Return the bytes of a version's manifest, not verified. Raises OSError when it is not published."""
+        """Return the bytes of a version's manifest without verifying them. Raises OSError if it is not published."""
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a version's manifest, not verified, to be read piece by piece. Raises OSError for nothing."""
+        """Return a reader of a version's manifest, which is not verified. Raises OSError if it is not published."""
         return ByteReader.kept(self._place, _version_name(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
-        """Return all published versions by lineage and number, without their digests."""
+        """Return all published versions, sorted by lineage and number, without their digests."""
         return sorted(
             (PolicyVersion(found[1], int(found[2])) for found in self._matches("versions", _VERSION) if not found[3]),
             key=lambda version: (version.lineage, version.number),
         )
 
     def latest(self, lineage: str) -> PolicyVersion | None:
-        """Return the version of the highest number of a lineage, with its digest, or None."""
+        """Return a lineage's version with the highest number, with its digest, or None."""
         numbers = (version.number for version in reversed(self.versions()) if version.lineage == lineage)
         return next((found.version for number in numbers if (found := self.find(lineage, number)) is not None), None)
 
     def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
-        """Remove what no machine needs any more, and return the number of files removed.
+        """Remove the files that no machine needs any more; return their number.
 
-        Kept are each version that somebody has or wants (`live`) and the latest `keep` of the lineage published to last
-        (of every lineage before the first publication); and, from each of these, all back to an anchor. Manifests
-        go before their chunks, so that a version is never visible without its data.
+        Keeps the versions in `live`, which a worker has or requests, and the latest `keep` versions of the lineage
+        published last (of every lineage before the first publication). For each of these, keeps the versions back to a
+        keyframe. Removes manifests before their chunks, so that a version is never visible without its data.
         """
         with self._lock:
             kept = self._needed(list(live), keep)
@@ -141,7 +142,7 @@ class Store:
             return len(doomed)
 
     def _needed(self, live: list[PolicyVersion], keep: int) -> dict[tuple[str, int], Manifest]:
-        """The manifests of all versions to keep."""
+        """Return the manifests of all versions to keep, by lineage and number."""
         by_lineage: dict[str, list[int]] = {}
         for version in self.versions():
             by_lineage.setdefault(version.lineage, []).append(version.number)
@@ -168,12 +169,12 @@ class Store:
 def _chunk_name(digest: str) -> str:
     name = f"chunks/{digest}"
     if not _CHUNK.fullmatch(name):
-        raise WeightsFault(f"{digest[:80]!r} is no digest of a chunk")
+        raise WeightsFault(f"{digest[:80]!r} is not a digest: expected 64 hexadecimal digits")
     return name
 
 
 def _version_name(version: PolicyVersion) -> str:
     name = f"versions/{version.lineage}/{version.number:09d}"
     if not _VERSION.fullmatch(name):
-        raise WeightsFault(f"{name_of(version)} cannot be the name of a file")
+        raise WeightsFault(f"{name_of(version)} cannot be part of a file name")
     return name

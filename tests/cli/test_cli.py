@@ -128,7 +128,7 @@ def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) 
     whole = file.read_bytes()
     arguments = ("train", small.recipe, f"model.path={model}", "--dry-run")
     for content, sentence in (
-        (whole[:-7], f"has {len(whole) - 7:,} bytes, but its header tells of {len(whole):,}"),
+        (whole[:-7], f"has {len(whole) - 7:,} bytes, but its header implies {len(whole):,}"),
         (b"\xff" * 5000, "its header cannot be read"),
         (b"", "its header cannot be read"),
     ):
@@ -137,7 +137,7 @@ def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) 
     file.unlink()
     assert "holds no weights" in mistake(*arguments)
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
-    assert "lacks model-00002-of-00002.safetensors, which its index names" in mistake(*arguments)
+    assert "lacks model-00002-of-00002.safetensors, which its index lists" in mistake(*arguments)
 
 
 def test_keys_say_how_a_list_is_overridden() -> None:

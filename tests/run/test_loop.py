@@ -318,4 +318,4 @@ def test_a_run_says_which_algorithm_it_is(small: Any, tmp_path: Path) -> None:
     observer.said = said.append  # type: ignore[method-assign]
     build_loop(recipe, observer, resume=False, overwrite=False).close()
     assert "algorithm dr_grpo, but with clip_high = 0.3" in said
-    assert any("clipping is idle" in text for text in said)
+    assert any("clipping has no effect" in text for text in said)

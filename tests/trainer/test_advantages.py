@@ -101,7 +101,7 @@ def test_a_small_kl_is_all_there_is_in_a_group_of_equal_rewards():
 
 
 def test_a_group_of_one_outcome_cannot_be_compared():
-    with pytest.raises(AssertionError, match="group 5 has one judged trajectory"):
+    with pytest.raises(AssertionError, match="group 5 has one scored trajectory"):
         group_mean(outcomes((5, [1.0])), SHAPE)
 
 

@@ -163,8 +163,14 @@ def refused(trainer: LocalTrainer, path, match):
 
 def test_another_model_is_refused(tmp_path):
     saved(tmp_path / "a")
-    refused(make_trainer(tiny_model(hidden_size=16)), tmp_path / "a", r"another model .* has shape \(.*\) there and \(")
-    refused(make_trainer(tiny_model(num_hidden_layers=1)), tmp_path / "a", r"has shape .* there and none here")
+    refused(
+        make_trainer(tiny_model(hidden_size=16)),
+        tmp_path / "a",
+        r"another model .* has shape \(.*\) in the checkpoint and \(",
+    )
+    refused(
+        make_trainer(tiny_model(num_hidden_layers=1)), tmp_path / "a", r"has shape .* in the checkpoint and none in"
+    )
 
 
 def test_missing_or_damaged_parts_are_refused(tmp_path):
@@ -188,7 +194,7 @@ def test_missing_or_damaged_parts_are_refused(tmp_path):
 
 def test_a_plain_model_directory_is_no_checkpoint(tmp_path):
     tiny_model().save_pretrained(tmp_path)
-    refused(make_trainer(), tmp_path, "is no checkpoint that can be resumed")
+    refused(make_trainer(), tmp_path, "is not a checkpoint of Baton")
 
 
 # ---- critics ---------------------------------------------------------------------------------------------------------

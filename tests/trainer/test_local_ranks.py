@@ -40,7 +40,9 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_a_rank_that_hangs_is_named_when_its_time_is_up_and_is_not_left() -> None:
     ranks = LocalRanks(1)
     os.kill(ranks.pids[0], signal.SIGSTOP)
-    with pytest.raises(RankLost, match="trainer rank 0 did not answer Listen in 1 s; go on from the last checkpoint"):
+    with pytest.raises(
+        RankLost, match="trainer rank 0 did not answer Listen in 1 s; continue from the last checkpoint"
+    ):
         ranks.ask(Listen(), 0.6)
     wait_until_gone(ranks.pids)
 
@@ -50,7 +52,7 @@ def test_a_stopped_rank_does_not_block_its_controller_whatever_it_is_told(length
     ranks = LocalRanks(1)
     os.kill(ranks.pids[0], signal.SIGSTOP)
     unread = r" \(rank 0 has not read the last \d+ bytes of it\)" if length > 1000 else ""
-    with pytest.raises(RankLost, match=f"trainer rank 0 did not answer Restore in 1 s{unread}; go on from"):
+    with pytest.raises(RankLost, match=f"trainer rank 0 did not answer Restore in 1 s{unread}; continue from"):
         ranks.ask(Restore("x" * length), 1.0)
     wait_until_gone(ranks.pids)
 
@@ -88,7 +90,7 @@ def test_errors_of_ours_go_before_collectives_that_broke_because_of_them() -> No
     assert str(found) == "no such model"
     found = error_of({0: ready, 1: broken})
     assert isinstance(found, RankLost)
-    assert str(found).startswith("trainer rank 1 cannot go on: RuntimeError: Connection closed by peer; go on from")
+    assert str(found).startswith("trainer rank 1 failed: RuntimeError: Connection closed by peer; continue from")
     full = Fault("OSError", "no space left", errno.ENOSPC)
     found = error_of({0: broken, 1: full})
     assert isinstance(found, OSError)

@@ -268,7 +268,7 @@ def test_a_diverged_step_leaves_weights_optimizer_and_version_alone(settings):
     for t in (trainer, untouched):
         t.step(random_batch(1))
     before = parameters(trainer)
-    with pytest.raises(TrainingDiverged, match=r"train step 2: the loss is nan .*\b77\b.*stay those of version 1"):
+    with pytest.raises(TrainingDiverged, match=r"train step 2: the loss is nan .*\b77\b.*are still those of version 1"):
         trainer.step(poisoned(2, 77))
     assert are_bit_equal(parameters(trainer), before)
     assert trainer.version.number == 1
@@ -306,7 +306,9 @@ def test_a_trajectory_whose_logprobs_are_no_numbers_is_named():
         model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))  # else every logit is broken
     good = make_group(0, [1.0, 0.0], [[policy(5, 6)], [policy(7, 8)]])
     bad = make_group(1, [1.0, 0.0], [[policy(9, 10)], [policy(50, 11)]])
-    with pytest.raises(TrainingDiverged, match=r"log-probabilities of trajectory 1/1 are no numbers; the weights stay"):
+    with pytest.raises(
+        TrainingDiverged, match=r"log-probabilities of trajectory 1/1 are not finite; the weights are still"
+    ):
         make_trainer(model).step(Batch(1, (good, bad)))
 
 
@@ -335,7 +337,7 @@ def test_the_microbatch_at_fault_is_named_and_no_other():
 def test_each_step_makes_the_next_version_of_the_same_lineage():
     trainer, _ = stepped(random_batch(1))
     assert trainer.version == PolicyVersion("first", 1)
-    with pytest.raises(AssertionError, match="batch of train step 1 came to version 1"):
+    with pytest.raises(AssertionError, match="got the batch of train step 1 at version 1"):
         trainer.step(random_batch(1))
 
 

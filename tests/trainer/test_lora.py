@@ -191,5 +191,5 @@ def test_a_checkpoint_of_an_adapter_is_trained_on_merged_but_under_no_second_ada
         seed=0,
         publish_dtype="float32",
     )
-    with pytest.raises(UserError, match=r"adapter' holds an adapter, and \[lora\] would train another one"):
+    with pytest.raises(UserError, match=r"adapter' holds an adapter, and \[lora\] would train a second one"):
         make.make_trainer(setup, tiny_tokenizer())

@@ -260,7 +260,7 @@ def test_at_equal_weights_replaying_the_engine_changes_nothing():
 
 def test_routing_of_another_model_is_refused():
     batch = generated(qwen(num_experts_per_tok=1))
-    with pytest.raises(EngineFault, match="reported other routers than this model's: 4 bytes are a token's"):
+    with pytest.raises(EngineFault, match="reported other routers than this model's: expected 4 bytes per token"):
         make_trainer(qwen(), moe_replay="engine").step(batch)
 
 

@@ -116,7 +116,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_its_name_and_the_run_can_go_on(
     with pytest.raises(Damaged, match=re.escape(shard.name)):
         verify(checkpoint)
     shard.write_bytes(whole)
-    message = "trainer rank 1 (pid 5) ended by SIGKILL; go on from the last checkpoint"
+    message = "trainer rank 1 (pid 5) ended by SIGKILL; continue from the last checkpoint"
 
     def lost(self: LocalRanks, message_to: object, timeout_s: float) -> list[Any]:
         if type(message_to).__name__ == "TrainStep":

@@ -260,7 +260,9 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weight
     good = make_group(0, (1.0, 0.0))
     bad = make_group(7, (1.0, 0.0), [[policy(63, 5)], [policy(6, 7)]])
     before = tensors(many)
-    with pytest.raises(TrainingDiverged, match=r"train step 1: the loss is nan over groups 7.*stay those of version 0"):
+    with pytest.raises(
+        TrainingDiverged, match=r"train step 1: the loss is nan over groups 7.*are still those of version 0"
+    ):
         many.step(Batch(1, (good, bad)))
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(many).items())
     many.step(Batch(1, (good, make_group(8, (1.0, 0.0)))))  # and they can go on
@@ -268,7 +270,7 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weight
 
 def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, model_path: str) -> None:
     many = ranked(pool, 2, setup_of(model_path, name="grpo", num_minibatches=3))
-    with pytest.raises(UserError, match="num_minibatches: got 3, but each needs a group and the batch has 1"):
+    with pytest.raises(UserError, match="num_minibatches: got 3, allowed are at most 1, the groups of a batch"):
         many.step(Batch(1, (make_group(0, (1.0, 0.0)),)))
     with pytest.raises(UserError, match=r"model\.path: "):
         ranked(pool, 2, setup_of("no such directory"))
@@ -294,7 +296,9 @@ def test_a_rank_killed_in_the_middle_of_a_step_is_named_at_once_and_none_is_left
     trainer = RankedTrainer(ranks, setup_of(model_path, name="grpo"), 10 * TIMEOUT_S)
     os.kill(ranks.pids[1], signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
-    with pytest.raises(RankLost, match=r"trainer rank 1 \(pid \d+\) ended by SIGKILL; go on from the last checkpoint"):
+    with pytest.raises(
+        RankLost, match=r"trainer rank 1 \(pid \d+\) ended by SIGKILL; continue from the last checkpoint"
+    ):
         trainer.step(random_batch(1))
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
     trainer.close()

@@ -14,7 +14,7 @@ from baton.types import Batch, FinishReason, Group, RewardResult, ScoredTrajecto
 
 GRPO = AlgorithmSettings()
 REINFORCE = AlgorithmSettings(advantage="return_to_go")
-"""Compares no trajectory with its group, so that one judged member is enough."""
+"""Compares no trajectory with its group, so that one scored member is enough."""
 
 
 def test_a_group_that_cannot_be_compared_is_refused_by_name():
@@ -69,7 +69,7 @@ def test_rewards_are_equal_where_the_judged_ones_are(given_rewards, is_equal):
 def test_minibatches_are_whole_groups_in_order_and_as_even_as_they_go(num_groups, num_parts):
     groups = [make_group(i, [0.0, 1.0]) for i in range(num_groups)]
     if num_parts > num_groups:
-        with pytest.raises(UserError, match=rf"got {num_parts}, but each needs a group and the batch has {num_groups}"):
+        with pytest.raises(UserError, match=rf"got {num_parts}, allowed are at most {num_groups}, the groups"):
             split_evenly(groups, num_parts)
         return
     parts = split_evenly(groups, num_parts)
@@ -95,7 +95,7 @@ def test_overlong_shaping_takes_the_whole_length_however_often_it_was_resumed():
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_logprob_that_is_no_number_is_refused_by_the_trajectorys_name(value):
     group = make_group(3, [1.0, 0.0], [[policy(5)], [policy(6, 7), policy(8, version=1, logprob=value)]])
-    with pytest.raises(EngineFault, match=rf"trajectory 3/1: .* log-probability {value} for token 2 of its response"):
+    with pytest.raises(EngineFault, match=rf"trajectory 3/1: .* log-probability {value} for token 2 of the response"):
         training_samples([group], GRPO)
 
 

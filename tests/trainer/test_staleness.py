@@ -142,7 +142,7 @@ def test_alarms_are_said_when_they_appear_and_not_while_they_stay(caplog):
 
     assert said(policy__mismatch_kl=0.01, policy__ess=0.5, staleness__masked_frac=0.5) == []
     (line,) = said(policy__mismatch_kl=0.02)
-    assert line.startswith("policy/mismatch_kl is 0.02 nats per token, above 0.01: engine and trainer disagree")
+    assert line.startswith("policy/mismatch_kl is 0.02 nats per token, above 0.01: engine and trainer compute")
     (line,) = said(policy__mismatch_kl=0.03, policy__ess=0.25)
     assert line.startswith("policy/ess is 0.25, below 0.5:")
     assert "'token_tis'" in line

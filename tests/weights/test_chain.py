@@ -195,9 +195,9 @@ def test_publishing_again_is_harmless_and_other_content_is_refused(tmp_path):
     for _ in range(100):
         assert not run.publish(1, run.tensors[1]).is_new
     other = changed(run.tensors[1], 0.5, 9)
-    with pytest.raises(WeightsFault, match=r"version 1 .* is published already"):
+    with pytest.raises(WeightsFault, match=r"version 1 .* is already published"):
         run.publisher.publish(other, version_of(other, 1))
-    with pytest.raises(WeightsFault, match="the tensors given have the digest"):
+    with pytest.raises(WeightsFault, match="its tensors have the digest"):
         run.publisher.publish(other, version_of(run.tensors[1], 2))
     assert before == {path: path.read_bytes() for path in Path(tmp_path).rglob("*") if path.is_file()}
     assert run.publish(2, other).manifest.base == run.version(1)
@@ -241,7 +241,7 @@ def test_a_version_that_is_held_already_needs_no_fetch_and_is_a_base(tmp_path):
     run = Run(tmp_path, keyframe_every=100)
     run.chain(range(2), density=0.01)
     fetcher = Fetcher([StoreSource(run.store)])
-    with pytest.raises(WeightsFault, match="these are not the tensors of version 0"):
+    with pytest.raises(WeightsFault, match="the tensors are not those of version 0"):
         fetcher.hold(run.version(0), run.tensors[1])
     fetcher.hold(run.version(0), run.tensors[0])
     assert are_bit_equal(fetcher.fetch(run.version(1), deadline_s=60), run.tensors[1])

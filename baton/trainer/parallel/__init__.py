@@ -1,1 +1,1 @@
-"""The trainer on several ranks: process group, load balance, rank processes and their messages."""
+"""Training on several ranks: process group, load balance, rank processes and their messages."""

@@ -1,4 +1,4 @@
-"""Assigns each row to one rank, with about equal work for all. Pure; needs no torch."""
+"""Load balance: assigns each row of a minibatch to one rank, with about equal work for all. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class BatchShare:
     size: int = 1
     """Number of ranks that train different rows."""
     even_tokens: float = float("inf")
-    """Row length at which attention costs as much as the linear layers, in tokens (`trainer/fitting.py`)."""
+    """Row length in tokens at which attention costs as much as the linear layers (`trainer/fitting.py`)."""
 
     def cost(self, num_tokens: int) -> float:
-        """Return the cost of a row, in tokens of a short row."""
+        """Return the cost of a row, relative to one token of a very short row."""
         return num_tokens * (1.0 + num_tokens / self.even_tokens)
 
 
@@ -28,8 +28,9 @@ ALONE = BatchShare()
 def balanced(costs: Sequence[float], count: int) -> list[list[int]]:
     """Assign indices 0 … len(costs) − 1 to `count` parts of about equal cost, each part in ascending order.
 
-    Largest cost first, each to the part with the least cost so far, ties to the first part (Graham 1969): no part
-    exceeds the mean by more than (1 − 1/count) of one row. Equal costs give equal parts on every rank.
+    The algorithm assigns the largest cost first, each to the part with the least cost so far, ties to the first part
+    (Graham 1969). No part exceeds the mean by more than (1 − 1/count) of one row. The result depends on the costs
+    alone, so every rank computes the same parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, part) for part in range(count)]

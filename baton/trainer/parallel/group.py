@@ -3,9 +3,9 @@
 A train step is the same code on one rank and on many. Every rank receives the whole batch and computes the same
 rows, advantages and divisors; then each takes its share of the rows (`balance.py`). Ranks exchange only
 
-    gathered parameters and summed gradients    within forward and backward passes (`policy/sharding.py`)
-    sums                                        per-token values that advantages need, metrics
-    agreement                                   whether any rank found a number that is not finite
+    parameters and gradients    gathered and summed within forward and backward passes (`policy/sharding.py`)
+    sums                        per-token values for the advantages, and metrics
+    trouble                     a description of a number that is not finite, from any rank
 
 All ranks run the same passes in the same order; a rank with fewer microbatches gets idle ones.
 """
@@ -36,24 +36,24 @@ class SingleRank:
     """A single process with unsharded models."""
 
     is_alone: bool = True
-    """Whether there is no process group."""
+    """True if there is no process group."""
     num_ranks: int = 1
     share: BatchShare = ALONE
     is_first: bool = True
-    """Whether this rank writes files and logs warnings for all."""
+    """True on the rank that writes files and logs warnings for all."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Shard the parameters of modules over the ranks, in place, and move them to the ranks' devices."""
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        """Run `work` with a module given to `shard`. It returns a tensor or a dataclass of tensors."""
+        """Run `work` with a module that was passed to `shard`; `work` returns a tensor or a dataclass of tensors."""
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Declare whether the next backward pass is the last before the optimiser's step."""
+        """Prepare for a backward pass. `is_last`: the optimiser's step follows this pass."""
 
     def after_backward(self) -> None:
-        """Reduce the gradients that the backward passes of an update left unreduced."""
+        """Reduce the gradients that the backward passes of an update did not reduce."""
 
     def sums(self, values: FloatArray) -> FloatArray:
         """Return [N] sums over the ranks that train different rows."""
@@ -64,11 +64,11 @@ class SingleRank:
         return value
 
     def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the vectors of all ranks with different rows, each of its own length, in rank order."""
+        """Return the vectors of all ranks that train different rows, in rank order. Their lengths may differ."""
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return the trouble of the lowest rank that has any, on every rank."""
+        """Return on every rank the trouble of the lowest rank that has one."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -76,7 +76,7 @@ class SingleRank:
         return text
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gather tensors on the first rank; the others return an empty mapping."""
+        """Gather tensors on the first rank; other ranks return an empty mapping."""
         return dict(tensors)
 
 
@@ -86,8 +86,8 @@ class RankGroup(SingleRank):
     def __init__(self, device: torch.device, *, tensor_parallel: int, reduces_each: bool) -> None:
         """Create the device mesh over torch's process group.
 
-        `tensor_parallel` consecutive ranks split the products of the same rows; FSDP shards over the other dimension.
-        `reduces_each`: reduce gradients after each microbatch.
+        `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards over the other
+        dimension. `reduces_each`: reduce gradients after each microbatch.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.is_first = dist.get_rank() == 0
@@ -117,19 +117,19 @@ class RankGroup(SingleRank):
         return self._sharded[id(module)].run(work)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Before the last pass, gradients stay unreduced on each rank, unless `reduces_each` saves their memory."""
+        """Reduce gradients only in the last pass of an update, or in every pass with `reduces_each`."""
         for sharded in self._sharded.values():
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients of layers that each rank applied to its own attention heads only."""
+        """Sum the gradients of layers that each rank applied only to its own attention heads."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
                 dist.all_reduce(local(parameter.grad), group=self._products.get_group())
 
     def sums(self, values: FloatArray) -> FloatArray:
-        """Sum in float64: a value that one rank has and the others hold as 0 is returned exactly."""
+        # In float64, so that a value that one rank has and the others pass as 0 is returned exactly.
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()
@@ -158,7 +158,7 @@ class RankGroup(SingleRank):
         return self._told(text, 0)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gather on the host."""
+        """Gather tensors on the first rank's host."""
         return gathered(tensors, is_kept=self.is_first)
 
     def _told(self, text: str, rank: int) -> str:

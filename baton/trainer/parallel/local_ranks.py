@@ -1,8 +1,8 @@
 """Trainer ranks as processes of this machine, connected by socket pairs.
 
-The end of a rank is detected at once. A rank that hangs is detected when the timeout expires, whether it does not
-answer or does not read the message. In both cases all ranks are ended. No rank survives this process: a rank exits when
-its socket closes, even within a collective.
+The exit of a rank is detected at once. A rank that does not answer, or does not read a message, is detected when the
+timeout expires. In both cases all ranks are ended. No rank survives this process: a rank exits when its socket closes,
+even within a collective.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from baton.trainer.parallel.messages import (
 )
 
 MAX_FRAME_BYTES = 4 * 1024**3
-"""A longer frame is refused before memory is allocated for it. A batch of thousands of long trajectories takes hundreds
-of MB."""
-
+"""Maximum length of a frame; a longer frame is refused before memory is allocated for it. A batch of thousands of long
+trajectories takes hundreds of MB."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """Name of the loopback interface, unreachable from other machines."""

@@ -4,8 +4,8 @@
         ▲                                                                                          │
         └────────────────────────── one answer per rank, in rank order  ◀──────────────────────────┘
 
-A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each, and forwards messages; it knows
-nothing of training. All ranks receive the same request at the same time, because they take part in collectives.
+A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each, and forwards messages. All ranks
+receive the same request at the same time, because they take part in collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str
     device: str
-    """As in [model]; with several ranks on a machine, `cuda` means one GPU per rank."""
+    """Value of `model.device`. With several ranks on a machine, `cuda` means one GPU per rank."""
     attention: str
     trainer: dict[str, Any]
     """Dump of `TrainerSettings`; `algorithm` and `lora` are dumps of `AlgorithmSettings` and `LoraSettings` (None
@@ -37,7 +37,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     max_staleness: int | None
     publish_dtype: str
-    """float32 or bfloat16"""
+    """"float32" or "bfloat16"."""
     version: PolicyVersion
     seed: int
 
@@ -50,21 +50,21 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     host: str = "127.0.0.1"
     """Address of this process's machine for the other ranks; the rank listens on no other address."""
     interface: str = "lo"
-    """Network interface of that address for gloo and NCCL; empty lets them choose."""
+    """Network interface of that address for gloo and NCCL. Empty: gloo and NCCL choose."""
     threads: int = 1
-    """torch threads."""
+    """Number of torch threads."""
     device_index: int | None = None
-    """Index among the GPUs visible to the process; None for rank modulo their count."""
+    """Index among the GPUs visible to the process; None means rank modulo the number of GPUs."""
     scratch: str = ""
-    """Directory for the tensors of a published version, in memory where possible; empty lets rank 0 create one."""
+    """Directory, in memory if possible, for the tensors of a published version. Empty: rank 0 creates one."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag="Listen"):
-    """Rank 0: open the store for rendezvous. The other ranks do nothing."""
+    """Request to rank 0 to open the rendezvous store. Other ranks do nothing."""
 
 
 class RankSetup(msgspec.Struct, frozen=True, tag="Setup"):
-    """Join the process group through rank 0's store and construct the trainer."""
+    """Request to join the process group through rank 0's store and to construct the trainer."""
 
     trainer: TrainerSetup
     host: str
@@ -74,29 +74,29 @@ class RankSetup(msgspec.Struct, frozen=True, tag="Setup"):
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="Step"):
-    """Run a train step. Every rank receives the whole batch."""
+    """Request to run a train step. Every rank receives the whole batch."""
 
     batch: Batch
 
 
 class Publish(msgspec.Struct, frozen=True, tag="Publish"):
-    """All ranks: gather the weights as engines load them. Rank 0 writes them to a file."""
+    """Request to gather the weights in the form that engines load. Rank 0 writes them to a file."""
 
 
 class Save(msgspec.Struct, frozen=True, tag="Save"):
-    """Write each rank's part of a checkpoint into an existing directory that all ranks can access."""
+    """Request to write each rank's part of a checkpoint into an existing directory that all ranks can access."""
 
     directory: str
 
 
 class Restore(msgspec.Struct, frozen=True, tag="Restore"):
-    """Load a checkpoint, however many ranks wrote it."""
+    """Request to load a checkpoint, which any number of ranks may have written."""
 
     directory: str
 
 
 class Listening(msgspec.Struct, frozen=True, tag="Listening"):
-    """Answer to Listen; port 0 from ranks other than 0."""
+    """Answer to Listen. The port is 0 from ranks other than 0."""
 
     host: str
     port: int
@@ -120,7 +120,7 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
 
     version: PolicyVersion
     path: str
-    """A safetensors file on the rank's machine; empty from ranks other than 0."""
+    """Path of a safetensors file on the rank's machine; empty from ranks other than 0."""
 
 
 ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore
@@ -147,10 +147,10 @@ def decode_from_rank(data: bytes) -> FromRank:
 
 
 def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
-    """Return the error that the Faults among `answers` (by rank) represent, or None without any.
+    """Return the error that caused the Faults among `answers` (by rank), or None without a Fault.
 
-    Baton's own errors come first, then OSErrors from writing files, each with its own type: a failing rank breaks the
-    collectives of the others, whose errors are consequences. Anything else becomes RankLost.
+    A failing rank breaks the collectives of the other ranks, whose errors are consequences. Baton's errors therefore
+    take precedence, then OSErrors, and both keep their types. Any other error becomes RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}
@@ -162,26 +162,25 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
         if isinstance(error, OSError):
             return OSError(error.errno, f"trainer rank {rank}: {faults[rank].text}")
     for rank, fault in faults.items():
-        return RankLost(f"trainer rank {rank} cannot go on: {fault.kind}: {fault.text}; {HOW_TO_GO_ON}")
+        return RankLost(f"trainer rank {rank} failed: {fault.kind}: {fault.text}; {HOW_TO_GO_ON}")
     return None
 
 
 def cause_of(lost: RankLost, answers: Mapping[int, FromRank]) -> BatonError | OSError:
-    """Return the specific error that a rank answered with, else the loss itself."""
+    """Return the error that a rank answered with, or `lost` if there is none."""
     error = error_of(answers)
     return lost if error is None or isinstance(error, RankLost) else error
 
 
-HOW_TO_GO_ON = "go on from the last checkpoint with --resume, by as many ranks or another number of them"
-"""Advice that ends every RankLost sentence."""
-
+HOW_TO_GO_ON = "continue from the last checkpoint with --resume, with any number of ranks"
+"""Advice at the end of every RankLost sentence."""
 
 FAULT_GRACE_S = 10.0
-"""Time for the other ranks to answer, in seconds, once one has answered with a Fault."""
+"""Seconds within which the other ranks must answer after one has answered with a Fault."""
 
 
 class Ranks(Protocol):
-    """Transport of messages to all ranks, and of their answers."""
+    """Transport of requests to all ranks, and of their answers."""
 
     @property
     def size(self) -> int:
@@ -191,14 +190,14 @@ class Ranks(Protocol):
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         """Send a request to all ranks and return their answers in rank order, Faults included.
 
-        Once a rank answers with a Fault, the others have `FAULT_GRACE_S` left, because they may block in a collective
-        without it. When a rank has exited or not answered in time, all ranks are ended. Raises RankLost naming it, or
-        the specific error that another rank answered with (`error_of`).
+        After a rank answered with a Fault, the others have `FAULT_GRACE_S` left, because they may wait for this rank in
+        a collective. If a rank exits or does not answer in time, all ranks are ended. Raises RankLost naming that rank,
+        or the error that another rank answered with (`error_of`).
         """
         ...
 
     def bring(self, path: str) -> Path:
-        """Return a local path of a file that rank 0 wrote. The caller removes it afterwards."""
+        """Return a local path of a file that rank 0 wrote. The caller removes the local file."""
         ...
 
     def close(self) -> None:

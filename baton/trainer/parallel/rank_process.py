@@ -1,12 +1,12 @@
 """A rank process: one `RankServer`, driven by messages.
 
-| thread | consumes          | produces         | waits for   | unblocked by                   |
-|--------|-------------------|------------------|-------------|--------------------------------|
-| reader | the socket        | queued messages  | the parent  | a message, or the parent's exit |
-| main   | queued messages   | answers          | a message   | the reader                     |
+| thread | consumes        | produces        | waits for  | unblocked by                    |
+|--------|-----------------|-----------------|------------|---------------------------------|
+| reader | the socket      | queued messages | the parent | a message, or the parent's exit |
+| main   | queued messages | answers         | a message  | the reader                      |
 
-The reader exits the process when the parent closes the socket, whatever the main thread does: a collective whose other
-ranks are gone would block it until the timeout of the collective. Started by `LocalRanks` as `python -m baton rank FD`.
+The reader ends the process when the parent closes the socket, because the main thread may then be blocked in a
+collective. `LocalRanks` starts this process as `python -m baton rank FD`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from baton.trainer.parallel.messages import RankInfo, ToRank, decode_to_rank, en
 
 def serve(descriptor: int) -> None:
     """Serve one parent until it closes the socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles stop signals; its exit ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles stop signals, and its exit ends this process
         signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
     try:
         place = decode_to_rank(parent.receive_next())
     except (EOFError, OSError):
         return
-    assert isinstance(place, RankInfo), f"the first message must be Place, not {type(place).__name__}"
+    assert isinstance(place, RankInfo), f"the first message must be RankInfo, not {type(place).__name__}"
     inbox: SimpleQueue[ToRank] = SimpleQueue()
     threading.Thread(target=_read, args=(parent, inbox, place.scratch), daemon=True).start()
     from baton.trainer.parallel.rank_server import RankServer

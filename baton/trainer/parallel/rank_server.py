@@ -55,14 +55,15 @@ class RankServer:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
         set_up_threads(place.threads)
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # returned a view: nothing writes into it
+        # FSDP2 warns of modules that return a view; no code here changes such an output in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         # Silences a warning that gathering shards of two mesh dimensions takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: ToRank) -> FromRank:
-        """Answer a message; known errors become Fault answers. After a failed collective the group cannot continue.
+        """Answer a message. Known errors become Fault answers; after a failed collective the group cannot continue.
 
-        Other errors are raised: the rank exits with a traceback, which the transport detects.
+        Other errors are raised: the rank exits with a traceback, and the transport detects the exit.
         """
         try:
             return self._answer(message)
@@ -103,15 +104,15 @@ class RankServer:
                 self._trained.restore(Path(directory))
                 return Ready(self._trained.version)
             case other:
-                raise AssertionError(f"a rank was told {type(other).__name__}, which is not for it")
+                raise AssertionError(f"{type(other).__name__} is not a request to a running rank")
 
     @property
     def _trained(self) -> LocalTrainer:
-        assert self._trainer is not None, "a rank was asked for something before its Setup"
+        assert self._trainer is not None, "a rank received another request before its RankSetup"
         return self._trainer
 
     def _listen(self) -> Listening:
-        """Open the store on a free port of this host's address only."""
+        """Open the rendezvous store on a free port of this host's address."""
         place = self._place
         if place.rank:
             return Listening(place.host, 0)
@@ -137,8 +138,8 @@ class RankServer:
             torch.cuda.set_device(device)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
-        # With gloo, a collective times out before the controller's request does, so the rank that hangs can be named.
-        # NCCL ends the process of the waiting rank instead, so its timeout is longer.
+        # A gloo collective times out before the controller's request, so that the waiting ranks answer with a Fault and
+        # the rank that hangs can be named. NCCL ends the waiting process instead, so its timeout is longer.
         timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

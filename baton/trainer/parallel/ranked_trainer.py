@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 class RankedTrainer:
     """Implements `Trainer` for a model sharded over ranks.
 
-    Every request ends within `timeout_s` with an answer or RankLost, after which all ranks are ended.
+    Every request ends within `timeout_s` with an answer or an error. RankLost means that all ranks were ended.
     """
 
     def __init__(self, ranks: Ranks, setup: TrainerSetup, timeout_s: float) -> None:
@@ -53,15 +53,16 @@ class RankedTrainer:
         return self._version
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step on all ranks and return its metrics by name. Raises as `LocalTrainer.step` does, or
-        RankLost.
+        """Run one train step on all ranks and return its metrics by name.
+
+        Raises the errors of `LocalTrainer.step`, or RankLost.
         """
         answer = self._ask(TrainStep(batch), Stepped)[0]
         self._version = answer.version
         return answer.metrics
 
     def publish(self) -> PublishedWeights:
-        """Return the current weights, or the adapter alone, on the host."""
+        """Return a copy of the current weights, or of the adapter alone, on the host."""
         answer = self._ask(Publish(), Published)[0]
         self._version = answer.version
         path = self._ranks.bring(answer.path)
@@ -76,7 +77,7 @@ class RankedTrainer:
             self._version = self._ask(Save(str(unfinished)), Ready)[0].version
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint of a trainer with any number of ranks. Raises UserError when it does not fit this one."""
+        """Load a checkpoint of a trainer with any number of ranks. Raises UserError if it does not fit this trainer."""
         self._version = self._ask(Restore(str(directory.absolute())), Ready)[0].version
 
     def close(self) -> None:
