@@ -27,8 +27,8 @@ from baton.records.run_lock import RunLock
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.parts import RolloutParts
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.loop import Loop
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.trainer.trainer import PublishedWeights
@@ -124,16 +124,7 @@ def build(wanted: Recipe) -> Scripted:
     journal = Journal(run.journal, keeps_partials=wanted.rollout.mode != "sync", before_commit=lock.check)
     engine = FakeEngine(EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=2), trainer.version, length)
     port, source = LocalTransport(engine), Prompts(point.state.position.get("numbers", 0))
-    parts = RolloutParts(
-        port,
-        source,
-        LateJudges(),
-        prompt_ids=lambda prompt: (7, 1000 + int(prompt.prompt_id)),
-        text=lambda ids: " ".join(map(str, ids)),
-        sampling=lambda group_id, sample_index: SamplingParams(6),
-        noise_seed=1,
-        journal=journal,
-    )
+    sampling = SeededSampling(SamplingParams(6), noise_seed=1)
     judge = MagicMock()
     judge.warnings.take.return_value = judge.warnings.stepped.return_value = []
     nothing: Any = None
@@ -146,7 +137,7 @@ def build(wanted: Recipe) -> Scripted:
         tokenizer=tokenizer,
         port=port,
         sweep=nothing,
-        controller=RolloutController(parts, wanted.rules()),
+        controller=RolloutController(WorkerClient(port), wanted.rules(), source, LateJudges(), sampling, journal),
         journal=journal,
         trainer=trainer,
         save_checkpoint=checkpoint_writer(wanted, run, trainer),

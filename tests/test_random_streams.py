@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from baton.rollout.engines.sampling import noise_key, uniforms
-from baton.rollout.rescored import Claim
+from baton.rollout.rescoring import Claim
 from baton.simulator.seeds import Concern, choices, generator
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys

@@ -10,7 +10,6 @@ all slots in use, plus one prefill per prompt.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -23,13 +22,23 @@ import msgspec
 from baton.errors import UserError
 from baton.profile.bench_lengths import ScriptedLengths
 from baton.records.journal import StreamCursor
-from baton.rollout.controller import RolloutController
+from baton.rollout.controller import PromptSource, RolloutController
 from baton.rollout.engine import Engine, EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.parts import PromptSource, RolloutParts
 from baton.rollout.settings import Mode, RolloutSettings, Rules
 from baton.rollout.transport import LocalTransport
-from baton.types import FromPort, PolicyVersion, Prompt, RewardResult, SamplingParams, ScoredTrajectory, Trajectory
+from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.types import (
+    FromHub,
+    FromPort,
+    Lease,
+    PolicyVersion,
+    Prompt,
+    RewardResult,
+    SamplingParams,
+    ScoredTrajectory,
+    Trajectory,
+)
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
@@ -85,14 +94,20 @@ class BenchResult(msgspec.Struct, frozen=True):
 
 
 class TimedTransport(LocalTransport):
-    """A transport that records the width, prefilled tokens and duration of each engine step."""
+    """A transport that sets the length of each lease, and records width, prefilled tokens and time of each step."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, lengths: ScriptedLengths, clock: Callable[[], float]) -> None:
         super().__init__(engine)
         self.clock = clock
-        self.lease_ids = itertools.count()
+        self._lengths = lengths
         self.steps: list[tuple[int, int, float]] = []
         """(decode width, prefilled tokens, seconds) of each step."""
+
+    def send(self, message: FromHub) -> None:
+        if isinstance(message, Lease):
+            length = self._lengths.length(message.trajectory.group_id, message.trajectory.sample_index)
+            message = msgspec.structs.replace(message, sampling=SamplingParams(length))
+        super().send(message)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         before, begin_s = self.stats(), self.clock()
@@ -106,8 +121,8 @@ class TimedTransport(LocalTransport):
 class FlatTransport(TimedTransport):
     """A transport whose clock advances by one second per decode step."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, lambda: float(engine.stats.decode_steps))
+    def __init__(self, engine: Engine, lengths: ScriptedLengths) -> None:
+        super().__init__(engine, lengths, lambda: float(engine.stats.decode_steps))
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Load weights in no time."""
@@ -122,7 +137,7 @@ class NoJudges:
     def __init__(self) -> None:
         self._waiting: list[ScoredTrajectory] = []
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
         self._waiting += [ScoredTrajectory(t, RewardResult(float(t.sample_index % 2), {}, False)) for t in trajectories]
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
@@ -138,24 +153,14 @@ class ModeBench:
         name: str,
         settings: RolloutSettings,
         port: TimedTransport,
-        source: PromptSource,
-        prompt_ids: Callable[[Prompt], tuple[int, ...]],
-        lengths: ScriptedLengths,
+        worker: WorkerClient,
+        prompts: PromptSource,
         tensors: Mapping[str, Any],
     ) -> None:
+        """worker: the client of `port`, shared by all modes."""
         self.name, self._port, self._tensors = name, port, tensors
-        self._sampling = {n: SamplingParams(n) for n in range(1, lengths.longest + 1)}
-        parts = RolloutParts(
-            port,
-            source,
-            NoJudges(),
-            prompt_ids=prompt_ids,
-            text=lambda ids: "",
-            sampling=lambda group_id, sample_index: self._sampling[lengths.length(group_id, sample_index)],
-            noise_seed=1,
-            lease_ids=port.lease_ids,
-        )
-        self._controller = RolloutController(parts, settings.rules())
+        sampling = SeededSampling(SamplingParams(1), noise_seed=1)  # the port sets the length of each trajectory
+        self._controller = RolloutController(worker, settings.rules(), prompts, NoJudges(), sampling)
         self._version = -1
         self._held = ExitStack()
         """Context in which this mode is paused while another mode uses the engine."""
@@ -302,8 +307,7 @@ def measure(
 def bench_engine(
     engine: Engine,
     settings: Mapping[str, RolloutSettings],
-    source: Callable[[], PromptSource],
-    prompt_ids: Callable[[Prompt], tuple[int, ...]],
+    prompts: Callable[[], PromptSource],
     lengths: ScriptedLengths,
     tensors: Mapping[str, Any],
     *,
@@ -312,8 +316,9 @@ def bench_engine(
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
     """Measure the modes on a real engine in this process."""
-    port = TimedTransport(engine, time.process_time if on_cpu else time.perf_counter)
-    sides = [ModeBench(name, s, port, source(), prompt_ids, lengths, tensors) for name, s in settings.items()]
+    port = TimedTransport(engine, lengths, time.process_time if on_cpu else time.perf_counter)
+    worker = WorkerClient(port)
+    sides = [ModeBench(name, s, port, worker, prompts(), tensors) for name, s in settings.items()]
     return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps, warm_up)
 
 
@@ -326,10 +331,9 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
-    port = FlatTransport(engine)
-    sides = [
-        ModeBench(name, s, port, _NumberedPrompts(), lambda prompt: (1,), lengths, {}) for name, s in settings.items()
-    ]
+    port = FlatTransport(engine, lengths)
+    worker = WorkerClient(port)
+    sides = [ModeBench(name, s, port, worker, _NumberedPrompts(), {}) for name, s in settings.items()]
     return measure(sides, port, lengths, "steps", steps)
 
 
@@ -347,5 +351,5 @@ class _NumberedPrompts:
     def __init__(self) -> None:
         self.position: dict[str, int] = {}
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        return [Prompt("", "", ())] * num_prompts
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        return Prompt("", "", ()), (1,)

@@ -11,6 +11,7 @@ from baton.profile.bench_lengths import ScriptedLengths
 from baton.recipe.recipe import Recipe
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.run.assemble import set_up_torch
+from baton.run.tokenization import TokenizedPrompts
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.types import PolicyVersion
 
@@ -35,8 +36,7 @@ def bench_rollout(
     return bench_engine(
         engine,
         sides,
-        lambda: PromptStream(mixture, recipe.run.seed),
-        lambda prompt: tokenizer.prompt_ids(prompt.messages),
+        lambda: TokenizedPrompts(PromptStream(mixture, recipe.run.seed), tokenizer),
         lengths,
         tensors,
         on_cpu=device.type == "cpu",

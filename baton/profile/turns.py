@@ -31,9 +31,10 @@ from baton.records.journal import Journal, StreamCursor
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import Span
 from baton.rollout.controller import RolloutController
-from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.assemble import build_engine, build_port, build_trainer
+from baton.run.tokenization import TokenizedPrompts
 from baton.specs.workload import Workload, measured
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.trainer import PublishedWeights, Trainer
@@ -86,23 +87,18 @@ class _Rollouts:
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
         self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
-        self._parts = RolloutParts(
-            self.port,
-            PromptStream(TaskMixture(recipe.task, recipe.answer), seed),
-            NoJudges(),
-            prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
-            text=tokenizer.text,
-            sampling=lambda group_id, sample_index: sampling,
-            noise_seed=seed,
-            journal=self._journal,
-            max_context_tokens=recipe.engine.max_context_tokens,
-            stall_timeout_s=rollout.stall_timeout_s,
+        self._worker = WorkerClient(
+            self.port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens
         )
+        self._prompts = TokenizedPrompts(PromptStream(TaskMixture(recipe.task, recipe.answer), seed), tokenizer)
+        self._sampling = SeededSampling(sampling, seed)
         self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
-        self._controller = RolloutController(
-            self._parts, RolloutSettings.model_validate({"mode": "sync", **self._shape}).rules()
-        )
+        self._controller = self._new_controller({"mode": "sync"})
         self._controller.begin(0, StreamCursor(0, {}))
+
+    def _new_controller(self, keys: dict[str, Any]) -> RolloutController:
+        rules = RolloutSettings.model_validate({**keys, **self._shape}).rules()
+        return RolloutController(self._worker, rules, self._prompts, NoJudges(), self._sampling, self._journal)
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
@@ -121,9 +117,9 @@ class _Rollouts:
     def beside(self, trainer: Trainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
         """Train in a thread while full engines generate, as in `async`. Return the seconds of a train step and the
         generated tokens per second."""
-        keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE, **self._shape}
-        controller = RolloutController(self._parts, RolloutSettings.model_validate(keys).rules())
-        controller.begin(self._version, self._controller.place)
+        keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE}
+        controller = self._new_controller(keys)
+        controller.begin(self._version, self._controller.cursor)
         seconds: list[float] = []
         rates: list[float] = []
         for _ in range(REPEATS + 1):  # the first round warms up

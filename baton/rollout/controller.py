@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from baton.errors import EngineFault
-from baton.records.journal import IssuedGroup, OpenGroup, StreamCursor
-from baton.rollout.engine import check_room
+from baton.records.journal import IssuedGroup, Journal, OpenGroup, StreamCursor
 from baton.rollout.events import (
     AbortTrajectory,
     Assign,
@@ -45,19 +44,18 @@ from baton.rollout.events import (
     VersionServed,
     VersionTrained,
 )
-from baton.rollout.parts import RolloutParts
 from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.scheduler_state import TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import Rules
-from baton.rollout.stall import StallWatch
-from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectoryState
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import Abort as AbortLease
 from baton.types import (
     Author,
     FromPort,
     FromWorker,
     Group,
-    Lease,
     PolicyVersion,
+    Prompt,
     Report,
     Retry,
     ScoredTrajectory,
@@ -73,29 +71,62 @@ SHORT_WAIT_S = 0.02
 """Longest wait for a message in `run_until`: afterwards it checks again whether the train step has ended."""
 
 
+class PromptSource(Protocol):
+    """An endless stream of prompts."""
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Position in the stream, from which a resumed run continues."""
+
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        """Return the next prompt and its token ids, and advance the position."""
+
+
+class TrajectoryScorer(Protocol):
+    """Scores finished trajectories concurrently with generation."""
+
+    sees_groups: bool
+    """Whether all trajectories of a group must be submitted together, because rewards compare them."""
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+        """Queue finished trajectories of one prompt for scoring."""
+
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+        """Return the trajectories scored since the last call; wait at most `timeout_s` for the first one."""
+
+
 @dataclass(slots=True)
 class _Group:
     issued: IssuedGroup
     members: list[Trajectory]
-    judged: dict[int, ScoredTrajectory]
+    scored: dict[int, ScoredTrajectory]
+    """By sample index."""
 
 
 class RolloutController:
     """The rollouts of training on one `WorkerTransport`. Call `begin` before any other method."""
 
-    def __init__(self, parts: RolloutParts, rules: Rules) -> None:
-        self._parts, self.rules = parts, rules
-        self._watch = StallWatch(parts.port, parts.stall_timeout_s)
+    def __init__(
+        self,
+        worker: WorkerClient,
+        rules: Rules,
+        prompts: PromptSource,
+        scorer: TrajectoryScorer,
+        sampling: SeededSampling,
+        journal: Journal | None = None,
+    ) -> None:
+        self._worker, self.rules = worker, rules
+        self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
         self._groups: dict[int, _Group] = {}
         self._leases: dict[int, tuple[int, int]] = {}
         self._lease_of: dict[tuple[int, int], int] = {}
-        self._num_judging = 0
+        self._num_scoring = 0
         self._refusals = 0
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self._is_loading = False
         self._batch: list[Group] | None = None
-        self._on_judged: Callable[[int], None] = lambda count: None
+        self._on_scored: Callable[[int], None] = lambda count: None
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
         """Seconds spent waiting since the last call of `take_seconds`: `generate` for the worker between train steps,
         `hidden` for the worker during a train step, `judge` for the scorer."""
@@ -103,36 +134,36 @@ class RolloutController:
     def begin(
         self,
         version: int,
-        place: StreamCursor,
+        cursor: StreamCursor,
         carried: Sequence[OpenGroup] = (),
         *,
         num_batches: float = math.inf,
     ) -> None:
         """Start at `version`, which equals the number of batches delivered before.
 
-        place: the journal's cursor in the prompt stream. carried: open groups of an earlier process. num_batches:
+        cursor: the journal's cursor in the prompt stream. carried: open groups of an earlier process. num_batches:
         number of batches in the whole run; it limits how many groups are opened.
         """
         self.scheduler = RolloutScheduler(
-            self.rules, version=version, next_group_id=place.next_group_id, num_batches=num_batches
+            self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
-        self._next_group_id = place.next_group_id
+        self._next_group_id = cursor.next_group_id
         tracked = []
         for group in carried:
             own = _Group(group.issued, list(group.members), dict(group.judged))
             self._groups[group.issued.group_id] = own
             tracked.append(_tracked(own))
-        self._apply_all(self.scheduler.take_up(tracked))
+        self._apply_all(self.scheduler.restore(tracked))
         for own in list(self._groups.values()):
-            finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.judged]
-            self._ask_judges(own, finished)
+            finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.scored]
+            self._submit(own, finished)
         self._slots = 0
-        self._look_at_capacity()
+        self._update_capacity()
 
     @property
-    def place(self) -> StreamCursor:
+    def cursor(self) -> StreamCursor:
         """The next group id and the position of the prompt source, from which a resumed run continues."""
-        return StreamCursor(self._next_group_id, dict(self._parts.source.position))
+        return StreamCursor(self._next_group_id, dict(self._prompts.position))
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Load a new version into the worker, and return when the transport has loaded it.
@@ -144,22 +175,22 @@ class RolloutController:
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
-    def next_batch(self, on_judged: Callable[[int], None] = lambda count: None) -> list[Group]:
+    def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
         """Return the groups of the next train step.
 
-        on_judged: called with the number of trajectories of open groups that already have rewards, then with each
+        on_scored: called with the number of trajectories of open groups that already have rewards, then with each
         increase. Raises DeadlineExceeded if the worker makes no progress, and Stopped; the journal then contains all
         reported tokens.
         """
-        self._on_judged = on_judged
-        on_judged(sum(len(group.judged) for group in self._groups.values()))
+        self._on_scored = on_scored
+        on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(BatchRequested(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
             if self.rules.mode != "async":  # collect what aborted leases report: the worker is idle during the step
                 self._pump_until(lambda: not self.scheduler.num_leased)
         finally:
-            self._on_judged = lambda count: None
+            self._on_scored = lambda count: None
         assert self._batch is not None
         groups, self._batch = self._batch, None
         return groups
@@ -171,7 +202,7 @@ class RolloutController:
         `partial` the worker is idle, so this method only waits.
         """
         while not is_over(0.0):
-            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_judging or not self._slots):
+            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_scoring or not self._slots):
                 self._pump(SHORT_WAIT_S, "hidden")
             else:
                 is_over(1.0)
@@ -183,36 +214,36 @@ class RolloutController:
         Used while an evaluation needs the worker.
         """
         self._dispatch(DispatchPaused(self._now_s()))
-        self._pump_until(lambda: not (self.scheduler.num_leased or self._num_judging))
+        self._pump_until(lambda: not (self.scheduler.num_leased or self._num_scoring))
         yield
         self._dispatch(DispatchResumed(self._now_s()))
 
-    def put_down(self, longest_s: float) -> None:
+    def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
         if not self._is_loading:  # if a stop interrupted load_weights, the worker cannot process an abort
             self._dispatch(DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
-        if self._parts.journal is not None:
-            self._parts.journal.commit()
+        if self._journal is not None:
+            self._journal.commit()
 
     def take_seconds(self) -> dict[str, float]:
         """Return `seconds` since the last call, and reset them."""
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return taken
 
-    def made(self, version: int) -> None:
+    def version_trained(self, version: int) -> None:
         """Record that the trainer has made a version that will not be published."""
         self._dispatch(VersionTrained(self._now_s(), version, is_published=False))
 
     # ---- the pump ----------------------------------------------------------------------------------------------------
 
     def _pump_until(self, is_over: Callable[[], bool]) -> None:
-        self._watch.reset()
+        self._worker.begin_wait()
         while not is_over():
-            self._parts.stop.check()
-            if not (self.scheduler.num_leased or self._num_judging) and self._slots:
+            self._worker.stop.check()
+            if not (self.scheduler.num_leased or self._num_scoring) and self._slots:
                 raise EngineFault(
                     f"the scheduler is deadlocked at version {self.scheduler.version} with {self.scheduler.num_open} "
                     "open groups: no trajectory is leased or being scored, and no batch is complete; "
@@ -224,26 +255,25 @@ class RolloutController:
         """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
         begin_s = self._now_s()
         if self.scheduler.num_leased or not self._slots:
-            messages = self._parts.port.receive(timeout_s)
-            self._look_at_capacity()
             num_waiting = len(self._lease_of) or int(not self._slots)
-            self._watch.check(messages, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
+            messages = self._worker.receive(timeout_s, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
+            self._update_capacity()
             for message in messages:
                 self._on_message(message)
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
-        judged = self._parts.judges.collect(timeout_s) if self._num_judging else []
+        scored = self._scorer.collect(timeout_s) if self._num_scoring else []
         # repeated rewards first: a trajectory's first reward may complete the group, and the delivered group must
         # contain the newest reward of every member
-        for one in sorted(judged, key=self._is_first):
-            self._take_judgement(one)
+        for one in sorted(scored, key=self._is_first):
+            self._on_reward(one)
         self.seconds["judge"] += self._now_s() - begin_s
-        if self._parts.journal is not None:
-            self._parts.journal.commit()
+        if self._journal is not None:
+            self._journal.commit()
 
-    def _look_at_capacity(self) -> None:
+    def _update_capacity(self) -> None:
         """Send the number of slots to the scheduler if it has changed: workers of a swarm join and leave."""
-        slots = self._parts.port.slots
+        slots = self._worker.transport.slots
         if slots != self._slots:
             self._slots = slots
             self._dispatch(Capacity(self._now_s(), slots, queue=slots))
@@ -253,28 +283,28 @@ class RolloutController:
             case WorkLost(cause=cause, num_tokens=num_tokens):
                 self._dispatch(TokensLost(self._now_s(), cause, num_tokens))
             case WorkRevoked():
-                self._revoke(message)
+                self._on_revoked(message)
             case _:
-                self._hear_of_lease(message)
+                self._on_lease_message(message)
 
-    def _revoke(self, revoked: WorkRevoked) -> None:
+    def _on_revoked(self, revoked: WorkRevoked) -> None:
         """Restart a trajectory whose tokens are not trusted.
 
         Ignore the message if the group is already in a batch, or if the noise seed is that of an evaluation.
         """
         group = self._groups.get(revoked.group_id)
-        if group is None or revoked.noise_seed != self._parts.noise_seed:
+        if group is None or revoked.noise_seed != self._sampling.noise_seed:
             return
         index = revoked.sample_index
         lease_id = self._lease_of.get((revoked.group_id, index))
         if lease_id is not None:
             self._end_lease(lease_id)
-        group.judged.pop(index, None)
-        if self._parts.journal is not None:
-            self._parts.journal.revoked(revoked.group_id, index)
+        group.scored.pop(index, None)
+        if self._journal is not None:
+            self._journal.revoked(revoked.group_id, index)
         self._dispatch(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
 
-    def _hear_of_lease(self, message: FromWorker) -> None:
+    def _on_lease_message(self, message: FromWorker) -> None:
         key = self._leases.get(message.lease_id)
         if key is None:
             return  # the lease has ended: the message was repeated or arrived late
@@ -282,7 +312,7 @@ class RolloutController:
         group = self._groups[group_id]
         trajectory = group.members[sample_index]
         if isinstance(message, Retry):
-            self._refused(trajectory, message)
+            self._on_refused(trajectory, message)
             return
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report, whose tokens have been appended already
@@ -291,18 +321,18 @@ class RolloutController:
         group.members[sample_index] = grown
         if grown.finish_reason is not None or message.is_aborted:
             self._end_lease(message.lease_id)
-        self._write_down(trajectory, grown, message)
+        self._record(trajectory, grown, message)
         for segment in message.segments:
             if segment.author is Author.POLICY:
                 self._dispatch(TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
         if grown.finish_reason is not None:
-            self._ask_judges(group, [grown])
+            self._submit(group, [grown])
             self._dispatch(Finished(self._now_s(), *key))
         elif message.is_aborted:
             self._dispatch(LeaseEnded(self._now_s(), *key))
 
-    def _write_down(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
-        journal = self._parts.journal
+    def _record(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
+        journal = self._journal
         if journal is None:
             return
         if grown.finish_reason is not None:
@@ -310,11 +340,11 @@ class RolloutController:
         else:
             journal.grew(grown.group_id, grown.sample_index, before.num_tokens, report.segments)
 
-    def _refused(self, trajectory: Trajectory, retry: Retry) -> None:
+    def _on_refused(self, trajectory: Trajectory, retry: Retry) -> None:
         self._refusals += 1
-        if self._refusals > MAX_REFUSALS * max(1, self._parts.port.slots):
+        if self._refusals > MAX_REFUSALS * max(1, self._worker.transport.slots):
             raise EngineFault(
-                f"{self._parts.port.name} has refused {self._refusals} leases in a row, the last one for trajectory "
+                f"{self._worker.name} has refused {self._refusals} leases in a row, the last one for trajectory "
                 f"{trajectory.name}: it serves version {retry.has_version}, not the requested one; "
                 "look for errors in the log of the engine, then continue with --resume"
             )
@@ -324,36 +354,35 @@ class RolloutController:
     def _end_lease(self, lease_id: int) -> None:
         del self._lease_of[self._leases.pop(lease_id)]
 
-    def _ask_judges(self, group: _Group, finished: Sequence[Trajectory]) -> None:
+    def _submit(self, group: _Group, finished: Sequence[Trajectory]) -> None:
         """Submit finished trajectories for scoring, or the whole group if its rewards depend on all members."""
-        judges, text = self._parts.judges, self._parts.text
-        if judges.sees_groups and finished:
+        if self._scorer.sees_groups and finished:
             finished = group.members if all(t.finish_reason is not None for t in group.members) else ()
-        self._num_judging += len(finished)
-        for together in (finished,) if judges.sees_groups else ((t,) for t in finished):
+        self._num_scoring += len(finished)
+        for together in (finished,) if self._scorer.sees_groups else ((t,) for t in finished):
             if together:
-                judges.submit(together, group.issued.prompt, [text(t.token_ids) for t in together])
+                self._scorer.submit(together, group.issued.prompt)
 
-    def _take_judgement(self, judged: ScoredTrajectory) -> None:
-        self._num_judging -= 1
-        trajectory, judgement = judged.trajectory, judged.judgement
+    def _on_reward(self, scored: ScoredTrajectory) -> None:
+        self._num_scoring -= 1
+        trajectory, result = scored.trajectory, scored.judgement
         group = self._groups.get(trajectory.group_id)
         if group is None or group.members[trajectory.sample_index] is not trajectory:
             return  # the trajectory was revoked while it was being scored
-        self._on_judged(int(self._is_first(judged)))
-        group.judged[trajectory.sample_index] = judged
-        if self._parts.journal is not None:
-            self._parts.journal.judged(judged)
-        reward = judgement.reward if judgement.is_judged else None
+        self._on_scored(int(self._is_first(scored)))
+        group.scored[trajectory.sample_index] = scored
+        if self._journal is not None:
+            self._journal.judged(scored)
+        reward = result.reward if result.is_judged else None
         self._dispatch(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
-    def _is_first(self, judged: ScoredTrajectory) -> bool:
+    def _is_first(self, scored: ScoredTrajectory) -> bool:
         """Return whether this is the first reward of its trajectory.
 
         A group that is scored as a whole is scored again after one of its members was revoked.
         """
-        group = self._groups.get(judged.trajectory.group_id)
-        return group is None or judged.trajectory.sample_index not in group.judged
+        group = self._groups.get(scored.trajectory.group_id)
+        return group is None or scored.trajectory.sample_index not in group.scored
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
@@ -373,7 +402,7 @@ class RolloutController:
             case AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease_id = self._lease_of.get((group_id, sample_index))
                 if lease_id is not None:
-                    self._parts.port.send(AbortLease(lease_id))
+                    self._worker.transport.send(AbortLease(lease_id))
             case Restart(group_id=group_id, sample_index=sample_index):
                 group = self._groups[group_id]
                 group.members[sample_index] = Trajectory(group_id, sample_index, group.issued.prompt_ids)
@@ -385,43 +414,38 @@ class RolloutController:
                 assert self._version is not None, "the scheduler loads a version that was not published"
                 version, self._version = self._version, None
                 self._is_loading = True
-                with self._parts.stop.interrupting():
-                    self._parts.port.load_weights(self._tensors, version)
+                self._worker.load_weights(self._tensors, version)
                 self._is_loading = False
                 self._dispatch(VersionServed(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:
         if again is None:
-            prompt, attempts = self._parts.source.take(1)[0], 0
-            ids = self._parts.prompt_ids(prompt)
+            (prompt, ids), attempts = self._prompts.take(), 0
         else:
             before = self._groups.pop(again).issued
             prompt, ids, attempts = before.prompt, before.prompt_ids, before.attempts + 1
-        check_room(group_id, ids, self._parts.max_context_tokens)
+        self._worker.check_room(group_id, ids)
         self._next_group_id = group_id + 1
         size, version = self.rules.group_size, self.scheduler.version
         issued = IssuedGroup(group_id, prompt, ids, size, version, attempts)
         self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, ids) for index in range(size)], {})
-        if self._parts.journal is not None:
-            self._parts.journal.issued(issued, self.place)
+        if self._journal is not None:
+            self._journal.issued(issued, self.cursor)
 
     def _lease(self, command: Assign) -> None:
         key = (command.group_id, command.sample_index)
         trajectory = self._groups[command.group_id].members[command.sample_index]
-        lease_id = next(self._parts.lease_ids)
+        lease_id = self._worker.lease(trajectory, self._sampling, command.version, is_exact=command.is_exact)
         self._leases[lease_id], self._lease_of[key] = key, lease_id
-        sampling = self._parts.sampling(*key)
-        lease = Lease(lease_id, trajectory, sampling, self._parts.noise_seed, command.version, command.is_exact)
-        self._parts.port.send(lease)
 
     def _discard(self, group_id: int, cause: str) -> None:
         if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
             del self._groups[group_id]  # else `_open` needs the group's prompt for the next attempt, and removes it
-        if self._parts.journal is not None:
-            self._parts.journal.discarded(group_id, cause)
+        if self._journal is not None:
+            self._journal.discarded(group_id, cause)
 
     def _complete(self, group: _Group) -> Group:
-        members = tuple(group.judged[index] for index in range(len(group.members)))
+        members = tuple(group.scored[index] for index in range(len(group.members)))
         return Group(group.issued.group_id, group.issued.prompt, members)
 
     def _now_s(self) -> float:
@@ -432,21 +456,17 @@ def _tracked(group: _Group) -> TrackedGroup:
     """Return the scheduler's view of a restored group."""
     members = []
     for trajectory in group.members:
-        judged = group.judged.get(trajectory.sample_index)
-        finished = trajectory.finish_reason is not None
-        state = (
-            TrajectoryState.JUDGED
-            if judged is not None
-            else TrajectoryState.JUDGING
-            if finished
-            else TrajectoryState.PENDING
-        )
-        member = TrackedTrajectory(trajectory.group_id, trajectory.sample_index, state)
+        scored = group.scored.get(trajectory.sample_index)
+        member = TrackedTrajectory(trajectory.group_id, trajectory.sample_index)
+        if scored is not None:
+            member.state = TrajectoryState.SCORED
+        elif trajectory.finish_reason is not None:
+            member.state = TrajectoryState.SCORING
         for segment in trajectory.segments:
             if segment.author is Author.POLICY:
                 member.grow(segment.policy_version, len(segment.token_ids))
-        if judged is not None and judged.judgement.is_judged:
-            member.reward = judged.judgement.reward
+        if scored is not None and scored.judgement.is_judged:
+            member.reward = scored.judgement.reward
         members.append(member)
-    issued, waiting = group.issued, len(group.members) - len(group.judged)
+    issued, waiting = group.issued, len(group.members) - len(group.scored)
     return TrackedGroup(issued.group_id, members, waiting, issued.opened_at, issued.attempts)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
 from pydantic import Field, model_validator
 
-from baton.errors import UserError
 from baton.rollout.engines.settings import SglangSettings, VllmSettings
 from baton.settings import Settings
 from baton.types import FromWorker, Lease, PolicyVersion
@@ -111,12 +110,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop the engine and its processes. Tokens not reported yet are lost. May be called twice."""
-
-
-def check_room(group_id: int, prompt_ids: Sequence[int], max_context_tokens: int | None) -> None:
-    """Raise UserError for a prompt that leaves no room for a response."""
-    if max_context_tokens is not None and len(prompt_ids) >= max_context_tokens:
-        raise UserError(
-            f"a prompt of {len(prompt_ids)} tokens (group {group_id}) does not fit: engine.max_context_tokens is "
-            f"{max_context_tokens} for prompt and response together; raise it, or leave such prompts out"
-        )

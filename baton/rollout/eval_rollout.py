@@ -5,17 +5,13 @@ Each trajectory is yielded when it finishes, so that scoring overlaps with gener
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from baton.errors import EngineFault
-from baton.rollout.engine import check_room
-from baton.rollout.stall import StallWatch
-from baton.rollout.transport import WorkerTransport
-from baton.stop import StopRequest
-from baton.types import FromPort, Lease, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
+from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.types import FromPort, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
 
 
 class EvalGroup(msgspec.Struct, frozen=True):
@@ -29,23 +25,8 @@ class EvalGroup(msgspec.Struct, frozen=True):
 class EvalRollout:
     """Generates trajectories on a worker that has no other leases meanwhile."""
 
-    def __init__(
-        self,
-        port: WorkerTransport,
-        stall_timeout_s: float = 300.0,
-        *,
-        max_context_tokens: int | None = None,
-        lease_ids: Iterator[int] | None = None,
-        stop: StopRequest | None = None,
-    ) -> None:
-        """max_context_tokens: of the worker; prompts that leave no room are refused before any lease is sent.
-
-        lease_ids: shared by all that lease to this worker. stop: a stop request ends every wait.
-        """
-        self._port, self.stop = port, stop or StopRequest()
-        self._max_context_tokens = max_context_tokens
-        self._watch = StallWatch(port, stall_timeout_s)
-        self._lease_ids = lease_ids if lease_ids is not None else itertools.count()
+    def __init__(self, worker: WorkerClient) -> None:
+        self.worker = worker
 
     def rollout(
         self,
@@ -62,35 +43,27 @@ class EvalRollout:
         does not serve the version, DeadlineExceeded when the worker makes no progress for `stall_timeout_s`, UserError
         for a prompt that leaves no room for a response, and Stopped.
         """
-        self._check_room(requests)
+        for request in requests:  # all of them, before the first lease is sent
+            self.worker.check_room(request.group_id, request.prompt_ids)
         growing: dict[int, Trajectory] = {}
 
-        def begin(trajectory: Trajectory) -> None:
-            lease_id = next(self._lease_ids)
-            growing[lease_id] = trajectory
-            self._port.send(Lease(lease_id, trajectory, sampling, noise_seed, version))
+        def lease(trajectory: Trajectory) -> None:
+            growing[self.worker.lease(trajectory, SeededSampling(sampling, noise_seed), version)] = trajectory
 
         for request in requests:
             for sample_index in range(request.group_size):
-                begin(Trajectory(request.group_id, sample_index, request.prompt_ids))
-        self._watch.reset()
+                lease(Trajectory(request.group_id, sample_index, request.prompt_ids))
+        self.worker.begin_wait()
         while growing:
-            self.stop.check()
-            messages = self._port.receive(timeout_s=1.0)
-            self._watch.check(messages, len(growing), (t.name for t in growing.values()))
-            for message in messages:
+            self.worker.stop.check()
+            for message in self.worker.receive(1.0, len(growing), (t.name for t in growing.values())):
                 if isinstance(message, WorkRevoked) and message.noise_seed == noise_seed:
                     key = (message.group_id, message.sample_index)
                     for lease_id in [i for i, t in growing.items() if (t.group_id, t.sample_index) == key]:
-                        begin(Trajectory(*key, growing.pop(lease_id).prompt_ids))
+                        lease(Trajectory(*key, growing.pop(lease_id).prompt_ids))
                 finished = self._on_report(message, growing, on_tokens)
                 if finished is not None:
                     yield finished
-
-    def _check_room(self, requests: Sequence[EvalGroup]) -> None:
-        longest = max(requests, key=lambda r: len(r.prompt_ids), default=None)
-        if longest is not None:
-            check_room(longest.group_id, longest.prompt_ids, self._max_context_tokens)
 
     def _on_report(
         self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
@@ -102,7 +75,7 @@ class EvalRollout:
             return None  # a late message of a lease that has ended
         if isinstance(message, Retry):
             raise EngineFault(
-                f"{self._port.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
+                f"{self.worker.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
             )
         if message.token_offset != trajectory.num_tokens:
             return None  # a repeated report
@@ -111,7 +84,7 @@ class EvalRollout:
             on_tokens(grown.num_tokens - trajectory.num_tokens)
         if grown.finish_reason is None:
             if message.is_aborted:
-                raise EngineFault(f"{self._port.name} aborted trajectory {trajectory.name}, which nobody asked for")
+                raise EngineFault(f"{self.worker.name} aborted trajectory {trajectory.name}, which nobody asked for")
             growing[message.lease_id] = grown
             return None
         del growing[message.lease_id]

@@ -52,10 +52,9 @@ from baton.rollout.events import (
     VersionServed,
     VersionTrained,
 )
-from baton.rollout.ledger import Ledger, StepCounts
 from baton.rollout.overprovision import next_overprovision
+from baton.rollout.scheduler_state import Ledger, StepCounts, TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import FILTERED_LIMIT, Rules
-from baton.rollout.tracked import TrackedGroup, TrackedTrajectory, TrajectoryState
 
 
 class RolloutScheduler:
@@ -81,13 +80,13 @@ class RolloutScheduler:
         self._delivered = version
         self._groups: dict[int, TrackedGroup] = {}
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
-        self._slots = self._places = 0
+        self._slots = self._max_leases = 0
         self._pending: list[tuple[bool, int, int]] = []
         """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids."""
         self._dropped: deque[tuple[int, int]] = deque()
         """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
         self._leased: dict[tuple[int, int], None] = {}
-        self._is_wanted = False
+        self._is_requested = False
         self._is_paused = False
         self._is_changing = True
         """Whether the workers do not serve the latest published version yet. No lease is assigned until they do, unless
@@ -99,7 +98,7 @@ class RolloutScheduler:
         self._is_loading = False
         self._last_s = 0.0
 
-    def take_up(self, carried: Sequence[TrackedGroup]) -> list[Command]:
+    def restore(self, carried: Sequence[TrackedGroup]) -> list[Command]:
         """Restore groups that an earlier process opened and did not deliver. Call before the first event."""
         commands: list[Command] = []
         for group in carried:
@@ -112,7 +111,7 @@ class RolloutScheduler:
             for member in group.members:
                 if member.state is TrajectoryState.PENDING:
                     self._put_back(member)
-            if not group.num_unjudged:
+            if not group.num_unscored:
                 commands += self._complete(group)
         return commands
 
@@ -156,34 +155,34 @@ class RolloutScheduler:
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
             case TokensReceived():
-                self._grew(event)
+                self._on_tokens(event)
             case Finished(group_id=group_id, sample_index=sample_index):
-                self._release(self._trajectory(group_id, sample_index), TrajectoryState.JUDGING)
+                self._release(self._trajectory(group_id, sample_index), TrajectoryState.SCORING)
                 self.step.finished += 1
                 yield from self._load_when_free()
             case LeaseEnded(group_id=group_id, sample_index=sample_index):
                 self._put_back(self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING))
                 yield from self._load_when_free()
             case Rewarded():
-                yield from self._rewarded(event)
+                yield from self._on_reward(event)
             case Capacity(slots=slots, queue=queue):
-                self._slots, self._places = slots, slots + queue
+                self._slots, self._max_leases = slots, slots + queue
             case TokensLost(cause=cause, num_tokens=num_tokens):
                 self.ledger.generated += num_tokens
                 self.ledger.lose(cause, num_tokens)
                 self.step.lost_tokens += num_tokens
             case Revoked():
-                yield from self._revoked(event)
+                yield from self._on_revoked(event)
             case VersionTrained():
-                yield from self._version_made(event)
+                yield from self._on_version_trained(event)
             case VersionServed(version=version):
                 self._is_loading, self._served = False, version
                 self._is_changing = version != self._published
                 yield from self._load_when_free()
             case BatchRequested():
-                assert not self._is_wanted, "a batch is requested twice"
+                assert not self._is_requested, "a batch is requested twice"
                 assert self._delivered == self.version, "a batch is requested before the last batch has been trained"
-                self._is_wanted = True
+                self._is_requested = True
             case DispatchPaused():
                 self._is_paused = True
                 yield from self._abort_all()
@@ -192,14 +191,14 @@ class RolloutScheduler:
             case _:
                 assert_never(event)
 
-    def _revoked(self, event: Revoked) -> Iterator[Command]:
+    def _on_revoked(self, event: Revoked) -> Iterator[Command]:
         """Restart a trajectory, whatever its state. If it is being scored, the controller ignores that reward."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        if trajectory.state is TrajectoryState.JUDGED:
+        if trajectory.state is TrajectoryState.SCORED:
             group = self._groups[event.group_id]
-            if not group.num_unjudged:
+            if not group.num_unscored:
                 self._buffer.reopened(event.group_id)
-            group.num_unjudged += 1
+            group.num_unscored += 1
         forgotten = trajectory.forget()
         self.ledger.lose(event.cause, forgotten)
         self.step.lost_tokens += forgotten
@@ -210,7 +209,7 @@ class RolloutScheduler:
         self._put_back(trajectory)
         yield from self._load_when_free()
 
-    def _grew(self, event: TokensReceived) -> None:
+    def _on_tokens(self, event: TokensReceived) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         assert trajectory.state is TrajectoryState.LEASED, (
             f"trajectory {trajectory.name} received tokens in state {trajectory.state.name}"
@@ -219,22 +218,22 @@ class RolloutScheduler:
         self.ledger.generated += event.num_tokens
         self.step.generated_tokens += event.num_tokens
 
-    def _rewarded(self, event: Rewarded) -> Iterator[Command]:
+    def _on_reward(self, event: Rewarded) -> Iterator[Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         # a scorer that compares the members of a group scores all of them again after one was revoked
-        if trajectory.state is TrajectoryState.JUDGED:
+        if trajectory.state is TrajectoryState.SCORED:
             trajectory.reward = event.reward
             return
-        assert trajectory.state is TrajectoryState.JUDGING, (
+        assert trajectory.state is TrajectoryState.SCORING, (
             f"trajectory {trajectory.name} received a reward in state {trajectory.state.name}"
         )
-        trajectory.state, trajectory.reward = TrajectoryState.JUDGED, event.reward
+        trajectory.state, trajectory.reward = TrajectoryState.SCORED, event.reward
         group = self._groups[event.group_id]
-        group.num_unjudged -= 1
-        if not group.num_unjudged:
+        group.num_unscored -= 1
+        if not group.num_unscored:
             yield from self._complete(group)
 
-    def _version_made(self, event: VersionTrained) -> Iterator[Command]:
+    def _on_version_trained(self, event: VersionTrained) -> Iterator[Command]:
         assert event.version == self._delivered, f"version {event.version} was trained on {self._delivered} batches"
         self.version = event.version
         if not event.is_published:
@@ -265,13 +264,13 @@ class RolloutScheduler:
     def _is_generating(self) -> bool:
         if self._is_paused or self._served is None or (self._is_changing and not self.rules.is_in_flight):
             return False
-        return self._is_wanted or self.rules.mode == "async"
+        return self._is_requested or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[Command]:
         """Assign pending trajectories to free slots and queue places; open a group when none is pending."""
         if not self._is_generating():
             return
-        most = min(self._places, self.rules.max_concurrency or math.inf)
+        most = min(self._max_leases, self.rules.max_concurrency or math.inf)
         is_exact, version = not self.rules.is_in_flight, self._oldest_served()
         while len(self._leased) < most and (self._pending or self._may_open()):
             if not self._pending:
@@ -319,7 +318,7 @@ class RolloutScheduler:
 
     def _deliver(self) -> Iterator[Command]:
         """Deliver the requested batch if enough groups are complete."""
-        if not self._is_wanted or self._buffer.num_complete < self.rules.batch_groups:
+        if not self._is_requested or self._buffer.num_complete < self.rules.batch_groups:
             return
         take = self._buffer.take(self.version)
         for group_id in take.expired:
@@ -333,7 +332,7 @@ class RolloutScheduler:
             self.ledger.trained += tokens - masked
             self.ledger.masked += masked
             self.step.consume(group, masked, self.version)
-        self._is_wanted = False
+        self._is_requested = False
         self._delivered += 1
         self.step.carried_groups = len(self._buffer)
         if self.rules.mode == "partial":

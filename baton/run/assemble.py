@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import secrets
@@ -30,22 +29,22 @@ from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import BEGIN, StageTimer, TraceWriter
 from baton.rewards.scorer import RewardScorer, require_judged
-from baton.rollout.controller import RolloutController
+from baton.rollout.controller import PromptSource, RolloutController, TrajectoryScorer
 from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
 from baton.rollout.eval_rollout import EvalRollout
-from baton.rollout.parts import RolloutParts, TrajectoryScorer
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
-from baton.rollout.traced import TracedTrajectoryScorer
 from baton.rollout.transport import LocalTransport, WorkerTransport
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
+from baton.run.tokenization import ResponseScorer, TokenizedPrompts
 from baton.stop import StopRequest
 from baton.swarm.supervisor import WorkerSupervisor
 from baton.tasks.prompt_lengths import measure
@@ -174,7 +173,7 @@ def _build_loop(
     )
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     sweep, controller = _rollout_side(
-        recipe, port, stream, TracedTrajectoryScorer(judge, trace), tokenizer, journal, stop
+        recipe, port, TokenizedPrompts(stream, tokenizer), ResponseScorer(judge, tokenizer, trace), journal, stop
     )
     return Loop(
         run=run,
@@ -275,31 +274,17 @@ def _open(
 def _rollout_side(
     recipe: Recipe,
     port: WorkerTransport,
-    stream: PromptStream,
-    judges: TrajectoryScorer,
-    tokenizer: Tokenizer,
+    prompts: PromptSource,
+    scorer: TrajectoryScorer,
     journal: Journal,
     stop: StopRequest,
 ) -> tuple[EvalRollout, RolloutController]:
-    """Return the two parts that send leases to the workers: the first for evaluations, the second for training."""
-    lease_ids, sampling = itertools.count(), recipe.rollout.sampling()
-    timeout_s, room = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
-    parts = RolloutParts(
-        port,
-        stream,
-        judges,
-        prompt_ids=lambda prompt: tokenizer.prompt_ids(prompt.messages),
-        text=tokenizer.text,
-        sampling=lambda group_id, sample_index: sampling,
-        noise_seed=recipe.run.seed,
-        journal=journal,
-        max_context_tokens=room,
-        stall_timeout_s=timeout_s,
-        lease_ids=lease_ids,
-        stop=stop,
+    """Make the two objects that lease trajectories to the workers: one for evaluations, one for training."""
+    worker = WorkerClient(
+        port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
     )
-    sweep = EvalRollout(port, timeout_s, max_context_tokens=room, lease_ids=lease_ids, stop=stop)
-    return sweep, RolloutController(parts, recipe.rules())
+    sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
+    return EvalRollout(worker), RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal)
 
 
 def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
@@ -367,9 +352,11 @@ def evaluate_model(
     with judge:
         results, groups = evaluate(
             EvalRollout(
-                LocalTransport(engine),
-                recipe.rollout.stall_timeout_s,
-                max_context_tokens=recipe.engine.max_context_tokens,
+                WorkerClient(
+                    LocalTransport(engine),
+                    recipe.rollout.stall_timeout_s,
+                    max_context_tokens=recipe.engine.max_context_tokens,
+                )
             ),
             judge,
             tokenizer,

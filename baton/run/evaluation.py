@@ -40,7 +40,7 @@ def evaluate(
             texts = [tokenizer.text(t.token_ids) for t in ready]
             judge.submit(ready, prompts[trajectory.group_id], texts)
             finished[trajectory.group_id] = []
-    for judged in judge.drain(sweep.stop.check):
+    for judged in judge.drain(sweep.worker.stop.check):
         members[judged.trajectory.group_id].append(judged)
     groups = [
         Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))

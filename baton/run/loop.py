@@ -190,9 +190,8 @@ class Loop:
             self._save()
         if self.has_begun:
             try:
-                self.controller.put_down(
-                    PUT_DOWN_S
-                )  # the workers report their last tokens, and the journal stores them
+                # the workers report their last tokens, and the journal stores them
+                self.controller.abort_all(PUT_DOWN_S)
             except (EngineFault, DeadlineExceeded) as error:
                 self.observer.said(f"a resume generates the tokens again that workers have not reported: {error}")
             self.journal.settle()
@@ -246,8 +245,10 @@ class Loop:
             if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
                 self._publish()
             else:
-                self.controller.made(step)
-        place = self.controller.place if self.has_begun else StreamCursor(self.state.next_group_id, self.state.position)
+                self.controller.version_trained(step)
+        place = (
+            self.controller.cursor if self.has_begun else StreamCursor(self.state.next_group_id, self.state.position)
+        )
         self.state = msgspec.structs.replace(
             self.state, step=step, next_group_id=place.next_group_id, position=place.position
         )

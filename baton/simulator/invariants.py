@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.rollout import events as ro
-from baton.rollout.tracked import TrajectoryState
+from baton.rollout.scheduler_state import TrajectoryState
 from baton.simulator.swarm import Swarm
 from baton.simulator.world import Simulation
 from baton.swarm import lease_events as ev
@@ -84,7 +84,7 @@ class InvariantChecker:
                 self.check(
                     own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} finished while {own.state.name}"
                 )
-                own.state = TrajectoryState.JUDGING
+                own.state = TrajectoryState.SCORING
                 length = self._world.script.length(g, s)
                 self.check(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
             case ro.LeaseEnded(group_id=g, sample_index=s):
@@ -94,9 +94,9 @@ class InvariantChecker:
             case ro.Rewarded(group_id=g, sample_index=s):
                 own = self._own[g, s]
                 self.check(
-                    own.state is TrajectoryState.JUDGING, "conservation", f"{g}/{s} rewarded while {own.state.name}"
+                    own.state is TrajectoryState.SCORING, "conservation", f"{g}/{s} rewarded while {own.state.name}"
                 )
-                own.state = TrajectoryState.JUDGED
+                own.state = TrajectoryState.SCORED
             case ro.TokensLost(num_tokens=count):
                 self._counts["generated"] += count
                 self._counts["lost"] += count
@@ -193,7 +193,7 @@ class InvariantChecker:
         """Remove a group and return its members."""
         del self._groups[group_id]
         members = [self._own.pop((group_id, s)) for s in range(self._rules.group_size)]
-        whole = all(own.state is TrajectoryState.JUDGED for own in members)
+        whole = all(own.state is TrajectoryState.SCORED for own in members)
         self.check(whole, "conservation", f"group {group_id} is {why} before all its rewards arrived")
         return members
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from baton.rollout.ledger import Ledger, StepCounts
+from baton.rollout.scheduler_state import Ledger, StepCounts
 from baton.simulator.rows import EngineTime
 
 

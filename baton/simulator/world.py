@@ -38,7 +38,7 @@ from baton.rollout.events import (
     VersionTrained,
 )
 from baton.rollout.scheduler import RolloutScheduler
-from baton.rollout.tracked import TrackedGroup, TrajectoryState
+from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.simulator.clock import VirtualClock
 from baton.simulator.judges import SimulatedScorer
 from baton.simulator.port import SimulatedTransport
@@ -364,13 +364,13 @@ class Simulation:
         self.version, self._moved_s = version, self.clock.now_s
         self.scheduler = self._new_scheduler(version, next_group_id)
         self._depth += 1
-        self.do(self.scheduler.take_up(groups))
+        self.do(self.scheduler.restore(groups))
         self._depth -= 1
         if self.is_over:
             return
         for group in groups:
             for member in group.members:
-                if member.state is TrajectoryState.JUDGING:
+                if member.state is TrajectoryState.SCORING:
                     self._ask_judges((group.group_id, member.sample_index))
         self.port.begin()
         self._announce_version()

@@ -37,11 +37,11 @@ class Numbered:
     def __init__(self) -> None:
         self.position = {"bench": 0}
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next prompts."""
-        first = self.position["bench"]
-        self.position["bench"] += num_prompts
-        return [Prompt(str(number), "bench", ()) for number in range(first, first + num_prompts)]
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        """Return the next prompt and its token ids."""
+        number = self.position["bench"]
+        self.position["bench"] += 1
+        return Prompt(str(number), "bench", ()), prompt_of(number)
 
 
 def steps_needed(cap: int, scale: Scale) -> float:
@@ -59,7 +59,6 @@ def measure_modes(shape: str, scale: Scale, device: torch.device, *, cap: int, w
         engine,
         _sides(scale),
         Numbered,
-        lambda prompt: prompt_of(int(prompt.prompt_id)),
         ScriptedLengths(cap / TAIL, cap, BETWEEN, WITHIN),
         {name: tensor.clone() for name, tensor in model.state_dict().items()},
         on_cpu=device.type == "cpu",

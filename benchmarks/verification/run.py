@@ -33,7 +33,7 @@ from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.embedded.rescore import Rescorer
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.verification.verify import (
     DEFAULTS,
     Calibration,

@@ -8,8 +8,8 @@ from collections import deque
 from neutral import SCHEDULER, Draw, Log, Message, Stopped, canonical
 
 from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.rollout.settings import Rules
-from baton.rollout.tracked import TrackedGroup, TrajectoryState
 
 EVENTS = 90
 Key = tuple[int, int]
@@ -73,7 +73,7 @@ class Story:
         self.log = Log(SCHEDULER, scheduler.handle)
         if self.version:
             carried = [self.carried(group_id) for group_id in range(5, 5 + self.draw.below(2))]
-            self.obey(self.log.commands(scheduler.take_up(carried)))
+            self.obey(self.log.commands(scheduler.restore(carried)))
         self.tell("version", self.version, True)
 
     def run(self) -> None:
@@ -95,14 +95,14 @@ class Story:
                 member.grow(self.version - 1, 1 + self.draw.below(9))
                 self.tokens[key] = (member.num_tokens, self.version - 1)
                 member.state = self.draw.pick(
-                    [TrajectoryState.PENDING, TrajectoryState.JUDGING, TrajectoryState.JUDGED]
+                    [TrajectoryState.PENDING, TrajectoryState.SCORING, TrajectoryState.SCORED]
                 )
-            if member.state is TrajectoryState.JUDGING:
+            if member.state is TrajectoryState.SCORING:
                 self.judging.append(key)
-            elif member.state is TrajectoryState.JUDGED:
+            elif member.state is TrajectoryState.SCORED:
                 self.judged.add(key)
                 member.reward = self.draw.pick([0.0, 1.0])
-                group.num_unjudged -= 1
+                group.num_unscored -= 1
         return group
 
     def tell(self, name: str, *values: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from baton.records.trace import (
     stretches,
     trace_files,
 )
-from baton.rollout.traced import TracedTrajectoryScorer
 from baton.rollout.transport import LocalTransport
+from baton.run.tokenization import ResponseScorer
 from baton.swarm.hub.traced import TracedLeaseBroker
 from baton.swarm.lease_broker import BrokerCommand, SendToWorker
 from baton.swarm.lease_rules import LeaseRules
@@ -177,28 +178,33 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
     assert_tiled(tracer.spans)
 
 
-def test_judging_is_one_span_while_anybody_waits_for_it():
+def test_scoring_is_one_span_while_a_trajectory_waits_and_the_scorer_receives_the_full_text():
     class Judges:
         ready: int = 0
         sees_groups = False
+        responses: list[str] = []  # noqa: RUF012
 
-        def submit(self, *_: Any) -> None: ...
+        def submit(self, trajectories: Any, prompt: Any, responses: list[str]) -> None:
+            self.responses += responses
 
         def collect(self, timeout_s: float = 0.0) -> Any:
             return ["judged"] * self.ready
 
     tracer, judges = Collected(), Judges()
-    traced = TracedTrajectoryScorer(judges, tracer)
-    for _ in range(3):
-        traced.submit([None], None, [""])  # type: ignore[arg-type,list-item]
-    traced.collect()
+    words = SimpleNamespace(text=lambda ids: " ".join(map(str, ids)))
+    scorer = ResponseScorer(judges, words, tracer)  # type: ignore[arg-type]
+    segments = (Segment((7, 8), (0.0, 0.0), 1), Segment((9,), (0.0,), 2))
+    for index in range(3):
+        scorer.submit([Trajectory(0, index, (1,), segments)], None)  # type: ignore[arg-type]
+    assert judges.responses == ["7 8 9"] * 3
+    scorer.collect()
     judges.ready = 2
-    traced.collect()
+    scorer.collect()
     assert tracer.spans == []
     judges.ready = 1
-    traced.collect()
+    scorer.collect()
     judges.ready = 0
-    traced.collect()
+    scorer.collect()
     assert [(s.name, s.actor, s.facts) for s in tracer.spans] == [("judge", "judges", {"trajectories": 3})]
 
 

@@ -16,6 +16,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import WorkerClient
 from baton.run.evaluation import evaluate
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import cut
@@ -140,7 +141,7 @@ def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
     )
     judge = RewardScorer({"some": BreaksAtThree()}, [RewardSettings(kind="correct")], "last_line")  # type: ignore[dict-item]
     (result,), _ = evaluate(
-        EvalRollout(LocalTransport(engine)),
+        EvalRollout(WorkerClient(LocalTransport(engine))),
         judge,
         Words(),  # type: ignore[arg-type]
         prompts,
@@ -196,7 +197,7 @@ def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:
         EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
     )
     (result,), (found,) = evaluate(
-        EvalRollout(LocalTransport(engine)),
+        EvalRollout(WorkerClient(LocalTransport(engine))),
         judge,
         Words(),  # type: ignore[arg-type]
         [Prompt("0", "some", (Message("user", "5"),), "2")],

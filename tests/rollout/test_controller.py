@@ -15,9 +15,9 @@ from baton.records.journal import Journal, StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
-from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import (
     FinishReason,
     FromHub,
@@ -49,10 +49,10 @@ class Prompts:
     def __init__(self, taken: int = 0) -> None:
         self.position = {"numbers": taken}
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        first = self.position["numbers"]
-        self.position["numbers"] += num_prompts
-        return [Prompt(str(first + i), "numbers", (Message("user", str(first + i)),)) for i in range(num_prompts)]
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        number = self.position["numbers"]
+        self.position["numbers"] += 1
+        return Prompt(str(number), "numbers", (Message("user", str(number)),)), (7, 1000 + number)
 
     def take_counts(self) -> dict[str, float]:
         return {}
@@ -72,10 +72,9 @@ class LateJudges:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        for trajectory, response in zip(trajectories, responses, strict=True):
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+        for trajectory in trajectories:
             assert prompt.prompt_id == str(trajectory.prompt_ids[-1] - 1000)
-            assert response == " ".join(map(str, trajectory.token_ids)), "judged on the full response"
             assert trajectory.finish_reason is not None
             self.asked[trajectory.name] += 1
             self._waiting.append(trajectory)
@@ -90,7 +89,14 @@ class Bench:
     """A runner over a scripted engine, and the trainer's side of the conversation."""
 
     def __init__(
-        self, mode: str, port: LocalTransport | None = None, journal: Journal | None = None, **values: Any
+        self,
+        mode: str,
+        port: LocalTransport | None = None,
+        journal: Journal | None = None,
+        *,
+        judges: LateJudges | None = None,
+        source: Prompts | None = None,
+        **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 4, "group_size": 3, **values})
         settings = EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=5)
@@ -98,21 +104,11 @@ class Bench:
         self.port = port or LocalTransport(self.engine)
         if port is not None:
             port.engine = self.engine
-        self.judges, self.source = LateJudges(), Prompts()
+        self.judges, self.source = judges or LateJudges(), source or Prompts()
         self.journal = journal
-        self.parts = RolloutParts(
-            self.port,
-            self.source,
-            self.judges,
-            prompt_ids=lambda prompt: (7, 1000 + int(prompt.prompt_id)),
-            text=lambda ids: " ".join(map(str, ids)),
-            sampling=lambda group_id, sample_index: SamplingParams(MAX_NEW_TOKENS),
-            noise_seed=1,
-            journal=journal,
-            max_context_tokens=64,
-            stall_timeout_s=5.0,
-        )
-        self.controller = RolloutController(self.parts, recipe.rules())
+        worker = WorkerClient(self.port, stall_timeout_s=5.0, max_context_tokens=64)
+        sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), noise_seed=1)
+        self.controller = RolloutController(worker, recipe.rules(), self.source, self.judges, sampling, journal)
         self.version = 0
         self.batches: list[list[Group]] = []
 
@@ -350,10 +346,13 @@ def test_a_worker_that_refuses_everything_is_named():
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_by_name():
-    bench = Bench("sync")
-    bench.parts.prompt_ids = lambda prompt: tuple(range(64))
+    class LongPrompts(Prompts):
+        def take(self) -> tuple[Prompt, tuple[int, ...]]:
+            return super().take()[0], tuple(range(64))
+
+    bench = Bench("sync", source=LongPrompts())
     bench.begin()
-    with pytest.raises(UserError, match=r"a prompt of 64 tokens \(group 0\) does not fit"):
+    with pytest.raises(UserError, match="the prompt of group 0 has 64 tokens, which leaves no room"):
         bench.step()
 
 
@@ -365,8 +364,7 @@ class SilentJudges(LateJudges):
 
 
 def test_a_judge_that_stalls_stops_the_run_with_its_own_error():
-    bench = Bench("sync")
-    bench.parts.judges = SilentJudges()
+    bench = Bench("sync", judges=SilentJudges())
     bench.begin()
     with pytest.raises(EngineFault, match="the judges gave no judgement"):
         bench.step()
@@ -381,7 +379,7 @@ class GroupJudges(LateJudges):
         super().__init__()
         self.calls: list[list[Trajectory]] = []
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
         assert [t.sample_index for t in trajectories] == [0, 1, 2], "the whole group, in order"
         self.asked.update(t.name for t in trajectories)
         self.calls.append(list(trajectories))
@@ -405,8 +403,7 @@ def assert_compared(batches: list[list[Group]]) -> None:
 @pytest.mark.parametrize("rounds", [9, 40])
 def test_judges_that_compare_get_each_group_once_and_whole_also_after_a_kill(mode, values, rounds, tmp_path: Path):
     journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
-    first = Bench(mode, Mortal(rounds), journal, **values)
-    first.parts.judges = GroupJudges()
+    first = Bench(mode, Mortal(rounds), journal, judges=GroupJudges(), **values)
     with pytest.raises(Killed):
         first.live()
     journal.commit()
@@ -415,8 +412,8 @@ def test_judges_that_compare_get_each_group_once_and_whole_also_after_a_kill(mod
     judged = {j.trajectory.name for g in journal.open_groups() for j in g.judged.values()}
     place = journal.place()
     assert place is not None
-    second = Bench(mode, None, journal, **values)
-    second.parts.judges = again = GroupJudges()
+    again = GroupJudges()
+    second = Bench(mode, None, journal, judges=again, **values)
     second.begin(len(first.batches), place=place)
     for _ in range(6):
         second.step()
@@ -433,14 +430,14 @@ def test_a_group_whose_member_is_revoked_is_compared_again_as_a_whole():
 
         def receive(self, timeout_s: float) -> Any:
             found: list[Any] = list(super().receive(timeout_s))
-            is_judged = any(g.group_id == 0 and not g.num_unjudged for g in bench.controller.scheduler.groups())
+            is_judged = any(g.group_id == 0 and not g.num_unscored for g in bench.controller.scheduler.groups())
             if not self.is_due and is_judged:
                 self.is_due = True
                 found.append(WorkRevoked(1, 0, 1, "inspection"))
             return found
 
-    bench = Bench("partial", Revoking(None), batch_groups=4, overprovision=2.0)  # type: ignore[arg-type]
-    bench.parts.judges = judges = GroupJudges()
+    judges = GroupJudges()
+    bench = Bench("partial", Revoking(None), judges=judges, batch_groups=4, overprovision=2.0)  # type: ignore[arg-type]
     bench.begin()
     for _ in range(4):
         bench.step()

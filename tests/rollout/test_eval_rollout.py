@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
-from baton.rollout import stall
+from baton.rollout import worker_client
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import WorkerClient
 from baton.types import (
     FinishReason,
     FromHub,
@@ -42,7 +43,7 @@ def fake_port() -> LocalTransport:
 
 
 def grown(port: Any, max_new_tokens: int = 20, **settings: Any) -> list[Trajectory]:
-    sweep = EvalRollout(port, **settings)
+    sweep = EvalRollout(WorkerClient(port, **settings))
     return list(sweep.rollout(REQUESTS, SamplingParams(max_new_tokens), noise_seed=1, version=VERSION))
 
 
@@ -65,7 +66,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(worker_client, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
@@ -125,7 +126,7 @@ def test_messages_that_come_twice_or_late_change_nothing() -> None:
 
 def test_tokens_are_counted_once_however_often_they_are_reported() -> None:
     counted: list[int] = []
-    sweep = EvalRollout(Disturbed())
+    sweep = EvalRollout(WorkerClient(Disturbed()))
     found = list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION, on_tokens=counted.append))
     assert sum(counted) == sum(t.num_tokens for t in found)
 
@@ -139,7 +140,7 @@ def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
             ids.append(message.lease_id)
             super().send(message)
 
-    sweep = EvalRollout(Listening(fake_port().engine))
+    sweep = EvalRollout(WorkerClient(Listening(fake_port().engine)))
     for _ in range(2):
         assert len(list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION))) == 12
     assert len(set(ids)) == len(ids) == 24
@@ -147,7 +148,7 @@ def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
 
 def test_a_lease_asks_for_exactly_the_trainers_version() -> None:
     with pytest.raises(EngineFault, match=r"serves version 4 and refused trajectory 10/0"):
-        list(EvalRollout(fake_port()).rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION + 1))
+        list(EvalRollout(WorkerClient(fake_port())).rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=5))
 
 
 def test_a_refusal_names_worker_version_and_trajectory() -> None:
@@ -186,14 +187,15 @@ def test_a_report_with_a_gap_or_an_overlap_is_not_appended(offset: int) -> None:
 
 
 def test_no_requests_need_no_worker() -> None:
-    assert list(EvalRollout(Silent()).rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
+    sweep = EvalRollout(WorkerClient(Silent()))
+    assert list(sweep.rollout([], SamplingParams(5), noise_seed=0, version=0)) == []
 
 
 def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent() -> None:
     worker = Silent()
-    sweep = EvalRollout(worker, max_context_tokens=8)
+    sweep = EvalRollout(WorkerClient(worker, max_context_tokens=8))
     long = [*REQUESTS, EvalGroup(13, tuple(range(8)), 4)]
-    with pytest.raises(UserError, match=r"prompt of 8 tokens \(group 13\).*engine\.max_context_tokens is 8"):
+    with pytest.raises(UserError, match=r"group 13 has 8 tokens.*engine\.max_context_tokens is 8"):
         next(iter(sweep.rollout(long, SamplingParams(4), noise_seed=1, version=VERSION)))
     assert worker.receive(0) == []
 

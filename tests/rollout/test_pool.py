@@ -26,6 +26,7 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import WorkerClient
 from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
@@ -67,7 +68,7 @@ def local(model_path: Path) -> LocalTransport:
 
 
 def rollout(port: Any, version: int = 0) -> list[Trajectory]:
-    found = EvalRollout(port).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
+    found = EvalRollout(WorkerClient(port)).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=version)
     return sorted(found, key=lambda t: (t.group_id, t.sample_index))
 
 
@@ -121,7 +122,7 @@ def test_a_stopped_process_does_not_block_the_pool_whatever_it_is_sent(pool: Eng
 
 def test_a_stopped_process_is_waited_for_only_until_the_stall_timeout(pool: EnginePool) -> None:
     os.kill(pool.processes[1].pid, signal.SIGSTOP)
-    found = EvalRollout(pool, 2.0).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
+    found = EvalRollout(WorkerClient(pool, 2.0)).rollout(REQUESTS, SamplingParams(40), noise_seed=1, version=0)
     with pytest.raises(DeadlineExceeded, match="the 2 engine processes has made no progress for 2 s"):
         list(found)
 

@@ -15,7 +15,7 @@ from baton.policy.head import find_head
 from baton.rollout.engines.embedded import rescore
 from baton.rollout.engines.embedded.rescore import Rescorer, token_scores
 from baton.rollout.engines.sampling import row_params, sample
-from baton.rollout.rescored import Claim
+from baton.rollout.rescoring import Claim
 from baton.types import Author, PolicyVersion, SamplingParams, Segment, Trajectory
 
 pytestmark = pytest.mark.numerics

@@ -28,8 +28,8 @@ from baton.rollout.events import (
     VersionTrained,
 )
 from baton.rollout.scheduler import RolloutScheduler
+from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.rollout.settings import FILTERED_LIMIT, Rules
-from baton.rollout.tracked import TrackedGroup, TrajectoryState
 
 
 def served(rules: Rules, *, slots: int = 100, queue: int = 0, **start: float) -> tuple[RolloutScheduler, list[Command]]:
@@ -310,9 +310,9 @@ def test_groups_of_an_earlier_process_are_taken_up_where_they_were() -> None:
     made = RolloutScheduler(Rules(batch_groups=2, group_size=1), next_group_id=7)
     done, waiting = (TrackedGroup.new(group_id, 1, opened_at=0) for group_id in (5, 6))
     done.members[0].grow(0, 3)
-    done.members[0].state, done.members[0].reward, done.num_unjudged = TrajectoryState.JUDGED, 1.0, 0
+    done.members[0].state, done.members[0].reward, done.num_unscored = TrajectoryState.SCORED, 1.0, 0
     waiting.members[0].grow(0, 2)
-    assert made.take_up([done, waiting]) == []
+    assert made.restore([done, waiting]) == []
     assert (made.num_open, made.ledger.generated, made.num_carried_tokens) == (2, 5, 5)
     made.handle(VersionTrained(0.0, 0))
     made.handle(VersionServed(0.0, 0))
@@ -320,7 +320,7 @@ def test_groups_of_an_earlier_process_are_taken_up_where_they_were() -> None:
     assert made.handle(Capacity(0.0, 9)) == [Assign(6, 0, 0, True)]
     assert finish(made, 6, [0.0]) == [Deliver(1, (5, 6))]
     with pytest.raises(AssertionError, match="cannot restore group 7: ids from 7 on are not assigned yet"):
-        RolloutScheduler(Rules(), next_group_id=7).take_up([TrackedGroup.new(7, 1, opened_at=0)])
+        RolloutScheduler(Rules(), next_group_id=7).restore([TrackedGroup.new(7, 1, opened_at=0)])
 
 
 def test_slot_time_is_counted_from_event_to_event() -> None:
@@ -348,7 +348,7 @@ def test_events_that_cannot_be_are_refused() -> None:
     with pytest.raises(AssertionError, match="trajectory 0/0 received a reward in state LEASED"):
         made.handle(Rewarded(0.0, 0, 0, 1.0))
     made.handle(Finished(0.0, 0, 0))
-    with pytest.raises(AssertionError, match="trajectory 0/0 received tokens in state JUDGING"):
+    with pytest.raises(AssertionError, match="trajectory 0/0 received tokens in state SCORING"):
         made.handle(TokensReceived(0.0, 0, 0, 0, 1))
-    with pytest.raises(AssertionError, match="trajectory 0/0 is JUDGING, not leased"):
+    with pytest.raises(AssertionError, match="trajectory 0/0 is SCORING, not leased"):
         made.handle(LeaseEnded(0.0, 0, 0))

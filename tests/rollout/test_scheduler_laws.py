@@ -126,7 +126,7 @@ def test_groups_of_the_same_tick_beyond_the_batch_are_carried_and_come_first():
     world = plain(overprovision=2.0)
     world.choose = lambda n: 0
     world.run(1)
-    ready = [g.group_id for g in world.scheduler.groups() if not g.num_unjudged]
+    ready = [g.group_id for g in world.scheduler.groups() if not g.num_unscored]
     world.run(2)
     assert set(ready) <= set(world.batches[1])
 

@@ -14,6 +14,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import WorkerClient
 from baton.run.evaluation import evaluate
 from baton.types import Message, PolicyVersion, Prompt, SamplingParams
 
@@ -83,7 +84,9 @@ def run(samples: int, temperature: float = 1.0, max_new_tokens: int = 9):
     engine = FakeEngine(settings, PolicyVersion("e", 0), lambda group_id, sample: numbers[group_id] + sample + 1)
     judge = RewardScorer({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], "tags")  # type: ignore[dict-item]
     sampling = SamplingParams(max_new_tokens, temperature)
-    return evaluate(EvalRollout(LocalTransport(engine)), judge, Words(), prompts, sampling, samples=samples, version=0)  # type: ignore[arg-type]
+    return evaluate(
+        EvalRollout(WorkerClient(LocalTransport(engine))), judge, Words(), prompts, sampling, samples=samples, version=0
+    )  # type: ignore[arg-type]
 
 
 def test_accuracy_and_pass_at_k_by_hand() -> None:

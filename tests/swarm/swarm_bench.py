@@ -32,8 +32,8 @@ from baton.records.journal import StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
-from baton.rollout.parts import RolloutParts
 from baton.rollout.settings import RolloutSettings
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.swarm.audit import Audit
 from baton.swarm.auth import Authenticator, Role, TokenFile
 from baton.swarm.hub.access import AccessControl
@@ -130,10 +130,10 @@ class Prompts:
     def __init__(self) -> None:
         self.position = {"numbers": 0}
 
-    def take(self, num_prompts: int) -> list[Prompt]:
-        first = self.position["numbers"]
-        self.position["numbers"] += num_prompts
-        return [Prompt(str(first + i), "numbers", (Message("user", str(first + i)),)) for i in range(num_prompts)]
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        number = self.position["numbers"]
+        self.position["numbers"] += 1
+        return Prompt(str(number), "numbers", (Message("user", str(number)),)), (7, 1000 + number)
 
 
 class Judges:
@@ -145,7 +145,7 @@ class Judges:
         self.asked: Counter[str] = Counter()
         self._waiting: list[Trajectory] = []
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
         for trajectory in trajectories:
             self.asked[trajectory.name] += 1
             self._waiting.append(trajectory)
@@ -377,18 +377,9 @@ class SwarmBench:
             no_worker_timeout_s,
         )
         self.judges, self.source = Judges(), Prompts()
-        self.parts = RolloutParts(
-            self.port,
-            self.source,
-            self.judges,
-            prompt_ids=lambda prompt: (7, 1000 + int(prompt.prompt_id)),
-            text=lambda ids: " ".join(map(str, ids)),
-            sampling=lambda group_id, sample_index: SamplingParams(MAX_NEW_TOKENS),
-            noise_seed=1,
-            max_context_tokens=CONTEXT,
-            stall_timeout_s=stall_timeout_s,
-        )
-        self.controller = RolloutController(self.parts, self.rules)
+        worker = WorkerClient(self.port, stall_timeout_s, max_context_tokens=CONTEXT)
+        sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), noise_seed=1)
+        self.controller = RolloutController(worker, self.rules, self.source, self.judges, sampling)
         self.version = 0
         self.batches: list[list[Group]] = []
         self.workers: list[BenchWorker] = []
@@ -447,7 +438,7 @@ class SwarmBench:
         self.controller.run_until(is_over)
         self.version += 1
         if self.version % self.publish_every:
-            self.controller.made(self.version)
+            self.controller.version_trained(self.version)
         else:
             self.publish()
         return groups

@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from baton.cli.token import token_app
 from baton.errors import UserError
-from baton.rollout import stall
-from baton.rollout.stall import LONGEST_LOOK_S, StallWatch
+from baton.rollout import worker_client
+from baton.rollout.worker_client import MAX_COUNTED_WAIT_S, WorkerClient
 from baton.swarm.auth import Role
 from baton.swarm.messages import encode
 from baton.swarm.verification.policy import QuarantineRecord
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.verify import violation
+from baton.types import FromPort
 
 pytestmark = pytest.mark.timing
 
@@ -91,20 +92,23 @@ class Port:
     def stats(self) -> int:
         return 0
 
+    def receive(self, timeout_s: float) -> list[FromPort]:
+        return []
+
 
 def test_a_pause_of_the_run_itself_is_no_stall(monkeypatch):
     now_s = 0.0
-    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now_s))
-    watch = StallWatch(Port(), timeout_s=30.0)
+    monkeypatch.setattr(worker_client, "time", SimpleNamespace(monotonic=lambda: now_s))
+    worker = WorkerClient(Port(), stall_timeout_s=30.0)
     for _ in range(4):
         now_s += 1000.0  # stopped, and continued
-        watch.check([], 1, ["0/0"])
-    for _ in range(int((30.0 - 4 * LONGEST_LOOK_S) / 1.0)):
+        worker.receive(1.0, 1, ["0/0"])
+    for _ in range(int((30.0 - 4 * MAX_COUNTED_WAIT_S) / 1.0)):
         now_s += 1.0
-        watch.check([], 1, ["0/0"])
+        worker.receive(1.0, 1, ["0/0"])
     now_s += 1.0
     with pytest.raises(Exception, match="no progress for 30 s"):
-        watch.check([], 1, ["0/0"])
+        worker.receive(1.0, 1, ["0/0"])
 
 
 # ---- lifting a quarantine --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from swarm_bench import BenchWorker, SwarmBench, quick, wait_until
 
 from baton.errors import DeadlineExceeded, EngineFault
-from baton.rollout import stall
+from baton.rollout import worker_client
 from baton.swarm import transport as port_module
 
 pytestmark = pytest.mark.timing
@@ -107,7 +107,7 @@ def test_cuts_in_the_middle_of_growth_lose_no_token(make):
         worker.cut()
 
     for _ in range(3):
-        bench.controller.next_batch(on_judged=cut)
+        bench.controller.next_batch(on_scored=cut)
         bench.version += 1
         bench.publish()
     assert cuts > 9
@@ -159,7 +159,7 @@ def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_an
 def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatch):
     """Time stands still for the run until its only worker is gone."""
     times = itertools.repeat(0.0)
-    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(worker_client, "time", SimpleNamespace(monotonic=lambda: next(times)))
     bench = make("async", stall_timeout_s=10.0, lease_rules={"heartbeat_timeout_s": 600.0})
     (worker,) = bench.join(1, token_s=0.05)
     bench.begin()
@@ -172,7 +172,7 @@ def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatc
             times = itertools.count(0.0, 4.0)
 
     with pytest.raises(DeadlineExceeded, match=r"the swarm of 1 workers \(workers#0 is disconnected"):
-        bench.controller.next_batch(on_judged=kill)
+        bench.controller.next_batch(on_scored=kill)
 
 
 def test_a_worker_that_leaves_hands_in_what_it_has(make):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.rollout.rescored import Claim
+from baton.rollout.rescoring import Claim
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.verification import policy
 from baton.swarm.verification.policy import (

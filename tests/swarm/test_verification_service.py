@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import baton.swarm.verification.policy
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.verification.policy import InspectionSettings, SegmentAuthor, VerificationPolicy

@@ -26,7 +26,7 @@ from verify_cases import (
 
 from baton.policy.load import end_ids
 from baton.rollout.engines.embedded.rescore import Rescorer
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.verification.verify import (
     DEFAULTS,
     Calibration,

@@ -17,7 +17,7 @@ from baton.policy.tokenizer import Tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.embedded.rescore import Rescorer
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.verification.verify import DEFAULTS, VerificationResult, judge
 from baton.types import Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 

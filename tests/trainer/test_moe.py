@@ -19,6 +19,7 @@ from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.embedded.network import Network
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import WorkerClient
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.batch import cut
 from baton.trainer.samples import training_samples
@@ -188,7 +189,7 @@ def generated(model, *, report_routing=True, num=6):
     """Trajectories of an embedded engine at temperature 1, one group of two each, with unequal rewards."""
     settings = EngineSettings(slots=16, max_context_tokens=48, report_routing=report_routing, report_every_tokens=3)
     engine = EmbeddedEngine(model, tiny_tokenizer(), settings, PolicyVersion("first", 0), (1,))
-    sweep = EvalRollout(LocalTransport(engine), max_context_tokens=48)
+    sweep = EvalRollout(WorkerClient(LocalTransport(engine), max_context_tokens=48))
     requests = [EvalGroup(group_id, (2, 3, 4 + group_id), 2) for group_id in range(num // 2)]
     found = sweep.rollout(requests, SamplingParams(10), noise_seed=0, version=0)
     groups = {}

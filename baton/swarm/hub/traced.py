@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import ASIDE, Tracer
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm import lease_events as ev
 from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck
 from baton.swarm.leases import LeaseTable

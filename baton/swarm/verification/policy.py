@@ -24,7 +24,7 @@ from typing import assert_never
 import msgspec
 from pydantic import Field
 
-from baton.rollout.rescored import Claim
+from baton.rollout.rescoring import Claim
 from baton.settings import Settings
 from baton.swarm.auth import AccessGrant
 from baton.swarm.lease_broker import Key

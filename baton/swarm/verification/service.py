@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
 from baton.swarm.verification.policy import (

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from baton.rollout.engine import OWN_NOISE
-from baton.rollout.rescored import Rescored
+from baton.rollout.rescoring import Rescored
 
 HEADROOM = 1.5
 """Ratio of a calibrated tolerance to the observed quantile."""

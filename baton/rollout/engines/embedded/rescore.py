@@ -33,7 +33,7 @@ from baton.policy.head import find_head
 from baton.policy.logprobs import hidden_states
 from baton.rollout.engines.fit import check_fit
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
-from baton.rollout.rescored import Claim, Rescored
+from baton.rollout.rescoring import Claim, Rescored
 
 _MAX_LOGITS = 2**22
 """Most logits in memory at once; scoring holds several float64 copies of them."""

@@ -1,0 +1,98 @@
+"""`WorkerClient`: sends leases to one worker, and raises an error when the worker makes no progress."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import DeadlineExceeded, UserError
+from baton.rollout.transport import WorkerTransport
+from baton.stop import StopRequest
+from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory
+
+MAX_COUNTED_WAIT_S = 5.0
+"""Maximum time that counts between two calls of `receive`: this process may have been suspended in the meantime."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeededSampling:
+    """How the trajectories of training, or of one evaluation, are sampled."""
+
+    params: SamplingParams
+    noise_seed: int
+
+
+class WorkerClient:
+    """The only sender of leases to a worker. Training and evaluations share it, so that lease ids are unique."""
+
+    def __init__(
+        self,
+        transport: WorkerTransport,
+        stall_timeout_s: float = 300.0,
+        *,
+        max_context_tokens: int | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """stall_timeout_s: maximum time without progress. max_context_tokens: of the worker's engine, if known."""
+        self.transport = transport
+        self.stop = stop or StopRequest()
+        """A stop request ends every wait for the worker."""
+        self._stall_timeout_s, self._max_context_tokens = stall_timeout_s, max_context_tokens
+        self._lease_ids = itertools.count()
+        self.begin_wait()
+
+    @property
+    def name(self) -> str:
+        """Name of the worker in error messages."""
+        return self.transport.name
+
+    def check_room(self, group_id: int, prompt_ids: Sequence[int]) -> None:
+        """Raise UserError for a prompt that leaves no room for a response."""
+        if self._max_context_tokens is not None and len(prompt_ids) >= self._max_context_tokens:
+            raise UserError(
+                f"the prompt of group {group_id} has {len(prompt_ids)} tokens, which leaves no room for a response: "
+                f"engine.max_context_tokens is {self._max_context_tokens} for prompt and response together; "
+                "increase it, or remove such prompts from the data"
+            )
+
+    def lease(self, trajectory: Trajectory, sampling: SeededSampling, version: int, *, is_exact: bool = True) -> int:
+        """Lease a trajectory to the worker; return the lease's id."""
+        lease_id = next(self._lease_ids)
+        self.transport.send(Lease(lease_id, trajectory, sampling.params, sampling.noise_seed, version, is_exact))
+        return lease_id
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Switch the worker to a version. Raises Stopped as soon as a stop is requested."""
+        with self.stop.interrupting():
+            self.transport.load_weights(tensors, version)
+
+    def begin_wait(self) -> None:
+        """Start measuring the time without progress at zero."""
+        self._stats, self._is_empty = self.transport.stats(), not self.transport.slots
+        self._waited_s, self._looked_s = 0.0, time.monotonic()
+
+    def receive(self, timeout_s: float, num_waiting: int, names: Iterable[str]) -> Sequence[FromPort]:
+        """Return the worker's messages; wait at most `timeout_s` for the first one.
+
+        Progress is a message, a change of the engine's counters, or a change between no slots and some. Raises
+        DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. names: their
+        names, consumed only for the error.
+        """
+        messages = self.transport.receive(timeout_s)
+        stats, is_empty, now_s = self.transport.stats(), not self.transport.slots, time.monotonic()
+        self._waited_s += min(now_s - self._looked_s, MAX_COUNTED_WAIT_S)
+        self._looked_s = now_s
+        if messages or stats != self._stats or is_empty != self._is_empty or not num_waiting:
+            self._waited_s, self._stats, self._is_empty = 0.0, stats, is_empty
+            return messages
+        limit_s = max(self._stall_timeout_s, self.transport.no_worker_timeout_s if is_empty else 0.0)
+        if self._waited_s > limit_s:
+            waiting = ", ".join(itertools.islice(names, 4)) or "none has been leased"
+            raise DeadlineExceeded(
+                f"{self.name} has made no progress for {limit_s:.0f} s while {num_waiting} trajectories wait for it "
+                f"({waiting})"
+            )
+        return messages

@@ -1,0 +1,59 @@
+"""The conversion between text and token ids around the rollout controller, which handles only token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from baton.policy.tokenizer import Tokenizer
+from baton.records.trace import Tracer
+from baton.rewards.scorer import RewardScorer
+from baton.tasks.stream import PromptStream
+from baton.types import Prompt, ScoredTrajectory, Trajectory
+
+MAX_SPAN_S = 1.0
+"""Longer periods of scoring are written as several spans, so that little is missing if the process ends."""
+
+
+class TokenizedPrompts:
+    """The `PromptSource` of a run: the prompts of a stream with their token ids."""
+
+    def __init__(self, stream: PromptStream, tokenizer: Tokenizer) -> None:
+        self._stream, self._tokenizer = stream, tokenizer
+
+    @property
+    def position(self) -> dict[str, int]:
+        return self._stream.position
+
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        (prompt,) = self._stream.take(1)
+        return prompt, self._tokenizer.prompt_ids(prompt.messages)
+
+
+class ResponseScorer:
+    """The `TrajectoryScorer` of a run: it decodes finished trajectories and submits their text to the reward scorer.
+
+    It writes a trace span for each period in which trajectories wait for their rewards.
+    """
+
+    def __init__(self, scorer: RewardScorer, tokenizer: Tokenizer, tracer: Tracer) -> None:
+        self._scorer, self._tokenizer, self._tracer = scorer, tokenizer, tracer
+        self.sees_groups = scorer.sees_groups
+        self._num_waiting = self._num_scored = 0
+        self._since_s = 0.0
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+        if not self._num_waiting:
+            self._since_s = time.monotonic()
+        self._num_waiting += len(trajectories)
+        self._scorer.submit(trajectories, prompt, [self._tokenizer.text(t.token_ids) for t in trajectories])
+
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+        found = self._scorer.collect(timeout_s)
+        self._num_waiting -= len(found)
+        self._num_scored += len(found)
+        now_s = time.monotonic()
+        if (found and not self._num_waiting) or (self._num_waiting and now_s - self._since_s > MAX_SPAN_S):
+            self._tracer.span("judge", "judges", 0, self._since_s, now_s, trajectories=self._num_scored)
+            self._since_s, self._num_scored = now_s, 0
+        return found
