@@ -101,7 +101,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     import msgspec
 
     from baton.console import Console
-    from baton.policy.scratch import scratch_model, scratch_tokenizer
+    from baton.policy.new_model import scratch_model, scratch_tokenizer
     from baton.policy.settings import ScratchSettings
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe

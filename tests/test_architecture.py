@@ -303,7 +303,7 @@ WAY = (
     "rollout/engines/slot_table.py",  # → Segment, Report
     "types.py",  # Segment, Trajectory, Group, Batch
     "trainer/samples.py",  # Batch → TrainingSample
-    "trainer/batch.py",  # TrainingSample → MicroBatch → LossInputs
+    "trainer/microbatches.py",  # TrainingSample → MicroBatch → LossInputs
     "trainer/losses.py",  # LossInputs, the objective
     "trainer/corrections.py",  # behavior → proximal: the anchor and weights of the objective
 )
@@ -370,4 +370,4 @@ def test_a_batch_enters_the_trainer_once() -> None:
         elif "Batch" in names:
             carriers.add(place)
     ranks = {f"trainer/parallel/{name}.py" for name in ("messages", "ranked_trainer")}
-    assert carriers == {"trainer/trainer.py", "trainer/local.py", *ranks}
+    assert carriers == {"trainer/trainer.py", "trainer/local_trainer.py", *ranks}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from baton.console import Console
 from baton.errors import UserError
 from baton.policy.load import load_model
-from baton.policy.scratch import scratch_tokenizer
+from baton.policy.new_model import scratch_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import support_table

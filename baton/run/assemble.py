@@ -50,8 +50,8 @@ from baton.swarm.supervisor import WorkerSupervisor
 from baton.tasks.prompt_lengths import measure
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.checkpoint import newest_intact_checkpoint
-from baton.trainer.local import LocalTrainer
-from baton.trainer.make import make_trainer
+from baton.trainer.factory import make_trainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import Ranks, TrainerSetup
 from baton.trainer.parallel.ranked_trainer import RankedTrainer

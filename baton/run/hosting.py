@@ -53,7 +53,7 @@ from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import LogprobScorer, VerificationService
 from baton.swarm.verification.verify import Calibration
 from baton.types import PolicyVersion
-from baton.weights.publish import PublishedVersion, Publisher
+from baton.weights.publisher import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.shared import SharedMemory
 from baton.weights.store import Store

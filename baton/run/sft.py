@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.files import atomic_directory, writing
 from baton.policy.load import end_ids, load_model, torch_device
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.recipe import WarmStart
 from baton.records.evaluation import Evaluation

@@ -18,7 +18,7 @@ from baton.swarm.hub.hub import Hub
 from baton.swarm.messages import Want
 from baton.swarm.serial_executor import SerialExecutor
 from baton.types import PolicyVersion
-from baton.weights.publish import PublishedVersion, Publisher
+from baton.weights.publisher import PublishedVersion, Publisher
 from baton.weights.store import Store
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from baton.policy.memory import held_bytes
-from baton.trainer.passes import Passes
+from baton.trainer.forward import Passes
 from baton.trainer.update import Learner
 
 

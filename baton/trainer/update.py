@@ -13,15 +13,15 @@ from baton.errors import TrainingDiverged
 from baton.policy.logprobs import TokenScores
 from baton.policy.sharding import local
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import MiniBatch
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_distance, correction_shape
 from baton.trainer.critic import Critic, value_loss, value_sums
+from baton.trainer.forward import Passes, PreparedMicroBatch
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
+from baton.trainer.microbatches import MiniBatch
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
-from baton.trainer.passes import Passes, PreparedMicroBatch
 from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
-from baton.trainer.totals import TokenSums, Totals
+from baton.trainer.step_metrics import TokenSums, Totals
 
 CRITIC_LR_RATIO = 10.0
 """Default learning rate of a separate critic, as a multiple of the policy's."""

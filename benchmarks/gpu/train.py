@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from shapes import PROMPT_TOKENS, Scale, make_model, spec_of, synchronize
 
-from baton.policy.scratch import scratch_tokenizer
+from baton.policy.new_model import scratch_tokenizer
 from baton.specs.model import ModelSpec
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.local import LocalTrainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.settings import TrainerSettings
 from baton.types import (
     Author,

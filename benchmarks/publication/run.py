@@ -33,9 +33,9 @@ from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.assemble import build_loop
 from baton.types import PolicyVersion
-from baton.weights.fetch import Fetcher
+from baton.weights.fetcher import Fetcher
 from baton.weights.flat_buffer import flattened
-from baton.weights.publish import Publisher
+from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store

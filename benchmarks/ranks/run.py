@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import under_budget
-from baton.trainer.make import make_trainer
+from baton.trainer.factory import make_trainer
+from baton.trainer.microbatches import under_budget
 from baton.trainer.parallel.balance import BatchShare, balanced
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import TrainerSetup

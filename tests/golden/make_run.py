@@ -88,7 +88,7 @@ class Died(Exception):
 
 def make_model(path: Path) -> None:
     """Write a random model of one layer of 8 units."""
-    from baton.policy.scratch import scratch_model, scratch_tokenizer
+    from baton.policy.new_model import scratch_model, scratch_tokenizer
     from baton.policy.settings import ScratchSettings
 
     tokenizer = scratch_tokenizer(["1+2-3"], 265)

@@ -13,7 +13,7 @@ import zstandard
 from baton.files import SEAL, seal, verify
 from baton.swarm.auth import TokenFile
 from baton.types import PolicyVersion
-from baton.weights.fetch import Fetcher
+from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import decode_manifest, encode_manifest
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store

@@ -17,7 +17,7 @@ from baton.swarm.auth import Role, TokenFile
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.transfer import model_digest
 from baton.types import PolicyVersion
-from baton.weights.publish import Publisher
+from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
 

@@ -19,7 +19,7 @@ from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.run.evaluation import evaluate
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import cut
+from baton.trainer.microbatches import cut
 from baton.trainer.samples import batch_metrics, training_samples, with_advantages
 from baton.types import (
     Batch,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.policy.load import end_ids, load_model
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings

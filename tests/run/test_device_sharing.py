@@ -24,7 +24,7 @@ from baton.run.device_sharing import DeviceSharing
 from baton.run.loop import Loop
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint
-from baton.trainer.local import LocalTrainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.offload import Offload
 from baton.types import PolicyVersion
 from baton.views.terminal.progress import TerminalObserver

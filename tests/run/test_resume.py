@@ -17,7 +17,7 @@ import torch
 
 from baton.console import Console
 from baton.errors import StorageFault, TrainingDiverged, UserError
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.recipe.changes import compare_for_resume, with_current_keys
 from baton.recipe.recipe import Recipe

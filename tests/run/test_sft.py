@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.console import Console
 from baton.errors import TaskExhausted, UserError
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.load import load_recipe

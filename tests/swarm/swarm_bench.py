@@ -71,7 +71,7 @@ from baton.types import (
     ScoredTrajectory,
     Trajectory,
 )
-from baton.weights.publish import Publisher
+from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
 

@@ -62,7 +62,7 @@ def await_(what: str, found: Callable[[], T | None], deadline_s: float = DEADLIN
 
 def scratch_model_at(path: Path) -> Path:
     """Write a random two-layer model."""
-    from baton.policy.scratch import scratch_model, scratch_tokenizer
+    from baton.policy.new_model import scratch_model, scratch_tokenizer
     from baton.policy.settings import ScratchSettings
 
     tokenizer = scratch_tokenizer(["1+2-3 <think>1+2=3</think><answer>0</answer>"], 300)

@@ -16,7 +16,7 @@ import torch
 
 from baton.console import Console
 from baton.errors import UserError
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.recipe import Recipe

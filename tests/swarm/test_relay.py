@@ -23,8 +23,8 @@ from baton.swarm.hub.relay import FORGET_AFTER_S, Relay, RelayList, RelayOptions
 from baton.swarm.listen import ListenAddress
 from baton.swarm.transfer import HttpSource
 from baton.types import PolicyVersion
-from baton.weights.fetch import Fetcher
-from baton.weights.publish import Publisher
+from baton.weights.fetcher import Fetcher
+from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
 

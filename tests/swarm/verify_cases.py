@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.policy.load import end_ids
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.rollout.engine import EngineSettings

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainer_cases import make_group, policy
 
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import IDLE_ROW, MiniBatch, cut
+from baton.trainer.microbatches import IDLE_ROW, MiniBatch, cut
 from baton.trainer.parallel.balance import BatchShare, balanced
 from baton.trainer.samples import training_samples, with_advantages
 

@@ -19,7 +19,7 @@ from baton.trainer.checkpoint import (
     read_state,
 )
 from baton.trainer.critic import Critic
-from baton.trainer.local import LocalTrainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.types import PolicyVersion
 
 pytestmark = pytest.mark.numerics

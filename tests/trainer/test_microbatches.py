@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainer_cases import environment, make_group, policy, random_batch
 
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import FEW_SHAPES, PASS_TOKENS, cut, first_fit, pad, under_budget
+from baton.trainer.microbatches import FEW_SHAPES, PASS_TOKENS, cut, first_fit, pad, under_budget
 from baton.trainer.samples import TrainingSample, batch_metrics, split_evenly, training_samples, with_advantages
 from baton.types import Batch, FinishReason
 

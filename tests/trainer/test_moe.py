@@ -21,7 +21,7 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import cut
+from baton.trainer.microbatches import cut
 from baton.trainer.samples import training_samples
 from baton.types import (
     Batch,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from baton.console import Console
 from baton.errors import Damaged, RankLost
 from baton.files import verify
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics

@@ -28,8 +28,8 @@ from baton.errors import RankLost, TrainingDiverged, UserError
 from baton.policy.settings import LoraSettings
 from baton.policy.tensors import weights_digest
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.local import LocalTrainer
-from baton.trainer.make import make_trainer
+from baton.trainer.factory import make_trainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.parallel.ranked_trainer import RankedTrainer

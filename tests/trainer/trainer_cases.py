@@ -10,11 +10,11 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from baton.policy.scratch import scratch_tokenizer
+from baton.policy.new_model import scratch_tokenizer
 from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.local import LocalTrainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.settings import TrainerSettings
 from baton.types import (
     Author,

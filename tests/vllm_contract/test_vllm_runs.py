@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import tomli_w
 
-from baton.policy.scratch import scratch_model, scratch_tokenizer
+from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.records.metrics import read_metrics
 from baton.swarm.auth import Role, TokenFile, write_private

@@ -13,9 +13,9 @@ from weights_cases import SPECIAL, Run, are_bit_equal, changed, policy, version_
 
 from baton.errors import WeightsFault
 from baton.policy.tensors import as_published, tensor_digest, weights_digest
-from baton.weights.fetch import Fetcher
+from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import tensors_digest
-from baton.weights.publish import Publisher
+from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_cases import Run, are_bit_equal, changed
 
-from baton.weights.fetch import Fetcher
+from baton.weights.fetcher import Fetcher
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.store import Store
 

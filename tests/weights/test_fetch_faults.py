@@ -13,9 +13,9 @@ from weights_cases import Run, Twisted, are_bit_equal, changed, policy, replaced
 
 from baton.errors import DeadlineExceeded, StorageFault, WeightsFault
 from baton.types import PolicyVersion
-from baton.weights.fetch import Fetcher
+from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import BufferPart, Chunk, Encoding, Manifest, decode_manifest, encode_manifest
-from baton.weights.publish import Publisher
+from baton.weights.publisher import Publisher
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.storage import LocalStorage

@@ -12,7 +12,7 @@ import torch
 from baton.errors import StorageFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
-from baton.weights.publish import PublishedVersion, Publisher
+from baton.weights.publisher import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store

@@ -12,7 +12,7 @@ from baton.clock import in_thread
 from baton.swarm import version_sync as hw
 from baton.swarm.messages import Want
 from baton.types import PolicyVersion
-from baton.weights.fetch import Fetcher
+from baton.weights.fetcher import Fetcher
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
 

@@ -15,7 +15,7 @@ class BatchShare:
     size: int = 1
     """Number of ranks that train different rows."""
     even_tokens: float = float("inf")
-    """Row length in tokens at which attention costs as much as the linear layers (`trainer/fitting.py`)."""
+    """Row length in tokens at which attention costs as much as the linear layers (`trainer/model_setup.py`)."""
 
     def cost(self, num_tokens: int) -> float:
         """Return the cost of a row, relative to one token of a very short row."""

@@ -22,8 +22,8 @@ from baton.files import memory_directory, writing
 from baton.policy.load import torch_device
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
-from baton.trainer.local import LocalTrainer
-from baton.trainer.make import make_trainer
+from baton.trainer.factory import make_trainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.parallel.group import RankGroup
 from baton.trainer.parallel.messages import (
     FromRank,

@@ -16,9 +16,9 @@ from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import MicroBatch, MiniBatch
 from baton.trainer.critic import Critic
 from baton.trainer.losses import kl
+from baton.trainer.microbatches import MicroBatch, MiniBatch
 from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 from baton.trainer.settings import TrainerSettings

@@ -25,7 +25,6 @@ from baton.policy.tensors import as_published, published_tensors, trained_tensor
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.batch import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut
 from baton.trainer.checkpoint import (
     CheckpointParts,
     CheckpointState,
@@ -38,14 +37,15 @@ from baton.trainer.checkpoint import (
     write_parts,
     write_shards,
 )
-from baton.trainer.fitting import even_tokens, fit_attention, make_critic, trade_time_and_memory
+from baton.trainer.forward import Passes
+from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut
+from baton.trainer.model_setup import even_tokens, fit_attention, make_critic, trade_time_and_memory
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import SingleRank
-from baton.trainer.passes import Passes
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
-from baton.trainer.totals import Totals
+from baton.trainer.step_metrics import Totals
 from baton.trainer.trainer import PublishedWeights
 from baton.trainer.update import Update, make_learners
 from baton.types import Batch, PolicyVersion

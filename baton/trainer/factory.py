@@ -13,7 +13,7 @@ from baton.policy.load import load_model, torch_device
 from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.local import LocalTrainer
+from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.parallel.group import SingleRank
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.settings import TrainerSettings
