@@ -67,7 +67,7 @@ check: $(VENV)/.installed-dev
 # ten thousand random cases of a simulated run, every law checked at every event; CI runs a fixed sample
 DAYS ?= 10000
 chaos: $(VENV)/.installed
-	$(BIN)/python -m baton.simulator.chaos $(DAYS)
+	$(BIN)/python tests/simulator/chaos.py $(DAYS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -29,7 +29,7 @@ from baton.cluster import supervision
 from baton.cost import efficiency, fit
 from baton.environments import calls as environment_calls
 from baton.errors import Fault
-from baton.planner import more
+from baton.planner import what_if
 from baton.profile import bench as bench_rollout
 from baton.profile import measure
 from baton.recipe import keys
@@ -117,7 +117,7 @@ ROOTS: dict[str, Any] = {
     "baton profile --json": measure.Profile,
     "baton simulate --json": simulator_result.Result,
     "baton simulate --sweep --json": simulator_sweep.ParameterSweep,
-    "baton plan --json: one more": more.Marginal,
+    "baton plan --json: one more": what_if.Marginal,
     "baton train --dry-run --json: needs": footprint.Footprint,
 }
 

@@ -95,7 +95,7 @@ def plan(
 
     from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
     from baton.planner.instance import Inputs
-    from baton.planner.market import OffersSettings
+    from baton.planner.rental import OffersSettings
     from baton.planner.replan import without_nodes
     from baton.planner.request import PlanRequest, run_request
     from baton.recipe.workload import read_cluster, read_settings, read_workload

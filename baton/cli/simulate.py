@@ -22,7 +22,7 @@ from baton.console import wide_out
 from baton.errors import UserError
 
 if TYPE_CHECKING:
-    from baton.simulator.sources import SettingSource
+    from baton.simulator.input_sources import SettingSource
 
 
 def simulate(
@@ -60,11 +60,11 @@ def simulate(
     """
     from baton.recipe.load import load_recipe
     from baton.simulator.faults import FaultsSettings
+    from baton.simulator.input_sources import SimulationOptions, recorded_groups
     from baton.simulator.parameter_sweep import read_axes
     from baton.simulator.parameter_sweep import sweep as sweep_parameters
     from baton.simulator.request import SimulationRequest, run_request
     from baton.simulator.run import RunOptions
-    from baton.simulator.sources import SimulationOptions, recorded_groups
     from baton.views.terminal.simulation import print_result, print_sweep
 
     source = _source(plan, recipe, model, workload, cluster, calibration)
@@ -117,7 +117,7 @@ def _source(
 ) -> SettingSource:
     from baton.cost.efficiency import CalibrationSettings, Efficiencies
     from baton.recipe.workload import read_cluster, read_settings, read_workload
-    from baton.simulator.sources import PlanSource, RecipeSource
+    from baton.simulator.input_sources import PlanSource, RecipeSource
     from baton.specs.model import read_model
     from baton.specs.plan import read_plan
 

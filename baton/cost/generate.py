@@ -100,17 +100,14 @@ def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, 
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
 
-def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int) -> tuple[int, float, float]:
-    """Return the largest batch that fits into memory (0 if none does)."""
+def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, pp: int) -> int:
+    """Return the largest batch that fits into memory; 0 if the longest trajectory does not fit."""
     layers = replica_layers(model, pp)
-    weights = weight_bytes(model, work, tp, layers)
-    longest = context_bytes(model, work, tp, layers, work.longest_tokens)
-    room = place.memory_limit_bytes - weights
-    if room < longest:
-        return 0, weights, longest
-    per_slot = work.engine_context_tokens or work.live_context_tokens
-    each = context_bytes(model, work, tp, layers, per_slot)
-    return max(1, min(int(room / each), work.max_batch, work.num_trajectories)), weights, longest
+    room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
+    if room < context_bytes(model, work, tp, layers, work.longest_tokens):
+        return 0
+    each = context_bytes(model, work, tp, layers, work.engine_context_tokens or work.live_context_tokens)
+    return max(1, min(int(room / each), work.max_batch, work.num_trajectories))
 
 
 def decode_s(

@@ -14,10 +14,10 @@ from baton.cost.train import stage_terms
 from baton.errors import UserError
 from baton.planner.assign import seat
 from baton.planner.bounds import RolloutBound, division_bound_s
-from baton.planner.describe import describe_seated
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
+from baton.planner.plan_from_solution import describe_seated
 from baton.planner.pools import are_alike
 from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import RolloutAllocation, RolloutProgram

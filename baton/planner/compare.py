@@ -9,10 +9,10 @@ import numpy as np
 
 from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
-from baton.planner.describe import describe
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.paper import evaluate_division
+from baton.planner.plan_from_solution import describe
 from baton.planner.pools import are_alike
+from baton.planner.published_method import evaluate_division
 from baton.planner.replicas import RolloutProgram
 from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster, Node

@@ -21,9 +21,9 @@ from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs
-from baton.planner.pipelines import CROSSING_STAGES, MAX_CROSSED, Shapes, evaluated, merged_table, pipeline_orders
 from baton.planner.pools import GpuPool
 from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, tensor_widths
+from baton.planner.training_shapes import CROSSING_STAGES, MAX_CROSSED, Shapes, evaluated, merged_table, pipeline_orders
 
 Bools = NDArray[np.bool_]
 

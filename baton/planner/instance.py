@@ -12,7 +12,6 @@ from baton.cost.generate import ReplicaCost
 from baton.cost.train import forward_passes, layer_flops
 from baton.errors import UserError
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
-from baton.planner.pipelines import MAX_SHAPES, train_table
 from baton.planner.pools import GpuPool, Pools, View, make_pools
 from baton.planner.problem import (
     AssignmentProblem,
@@ -23,6 +22,7 @@ from baton.planner.problem import (
     replica_columns,
     sync_table,
 )
+from baton.planner.training_shapes import MAX_SHAPES, train_table
 from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from baton.errors import UserError
 
 Floats = NDArray[np.float64]
+TIME_LIMIT_S = 20.0
+"""Time limit of one integer program."""
 
 
 class IntegerSolution(msgspec.Struct, frozen=True):
@@ -28,7 +30,7 @@ def check_solver() -> None:
         raise UserError("planning needs highspy, which is not installed: run `pip install 'baton-rl[plan]'`")
 
 
-def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float = 20.0) -> IntegerSolution:
+def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     """Solve one integer program. `rows` is [constraints, columns]; `gains`, `rows` and `limits` are non-negative.
 
     The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit; then `bound` exceeds `value`.
@@ -57,7 +59,7 @@ def maximise(gains: Floats, rows: Floats, limits: Floats, *, time_limit_s: float
         ("threads", 1),  # one thread, so that the same problem has the same solution
         ("mip_rel_gap", 1e-9),
         ("mip_abs_gap", 0.0),
-        ("time_limit", time_limit_s),
+        ("time_limit", TIME_LIMIT_S),
     ):
         solver.setOptionValue(key, value)
     solver.passModel(lp)

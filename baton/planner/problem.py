@@ -119,7 +119,7 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Rep
             for pp in REPLICA_STAGES:
                 if pp > model.num_layers or tp * pp > pool.capacity(tp):
                     continue
-                batch = largest_batch(model, work, pool.place, tp, pp)[0]
+                batch = largest_batch(model, work, pool.place, tp, pp)
                 while batch >= pp:
                     found.append(ReplicaShape(index, replica_cost(model, work, pool.place, tp, pp, batch)))
                     batch //= 2

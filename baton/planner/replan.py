@@ -16,11 +16,11 @@ import numpy as np
 
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
-from baton.planner.describe import describe
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
+from baton.planner.plan_from_solution import describe
 from baton.planner.pools import are_alike
 from baton.planner.problem import AssignmentProblem, Ints
 from baton.planner.replicas import RolloutAllocation, RolloutProgram

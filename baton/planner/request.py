@@ -11,10 +11,10 @@ import msgspec
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.compare import Alternative, alternatives
 from baton.planner.instance import Inputs
-from baton.planner.market import OffersSettings, RentalChoice, rent_for_budget, rent_for_target
-from baton.planner.more import Marginal, PricePoint, marginals, marked, price_curve
+from baton.planner.rental import OffersSettings, RentalChoice, rent_for_budget, rent_for_target
 from baton.planner.replan import Replanned, replan
 from baton.planner.solve import make_plan
+from baton.planner.what_if import Marginal, PricePoint, marginals, marked, price_curve
 from baton.specs.plan import Method, Plan
 
 

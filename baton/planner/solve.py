@@ -11,14 +11,14 @@ import msgspec
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.decompose import improve
-from baton.planner.describe import describe
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
-from baton.planner.paper import solve_paper
+from baton.planner.plan_from_solution import describe
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
 from baton.planner.problem import AssignmentProblem
+from baton.planner.published_method import solve_paper
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
 

@@ -1,6 +1,6 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-`engine.py` measures decode and prefill for several batch sizes and contexts. `turns.py` measures batches of the
+`engine.py` measures decode and prefill for several batch sizes and contexts. `timings.py` measures batches of the
 recipe's prompts and train steps alternately, on a CPU also at the same time (they share the cores), and weight
 publication. Every figure is a median over repeats. The cost model's parameters are then fitted to these measurements.
 On a CPU, an engine process has one thread, the trainer has all threads, and a core counts as a GPU.
@@ -24,7 +24,7 @@ from baton.errors import UserError
 from baton.files import write_whole
 from baton.policy.load import torch_device
 from baton.profile.engine import Say, companions, engine_points
-from baton.profile.turns import take_turns
+from baton.profile.train_steps import measure_train_steps
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.run.assemble import set_up_torch
@@ -62,28 +62,28 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     torch.set_num_threads(threads)
     alarms.logger.disabled = True  # the invented rewards and behavior logprobs of these batches would raise alarms
     try:
-        turns = take_turns(recipe, threads, say)
+        timings = measure_train_steps(recipe, threads, say)
     finally:
         alarms.logger.disabled = False
-    say(f"publication: {turns.publish_s * 1e3:.1f} ms")
+    say(f"publication: {timings.publish_s * 1e3:.1f} ms")
     spec = read_model(Path(recipe.model.path))
     hardware = gpu_types()[name]
     start = Efficiency(
         train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5
     )
     place = DeviceClass(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
-    found, shown = fit(spec, recipe_workload(recipe), place, devices, [*points, *turns.train])
-    ways = {"publish": 1.0, "publish_latency_s": turns.publish_s, "handover_s": turns.handover_s}
+    found, shown = fit(spec, recipe_workload(recipe), place, devices, [*points, *timings.train])
+    ways = {"publish": 1.0, "publish_latency_s": timings.publish_s, "handover_s": timings.handover_s}
     found = found.model_copy(update=ways)
     fitted = msgspec.structs.replace(place, efficiency=found)
     engines = max(1, recipe.engine.processes)
-    found, whole = with_rollout(spec, turns.lengths, fitted, engines, turns.rollout)
+    found, whole = with_rollout(spec, timings.lengths, fitted, engines, timings.rollout)
     shown.append(whole)
-    if turns.beside is not None:
+    if timings.beside is not None:
         fitted = msgspec.structs.replace(place, efficiency=found)
-        found, beside = with_beside(spec, turns.lengths, fitted, engines, os.cpu_count() or 1, turns.beside)
+        found, beside = with_beside(spec, timings.lengths, fitted, engines, os.cpu_count() or 1, timings.beside)
         shown += beside
-    return Profile(name, devices, found, shown, turns.publish_s)
+    return Profile(name, devices, found, shown, timings.publish_s)
 
 
 def write_calibration(found: Profile, path: Path) -> None:

@@ -15,19 +15,65 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
-from baton.simulator.rows import EngineTime, GenerationRequest, LeaseProgress, LongestContext, SimulatedLease
-from baton.simulator.setting import EngineSpec
+from baton.simulator.inputs import EngineSpec
 from baton.simulator.timing import steps_within
-from baton.simulator.tracing import trace_row
+from baton.simulator.transport import EngineTime, GenerationRequest
 
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, as in vLLM."""
 # seconds; absorbs rounding errors when times are compared
 _CLOSE = 1e-9
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedLease(GenerationRequest):
+    """A lease in an engine. `tokens` has the value of the last count."""
+
+    grown: list[tuple[int, int]] = field(default_factory=list)
+    """(version, number of tokens) of segments that are not reported yet."""
+    end_step: int = -1
+    """Engine step after which the trajectory is complete; -1 while the lease waits for a slot."""
+    born: int = 0
+    """Sequence number of the admission to a slot."""
+    lane: int = 0
+    since_s: float = 0.0
+    """Time of the admission."""
+    traced: dict[int, int] = field(default_factory=dict)
+    """Number of tokens by version since the admission, for the trace."""
+
+
+class LongestContext:
+    """The longest context among the running leases. Every context grows by one token per step, so their order never
+    changes."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, SimulatedLease]] = []
+
+    def add(self, row: SimulatedLease, context: int, step: int) -> None:
+        heapq.heappush(self._heap, (step - context, row.born, row))
+
+    def context(self, step: int) -> int:
+        """Return the longest context. At least one lease must be running."""
+        heap = self._heap
+        while heap[0][2].end_step < 0 or heap[0][2].born != heap[0][1]:
+            heapq.heappop(heap)
+        return step - heap[0][0]
+
+
+@dataclass(slots=True, eq=False)
+class LeaseProgress:
+    """An engine's report about one lease."""
+
+    row: SimulatedLease
+    segments: list[tuple[int, int]]
+    """(version, number of tokens) of the segments since the last report."""
+    end: str
+    """Empty, `finished`, `put_down` or `refused`."""
 
 
 class EngineOwner(Protocol):
@@ -389,3 +435,16 @@ class SimEngine:
             return steps
         longest = max(self._step_s, self._step_s + self._slope_s * steps)
         return min(steps, max(1, math.ceil((self._report_s - self._since_s) / longest)))
+
+
+def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
+    """Trace a lease that leaves its slot. `ended` is `finish`, `abort` or `lost`."""
+    versions, row.traced = row.traced, {}
+    if end_s <= row.since_s:
+        return
+    facts: dict[str, Any] = {"group": row.group_id, "sample": row.sample_index, "tokens": sum(versions.values())}
+    if versions:
+        facts["version"] = max(versions)
+    if len(versions) > 1:
+        facts["versions"] = {str(version): count for version, count in versions.items()}
+    tracer.span("generate", actor, row.lane, row.since_s, end_s, **facts, ended=ended)

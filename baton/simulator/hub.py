@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.simulator.clock import VirtualClock
-from baton.simulator.rows import GenerationRequest
-from baton.simulator.wire import Segments, SimulatedHello, SimulatedReport
+from baton.simulator.network import Segments, SimulatedHello, SimulatedReport
+from baton.simulator.simulation import Simulation
+from baton.simulator.transport import GenerationRequest
 from baton.simulator.worker import SimWorker
-from baton.simulator.world import Simulation
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want

@@ -18,8 +18,8 @@ from typing import Any
 
 from baton.rollout import events as ro
 from baton.rollout.scheduler_state import TrajectoryState
+from baton.simulator.simulation import Simulation
 from baton.simulator.swarm import Swarm
-from baton.simulator.world import Simulation
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
-from baton.simulator.engine import SimEngine
-from baton.simulator.rows import EngineTime, GenerationRequest, LeaseProgress
-from baton.simulator.setting import Setting
-from baton.simulator.world import Simulation
+from baton.simulator.engine import LeaseProgress, SimEngine
+from baton.simulator.inputs import Setting
+from baton.simulator.simulation import Simulation
+from baton.simulator.transport import EngineTime, GenerationRequest
 
 
 class SimulatedEnginePool:

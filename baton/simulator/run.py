@@ -9,15 +9,15 @@ from baton.errors import UserError
 from baton.records.trace import Tracer
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.faults import FaultSettings
+from baton.simulator.inputs import Setting
 from baton.simulator.invariants import InvariantChecker
 from baton.simulator.log import EventLog
+from baton.simulator.network import NetworkFaults
 from baton.simulator.pool import SimulatedEnginePool
-from baton.simulator.record import RunRecord
+from baton.simulator.result import RunRecord
 from baton.simulator.seeds import choices
-from baton.simulator.setting import Setting
+from baton.simulator.simulation import Simulation
 from baton.simulator.swarm import FaultInjector, Swarm
-from baton.simulator.trouble import NetworkFaults
-from baton.simulator.world import Simulation
 from baton.swarm.leases import LeaseTable
 
 

@@ -10,12 +10,11 @@ from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
 from baton.simulator.faults import FaultSettings
 from baton.simulator.hub import LeaseTableObserver, SimHub
-from baton.simulator.rows import EngineTime, GenerationRequest
-from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
-from baton.simulator.trouble import NetworkFaults
-from baton.simulator.wire import SimulatedConnection
+from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
+from baton.simulator.network import NetworkFaults, SimulatedConnection
+from baton.simulator.simulation import Simulation
+from baton.simulator.transport import EngineTime, GenerationRequest
 from baton.simulator.worker import SimWorker
-from baton.simulator.world import Simulation
 from baton.swarm.leases import LeaseTable
 from baton.types import PolicyVersion
 

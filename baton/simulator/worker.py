@@ -12,10 +12,10 @@ from baton.clock import retry_wait_s
 from baton.records.trace import ASIDE, Tracer
 from baton.rollout.engine import EngineStats
 from baton.simulator.clock import VirtualClock
-from baton.simulator.engine import SimEngine
-from baton.simulator.rows import GenerationRequest, LeaseProgress
-from baton.simulator.setting import EngineSpec, Setting
-from baton.simulator.wire import SimulatedConnection, SimulatedHello, SimulatedReport
+from baton.simulator.engine import LeaseProgress, SimEngine
+from baton.simulator.inputs import EngineSpec, Setting
+from baton.simulator.network import SimulatedConnection, SimulatedHello, SimulatedReport
+from baton.simulator.transport import GenerationRequest
 from baton.swarm import version_sync as hw
 from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from baton.cost.efficiency import RatesSettings
 from baton.planner.instance import Inputs
-from baton.planner.market import OffersSettings, rent_for_target
+from baton.planner.rental import OffersSettings, rent_for_target
 from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import read_model

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from baton.planner.solve import make_plan
+from baton.simulator.input_sources import PlanSource, SimulationOptions
+from baton.simulator.inputs import Setting
 from baton.simulator.result import summarise
 from baton.simulator.run import simulate
-from baton.simulator.setting import Setting
-from baton.simulator.sources import PlanSource, SimulationOptions
 from baton.specs.workload import lognormal
 from benchmarks.areal_hex.run import CLUSTERS, HOMOGENEOUS, MEASURED, TABLE_1, cluster, question, scaled
 from benchmarks.machine import machine

@@ -15,10 +15,10 @@ from shapes import PROMPT_TOKENS, Scale
 from baton.profile.bench import CONTROL, bench_engine, sides_of
 from baton.profile.bench_lengths import ScriptedLengths
 from baton.rollout.settings import RolloutSettings
+from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.result import summarise
 from baton.simulator.run import simulate
-from baton.simulator.script import TrajectoryWork
-from baton.simulator.setting import EngineSpec, Setting
+from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.types import Prompt

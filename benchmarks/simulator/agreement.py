@@ -29,8 +29,8 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.workload import workload_of_run
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
+from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.run import simulate
-from baton.simulator.sources import RecipeSource, SimulationOptions, recorded_groups
 
 RAW = Path(__file__).parent / "results" / "agreement.json"
 WARM = 4

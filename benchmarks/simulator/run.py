@@ -22,11 +22,11 @@ from baton.cost.efficiency import Efficiency
 from baton.cost.generate import DeviceClass, replica_layers
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
+from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
 from baton.simulator.result import summarise
 from baton.simulator.run import RunOptions, build, simulate
-from baton.simulator.script import TrajectoryWork
+from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, Setting, SwarmSpec
 from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
 from baton.specs.cluster import gpu_types
 from baton.specs.model import model_spec
@@ -98,7 +98,6 @@ def large() -> dict[str, Any]:
         publish_s=5.0,
         num_steps=50,
         swarm=SwarmSpec(patient, fetch_s=10.0, report_every_s=60.0, heartbeat_s=60.0, tick_s=60.0),
-        trainer_gpus=2000,
     )
     begin, wall = time.process_time(), time.monotonic()
     world = build(setting, RunOptions(0))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli import main as cli
 from baton.errors import UserError
-from baton.planner.market import OffersSettings
+from baton.planner.rental import OffersSettings
 from baton.recipe.load import load_recipe
 from baton.recipe.workload import read_workload
 from baton.specs.cluster import ClusterSettings

@@ -14,10 +14,10 @@ from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.rollout.settings import RolloutSettings
+from baton.simulator.input_sources import PlanSource, SimulationOptions, rollout_settings
 from baton.simulator.parameter_sweep import SweepPoint, read_axes, recommend
 from baton.simulator.result import summarise
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.sources import PlanSource, SimulationOptions, rollout_settings
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec
 from baton.specs.plan import write_plan

@@ -70,15 +70,15 @@ def test_only_the_experts_of_a_batch_are_read() -> None:
 
 def test_the_batch_is_what_memory_holds() -> None:
     """10⁸ bytes less 20.4 MB of weights hold 79.6 MB / (200 · 800 bytes) = 497 of mean length; the batch has 100."""
-    batch, weights, longest = largest_batch(MODEL, WORK, PLACE, 1, 1)
-    assert (weights, longest) == (2 * 10.2e6, 300 * 800)
-    assert batch == 100
+    assert weight_bytes(MODEL, WORK, 1, (10,)) == 2 * 10.2e6
+    assert context_bytes(MODEL, WORK, 1, (10,), WORK.longest_tokens) == 300 * 800
+    assert largest_batch(MODEL, WORK, PLACE, 1, 1) == 100
     many = msgspec.structs.replace(WORK, groups=1000)
-    assert largest_batch(MODEL, many, PLACE, 1, 1)[0] == 497
+    assert largest_batch(MODEL, many, PLACE, 1, 1) == 497
     fixed = msgspec.structs.replace(many, engine_context_tokens=400)
-    assert largest_batch(MODEL, fixed, PLACE, 1, 1)[0] == int(79.6e6 / (400 * 800))
+    assert largest_batch(MODEL, fixed, PLACE, 1, 1) == int(79.6e6 / (400 * 800))
     tiny = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(GPU, hbm_bytes=20.5e6))
-    assert largest_batch(MODEL, WORK, tiny, 1, 1)[0] == 0
+    assert largest_batch(MODEL, WORK, tiny, 1, 1) == 0
 
 
 def test_tied_tables_are_held_once_unless_stages_divide_them() -> None:

@@ -19,11 +19,11 @@ from neutral import LEASES, SCHEDULER, Dialect, Draw, canonical, difference, dig
 from scheduler_story import draw_rules
 
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
+from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.result import Result, summarise
 from baton.simulator.run import RunOptions, build
-from baton.simulator.script import TrajectoryWork
+from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules

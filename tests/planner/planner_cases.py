@@ -178,7 +178,7 @@ def _replica_sets(question: Inputs, types: Sequence[object], chosen: Chosen) -> 
         place, _ = _place(question, name)
         costs = []
         for tp, pp in product((1, 2, 4), (1, 2, 4)):
-            batch = largest_batch(question.model, question.work, place, tp, pp)[0] if tp * pp <= left else 0
+            batch = largest_batch(question.model, question.work, place, tp, pp) if tp * pp <= left else 0
             while batch >= pp:
                 costs.append(replica_cost(question.model, question.work, place, tp, pp, batch))
                 batch //= 2

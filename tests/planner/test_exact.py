@@ -65,7 +65,7 @@ def test_decomposition_bounds_what_it_does_not_enumerate(seed: int, monkeypatch:
     gap."""
     asked = question(seed)
     optimum = solved(asked)
-    monkeypatch.setattr("baton.planner.pipelines.MAX_SHAPES", 0)
+    monkeypatch.setattr("baton.planner.training_shapes.MAX_SHAPES", 0)
     try:
         plan = make_plan(asked)
     except UserError:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import UserError
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.paper import divisions, objectives
+from baton.planner.published_method import divisions, objectives
 from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster, ClusterSettings
 from tests.planner.planner_cases import enumerated_step_s, model, rates, work

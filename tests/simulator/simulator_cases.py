@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
-from baton.simulator.script import TrajectoryWork
+from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
+from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.simulator.clock import VirtualClock
-from baton.simulator.engine import SimEngine
-from baton.simulator.rows import GenerationRequest, LeaseProgress
-from baton.simulator.setting import EngineSpec
+from baton.simulator.engine import LeaseProgress, SimEngine
+from baton.simulator.inputs import EngineSpec
 from baton.simulator.timing import FlatSpeed
+from baton.simulator.transport import GenerationRequest
 
 
 @dataclass

@@ -13,7 +13,7 @@ from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
 from baton.simulator.faults import FaultSettings
-from baton.simulator.find import broken_law
+from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
 from baton.swarm import lease_events as ev
 from baton.swarm.lease_rules import LeaseRules

@@ -11,11 +11,11 @@ from simulator_cases import rules
 from baton.cost.efficiency import RatesSettings
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
+from baton.simulator.input_sources import PlanSource, SimulationOptions
+from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.result import summarise
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.script import RecordedGroup, Script, TrajectoryWork
-from baton.simulator.setting import EngineSpec, Setting
-from baton.simulator.sources import PlanSource, SimulationOptions
+from baton.simulator.scripted_trajectories import RecordedGroup, Script, TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import model_spec

@@ -9,7 +9,7 @@ from itertools import combinations
 import msgspec
 from matplotlib.axes import Axes
 
-from baton.planner.more import Marginal, PricePoint
+from baton.planner.what_if import Marginal, PricePoint
 from baton.specs.cluster import GB, Cluster
 from baton.specs.plan import Plan
 from baton.views.pages.canvas import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, draw

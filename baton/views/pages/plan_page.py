@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from baton.planner.describe import seconds
-from baton.planner.more import PricePoint
+from baton.planner.plan_from_solution import seconds
 from baton.planner.request import PlanResult
+from baton.planner.what_if import PricePoint
 from baton.specs.plan import Plan
 from baton.views.pages.page import render_template, write_rendered
 from baton.views.terminal.plan import gpu_names, memory, money

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from baton.planner.describe import seconds
+from baton.planner.plan_from_solution import seconds
 from baton.records.trace import Span
 from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from baton.console import Console
 from baton.planner.compare import Alternative
-from baton.planner.describe import seconds
-from baton.planner.market import RentalChoice
+from baton.planner.plan_from_solution import seconds
+from baton.planner.rental import RentalChoice
 from baton.planner.replan import Replanned
 from baton.planner.request import PlanResult
 from baton.specs.plan import Plan, Replica, Stage

@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from baton.console import Console
-from baton.planner.describe import seconds
+from baton.planner.plan_from_solution import seconds
 from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
 from baton.views.terminal.plan import money

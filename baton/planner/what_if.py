@@ -14,6 +14,10 @@ from baton.specs.cluster import Cluster
 
 NOTHING = 1e-6
 """Relative gain below which a gain counts as 0."""
+MOST_CLUSTERS = 60
+"""Approximate maximum number of clusters on the price curve."""
+CURVE_LIMIT_S = 20.0
+"""Time after which no further cluster is planned for the price curve."""
 
 
 class Marginal(msgspec.Struct, frozen=True):
@@ -69,14 +73,14 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
     )
 
 
-def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -> list[PricePoint]:
+def price_curve(inputs: Inputs) -> list[PricePoint]:
     """Return throughput and price of parts of this cluster, with the efficient points marked."""
     started = time.monotonic()
     cluster = inputs.cluster
     by_type = [
         [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
     ]
-    levels = max(2, int(most ** (1 / len(by_type)) + 1e-9))
+    levels = max(2, int(MOST_CLUSTERS ** (1 / len(by_type)) + 1e-9))
     steps = [
         range(len(nodes) + 1)
         if len(nodes) < levels
@@ -86,7 +90,7 @@ def price_curve(inputs: Inputs, *, most: int = 60, time_limit_s: float = 20.0) -
     choices = sorted(list(product(*steps))[1:], key=sum)
     found = []
     for counts in choices:
-        if time.monotonic() - started > time_limit_s:
+        if time.monotonic() - started > CURVE_LIMIT_S:
             break
         places = sorted(place for nodes, count in zip(by_type, counts, strict=True) for place in nodes[:count])
         part = restricted(cluster, places)

@@ -18,9 +18,9 @@ from pydantic import Field
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound
 from baton.planner.instance import Inputs, make_problem
-from baton.planner.more import PricePoint, marked
 from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.solve import make_plan
+from baton.planner.what_if import PricePoint, marked
 from baton.settings import Settings
 from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, NodeSettings
 from baton.specs.plan import Plan

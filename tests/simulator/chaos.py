@@ -1,7 +1,7 @@
 """Simulates thousands of random cases with faults: `make chaos`. The number of a case is the seed of its mode, settings
 and faults.
 
-    python -m baton.simulator.chaos [CASES] [FIRST]
+    python tests/simulator/chaos.py [CASES] [FIRST]
 
 Every invariant is checked at every event. If a case violates an invariant, its number and the shortest event log found
 that reproduces the violation are printed, and the exit code is 1.
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from baton.console import out
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
-from baton.simulator.find import broken_law
+from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
+from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.script import TrajectoryWork
+from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
+from baton.simulator.simulation import NoProgress
 from baton.simulator.timing import FlatSpeed, TrainSpeed
-from baton.simulator.world import NoProgress
 from baton.specs.workload import constant, lognormal
 from baton.swarm.lease_rules import LeaseRules
 

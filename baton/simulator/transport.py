@@ -3,9 +3,45 @@ counts in place of tokens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
-from baton.simulator.rows import EngineTime, GenerationRequest
+
+@dataclass(slots=True, eq=False)
+class GenerationRequest:
+    """A trajectory to generate."""
+
+    lease: int
+    group_id: int
+    sample_index: int
+    prompt: int
+    tokens: int
+    """Number of response tokens that exist already."""
+    length: int
+    """Number of response tokens of the complete trajectory."""
+    version: int
+    is_exact: bool
+    newest: int = -1
+    """Version of the last token; -1 before the first token."""
+
+
+@dataclass(slots=True)
+class EngineTime:
+    """Seconds that an engine spent on each activity, and the number of tokens that it computed."""
+
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    load_s: float = 0.0
+    row_s: float = 0.0
+    """Seconds of decoding, summed over the slots in use."""
+    decoded: int = 0
+    prefilled: int = 0
+    reprefilled: int = 0
+    """Response tokens that were prefilled again."""
+    preemptions: int = 0
+
+    def plus(self, other: EngineTime) -> EngineTime:
+        return EngineTime(*(getattr(self, name) + getattr(other, name) for name in EngineTime.__slots__))
 
 
 class SimulatedTransport(Protocol):

@@ -22,8 +22,8 @@ from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.records.run_directory import RunDirectory
 from baton.rollout.settings import RolloutSettings
-from baton.simulator.script import RecordedGroup, TrajectoryWork
-from baton.simulator.setting import EngineSpec, ScoringSpec, Setting, SwarmSpec
+from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
+from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
 from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
 from baton.specs.cluster import Cluster, Gpu, gpu_types
 from baton.specs.model import ModelSpec, read_model
@@ -100,7 +100,6 @@ class PlanSource:
         work = msgspec.structs.replace(work, groups=rules.batch_groups, group_size=rules.group_size)
         training = plan.training
         compute_s = training.compute_s + training.bubble_s
-        names = {name for replica in plan.replicas for name in replica.gpu_ids}
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
@@ -111,7 +110,6 @@ class PlanSource:
             num_steps=simulation_options.steps or 50,
             swarm=self._swarm(simulation_options, restarts=rules.mode == "sync"),
             shares_prefill=work.shared_prefill,
-            trainer_gpus=len(set(training.gpu_ids) - names),
             price_per_h=plan.price_per_h,
             currency=plan.currency,
             notes=self._notes(simulation_options),

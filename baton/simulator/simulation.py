@@ -40,12 +40,11 @@ from baton.rollout.events import (
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.simulator.clock import VirtualClock
-from baton.simulator.judges import SimulatedScorer
-from baton.simulator.port import SimulatedTransport
-from baton.simulator.record import RunRecord, SimulatedStep
-from baton.simulator.rows import GenerationRequest
-from baton.simulator.script import Script
-from baton.simulator.setting import Setting
+from baton.simulator.inputs import Setting
+from baton.simulator.result import RunRecord, SimulatedStep
+from baton.simulator.scorer import SimulatedScorer
+from baton.simulator.scripted_trajectories import Script
+from baton.simulator.transport import GenerationRequest, SimulatedTransport
 
 Key = tuple[int, int]
 _NOTHING = (0, -1)
@@ -88,7 +87,6 @@ class Simulation:
         self.lineage = 0
         """Number of restarts of the controller. Actions that were scheduled before the last restart are ignored."""
         self.version = 0
-        self.num_trained = 0
         self.port: SimulatedTransport
         """Set before `begin`."""
         self._make_scheduler, self._tracer = make_scheduler, tracer
@@ -137,7 +135,6 @@ class Simulation:
         record = self.record
         record.seconds = self.clock.now_s
         record.engines = self.port.busy()
-        record.judge_s = self._judges.busy_s
         self._judges.close()
         record.close(self.scheduler.ledger, self.scheduler.num_carried_tokens)
         return record
@@ -299,7 +296,6 @@ class Simulation:
         if self.setting.engine_slowdown > 1:
             self.port.slow(1.0)
         self.version += 1
-        self.num_trained += 1
         self.record.trained_step(now_s, now_s - begin_s)
         if self._tracer is not None:
             if begin_s > self._wanted_s:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from baton.rollout.settings import Rules
-from baton.simulator.script import TrajectoryWork
+from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.timing import Speed, TrainSpeed
 from baton.swarm.lease_rules import LeaseRules
 from baton.swarm.version_sync import VersionSyncRules
@@ -83,7 +83,6 @@ class Setting:
     handover_s: float = 0.0
     """Time from an engine's report until the engine receives the next trajectory from the shared queue."""
     shares_prefill: bool = True
-    trainer_gpus: int = 0
     price_per_h: float = 0.0
     currency: str = "USD"
     notes: tuple[str, ...] = ()

@@ -12,9 +12,9 @@ from baton.cost.train import microbatches, stage_bytes, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
-from baton.planner.pipelines import LayerBalance, Shapes, balanced
 from baton.planner.problem import AssignmentProblem
 from baton.planner.replicas import rounded_shares
+from baton.planner.training_shapes import LayerBalance, Shapes, balanced
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
 
 

@@ -151,18 +151,18 @@ class _Rollouts:
         self._journal.close()
 
 
-def take_turns(recipe: Recipe, threads: int, say: Say) -> StepTimings:
+def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
     """Measure batches and train steps alternately, with repeats of each kind of train step, then at the same time."""
     trainer = _trainer(recipe)
     with tempfile.TemporaryDirectory() as directory:
         rollouts = _Rollouts(recipe, trainer.publish(), Path(directory))
         try:
-            return _take_turns(recipe, trainer, rollouts, threads, say)
+            return _measure_train_steps(recipe, trainer, rollouts, threads, say)
         finally:
             rollouts.close()
 
 
-def _take_turns(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> StepTimings:
+def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> StepTimings:
     times: list[float] = []
     seen: list[Trajectory] = []
     train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]

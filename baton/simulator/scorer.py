@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
+from baton.simulator.inputs import ScoringSpec
 from baton.simulator.seeds import choices
-from baton.simulator.setting import ScoringSpec
 
 
 class SimulatedScorer:
@@ -22,7 +22,6 @@ class SimulatedScorer:
         self._sigma = math.sqrt(math.log1p(spec.cv**2))
         self._free_s: list[float] = []
         """Heap of the times at which the scorers that were used so far become free."""
-        self.busy_s = 0.0
         self._since_s = self._until_s = 0.0
         """Begin and end of the current busy period."""
         self._num = 0
@@ -40,7 +39,6 @@ class SimulatedScorer:
         if len(self._free_s) >= spec.concurrency:
             begin_s = max(now_s, heapq.heappop(self._free_s))
         heapq.heappush(self._free_s, begin_s + seconds)
-        self.busy_s += seconds
         if now_s > self._until_s:
             self.close()
             self._since_s = now_s
