@@ -17,6 +17,7 @@ TEXTS += ("baton/cli/*.py", "baton/views/**/*.*", "baton/run/*.py")
 TEXTS += ("baton/rewards/settings.py", "baton/weights/*.py", "baton/policy/*.py", "baton/trainer/**/*.py")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""
 COLUMNS = 100
+TEXTS += ("baton/cluster/**/*.py", "baton/records/*.py", "baton/rewards/*.py", "baton/tasks/*.py")
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
 TEXTS += ("baton/swarm/*.py", "baton/swarm/[vw]*/*.py", "baton/swarm/hub/[!s]*.py", "baton/swarm/hub/se*.py")
 TEXTS += ("baton/specs/*.py", "baton/cost/*.py", "baton/profile/*.py", "baton/planner/*.py", "baton/simulator/*.py")

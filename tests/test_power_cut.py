@@ -225,7 +225,7 @@ def test_a_power_cut_after_any_write_trains_no_group_twice_and_loses_none(
     mode: str, fast_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # else git is asked each time
-    monkeypatch.setattr("baton.records.run_directory._circumstances", lambda threads: {"command": []})
+    monkeypatch.setattr("baton.records.run_directory._environment", lambda threads: {"command": []})
     (fast_disk / "disk").mkdir()
     wanted = recipe(fast_disk / "disk", mode)
     with recorded(fast_disk / "disk") as recorder:

@@ -13,7 +13,7 @@ Z_95 = 1.959964
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A share with its 95 % confidence interval."""
+    """A share between 0 and 1 with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -24,31 +24,31 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The result of one task with one sampling temperature."""
+    """The result of one task at one sampling temperature."""
 
     task: str
     num_prompts: int
     samples: int
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     accuracy: Interval | None
-    """avg@k: share of correct responses; None if no response has a reward."""
+    """Share of correct responses (avg@k); None if no response has a reward."""
     pass_at_k: Interval | None
     """Share of prompts with at least one correct response among k; equals accuracy for k = 1."""
     mean_length_tokens: float
     clip_ratio: float
-    """Share of responses that were cut at the maximum length."""
+    """Share of responses that ended at the maximum length."""
     unjudged: int = 0
-    """Responses without a reward, because scoring failed; accuracy and pass@k do not count them."""
+    """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
 
     @property
     def way(self) -> str:
-        """How the responses were sampled, in words."""
+        """Name of the sampling method for the user."""
         return "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
 
 
 def shown_share(share: Interval | None) -> str:
-    """Return an interval as text for the user."""
+    """Return a share and its interval as text for the user."""
     return "not scored" if share is None else str(share)
 
 
@@ -69,8 +69,8 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     """Return the share of true outcomes, [prompts][samples], with its 95 % interval.
 
-    One sample per prompt: Wilson's score interval. Several: the samples of a prompt are not independent, so prompts are
-    resampled (2000 seeded bootstrap draws, percentiles).
+    With one sample per prompt, the interval is Wilson's score interval. With several, the samples of a prompt are not
+    independent, so prompts are resampled: percentiles of 2000 seeded bootstrap draws.
     """
     shares = [sum(row) / len(row) for row in outcomes]
     count = len(shares)
@@ -81,4 +81,4 @@ def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
         return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
     dice = random.Random(0)
     draws = sorted(sum(dice.choices(shares, k=count)) / count for _ in range(2000))
-    return Interval(mean, draws[49], draws[1949])
+    return Interval(mean, draws[49], draws[1949])  # the 50th and the 1950th of 2000: 2.5 % and 97.5 %

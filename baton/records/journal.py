@@ -1,13 +1,12 @@
-"""The journal of rollouts that are in no checkpoint yet: issued, reported, finished, scored and consumed groups.
+"""The journal of rollouts that no checkpoint contains yet: issued, reported, finished, scored and consumed groups.
 
-An SQLite database in WAL mode in the run's directory. `commit` writes the changes to the operating system, so they
-survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop settles before
-it records a batch and before it renames a checkpoint. A power failure therefore loses at most the rollouts since the
-last batch, which are generated again.
+The journal is an SQLite database in WAL mode in the run's directory. `commit` writes changes to the operating system,
+so they survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop calls
+`settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
+rollouts since the last batch, which are then generated again.
 
-Groups that a checkpoint contains are deleted. Groups of later batches stay, although `trajectories/` contains them too:
-without them the journal could not tell which groups are open. Every entry has a digest, which is verified when the
-journal is opened.
+Groups that a checkpoint contains are deleted. Groups of later batches stay in the journal, which needs them to find the
+open groups. Every entry has a digest, which is verified when the journal is opened.
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ CREATE TABLE IF NOT EXISTS entries (
   content BLOB NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (kind, number, sample, token_offset)
 )
 """
-"""kind and key → content:
+_GROUP_KINDS = (
+    "group",  # key: group id; content: IssuedGroup
+    "segments",  # key: group id, sample, token offset; content: reported segments of an unfinished trajectory
+    "finished",  # key: group id, sample; content: Trajectory
+    "judged",  # key: group id, sample; content: ScoredTrajectory
+    "consumed",  # key: group id; content: step whose batch contains the group
+    "discarded",  # key: group id; content: cause
+)
+"""Kinds of entries of a group.
 
-    group        group id                          IssuedGroup
-    segments     group id, sample, token offset    segments of an unfinished trajectory
-    finished     group id, sample                  Trajectory
-    judged       group id, sample                  ScoredTrajectory
-    consumed     group id                          the step whose batch contains the group
-    discarded    group id                          the cause
-    batch        step                              metrics that the scheduler counted for the batch
-    place                                          StreamCursor
-    last_step                                      the last step whose batch was recorded
+Further kinds are `batch` (key: step; content: metrics of the batch from the scheduler), `place` (StreamCursor) and
+`last_step` (last step whose batch was recorded).
 """
-_OF_A_GROUP = "('group', 'segments', 'finished', 'judged', 'consumed', 'discarded')"
 
 
 class IssuedGroup(msgspec.Struct, frozen=True):
-    """A group when it was opened."""
+    """A group as it was opened."""
 
     group_id: int
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     group_size: int
     opened_at: int
-    """The trainer's version at that time."""
+    """Policy version of the trainer when the group was opened."""
     attempts: int = 0
     """Number of earlier attempts at the same prompt."""
 
 
 class OpenGroup(msgspec.Struct, frozen=True):
-    """A group that is in no batch."""
+    """A group that no batch contains yet."""
 
     issued: IssuedGroup
     members: tuple[Trajectory, ...]
-    """[G] with the tokens of the last report."""
+    """Trajectories with the tokens of the last report, shape [G]."""
     judged: dict[int, ScoredTrajectory]
     """Rewards by sample index."""
 
@@ -83,20 +82,22 @@ class Journal:
     """The journal of one run. Only one thread writes to it."""
 
     def __init__(self, path: Path, *, keeps_partials: bool, before_commit: Callable[[], None] = lambda: None) -> None:
-        """Open the journal, or create it. Raises StorageFault if it is damaged.
+        """Open or create the journal. Raises StorageFault if it is damaged.
 
-        keeps_partials: whether segments of unfinished trajectories are recorded; if not (sync), these are generated
-        again. before_commit: raises if this process may no longer write to the directory.
+        keeps_partials: whether segments of unfinished trajectories are recorded. In `sync` mode they are not, and a
+        resume generates them again. before_commit: called before each commit; raises if another process has taken over
+        the directory.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
         self._is_open = False
         with self._faults():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # needs no shared memory: works on network file systems
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # without shared memory, for network file systems
             self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute(f"PRAGMA user_version={FORMAT}")  # before the table, in case the process dies in between
+            # before the table, so that a kill in between leaves no table without a format
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
             self._db.execute(_TABLE)
             self._check_entries()
         flush_to_disk(path.parent)
@@ -108,9 +109,9 @@ class Journal:
         )
         if tables and version != FORMAT:
             raise StorageFault(
-                f"{self._path} has format {version}, but this version of Baton reads format {FORMAT}: resume with the "
-                "version that wrote it, or remove it: the run then goes on from its last checkpoint and the batches "
-                "recorded since"
+                f"{self._path} has format {version}, but this version of Baton reads format {FORMAT}; resume with the "
+                "version that wrote it, or remove it, and the run continues from its last checkpoint and the batches "
+                "recorded since then"
             )
 
     def _check_entries(self) -> None:
@@ -121,10 +122,10 @@ class Journal:
             "SELECT kind, number, sample, token_offset, content, digest FROM entries"
         ):
             if digest != _digest(key, content):
-                raise sqlite3.DatabaseError(f"the entry {key} does not have the digest that it was written with")
+                raise sqlite3.DatabaseError(f"the digest of the entry {key} is wrong")
 
     def issued(self, group: IssuedGroup, place: StreamCursor) -> None:
-        """Record an opened group, and the position of the prompt stream after it."""
+        """Record an opened group and the position of the prompt stream after it."""
         self._put("group", group.group_id, content=group)
         self._put("place", content=place)
 
@@ -141,43 +142,43 @@ class Journal:
         self._put("finished", *key, content=trajectory)
 
     def judged(self, judged: ScoredTrajectory) -> None:
-        """Record a complete trajectory with its reward or the reason why it has none."""
+        """Record a complete trajectory with its reward, or with the cause if scoring failed."""
         self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
-    def forget_judgements(self) -> None:
-        """Delete the rewards of open groups, which are then scored again: the weights of reward parts have changed."""
-        self._execute("DELETE FROM entries WHERE kind = 'judged'")
+    def delete_rewards(self) -> None:
+        """Delete the rewards of open groups, so that they are scored again after a change of the reward parts."""
+        self._execute("DELETE FROM entries WHERE kind = ?", "judged")
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
-        """Delete what an untrusted trajectory has; it starts again from its prompt."""
+        """Delete the tokens and the reward of an untrusted trajectory, which starts again from its prompt."""
         for kind in ("segments", "finished", "judged"):
             self._remove(kind, group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
-        """Record that a group will not be trained on."""
+        """Record that a group was discarded and will not be trained on."""
         self._put("discarded", group_id, content=cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a batch, before the batch itself is recorded, and settle."""
+        """Record the metrics of a batch and settle. Called before the batch itself is recorded."""
         self._put("batch", step, content=metrics)
         self.settle()
 
     def consumed(self, step: int, group_ids: Sequence[int]) -> None:
-        """Record that the groups of a step's batch have been written to the run's directory."""
+        """Record that the groups of a step's batch are written in the run's directory."""
         for group_id in group_ids:
             self._put("consumed", group_id, content=step)
         self._put("last_step", content=step)
         self.commit()
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
-        """Delete the groups of all batches up to `step`, which a checkpoint contains now.
+        """Delete the groups of all batches up to `step`, because a checkpoint now contains them.
 
-        oldest_step: step of the oldest checkpoint that the run may go back to; the metrics of later batches stay.
+        oldest_step: step of the oldest checkpoint from which the run may resume; the metrics of later batches stay.
         """
         gone = [*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))]
         for group_id in gone:
-            self._execute(f"DELETE FROM entries WHERE kind IN {_OF_A_GROUP} AND number = ?", group_id)
+            self._execute(f"DELETE FROM entries WHERE kind IN {_GROUP_KINDS} AND number = ?", group_id)
         self._execute("DELETE FROM entries WHERE kind = 'batch' AND number <= ?", oldest_step)
         self.commit()
 
@@ -190,12 +191,12 @@ class Journal:
             self._is_open = False
 
     def settle(self) -> None:
-        """Commit, and flush to disk, so that everything committed survives a power failure."""
+        """Commit and flush to disk, so that all changes survive a power failure."""
         self.commit()
         with self._faults():
-            # SQLite flushes the log first, then the database
+            # a checkpoint of the WAL flushes the log first, then the database
             (is_busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        assert not is_busy, f"somebody else reads {self._path}, which is open to one process only"
+        assert not is_busy, f"another connection reads {self._path}"
 
     def close(self) -> None:
         """Commit and close, also if the commit fails. May be called twice."""
@@ -207,27 +208,27 @@ class Journal:
                 self._db.close()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics recorded for the batch of a step; empty if there are none."""
+        """Return the recorded metrics of a step's batch; empty if none are recorded."""
         found = self._get("batch", dict[str, float], step)
         return {} if found is None else found
 
     def place(self) -> StreamCursor | None:
-        """Return the cursor of the prompt stream; None if no group was opened."""
+        """Return the cursor of the prompt stream; None if no group was opened yet."""
         found: StreamCursor | None = self._get("place", StreamCursor)
         return found
 
     def last_step(self) -> int:
-        """Return the last step whose batch was recorded; 0 if there is none."""
+        """Return the last step whose batch was recorded; 0 before the first batch."""
         return self._get("last_step", int) or 0
 
     def open_groups(self, step: float = math.inf) -> list[OpenGroup]:
-        """Return the groups that are in no batch up to `step`, ordered by id."""
+        """Return the groups that no batch up to `step` contains, ordered by id."""
         gone = {*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))}
         groups = [_unpack(content, IssuedGroup) for number, content in self._entries("group") if number not in gone]
         return [self._open_group(issued) for issued in groups]
 
     def groups_of(self, step: int) -> list[int]:
-        """Return the ids of the groups in a step's batch, if no checkpoint contains it."""
+        """Return the ids of the groups in a step's batch; empty if a checkpoint contains the batch."""
         return [group_id for group_id, at in self._steps_by_group().items() if at == step]
 
     def _steps_by_group(self, up_to: float = math.inf) -> dict[int, int]:
@@ -240,8 +241,8 @@ class Journal:
         judged: dict[int, ScoredTrajectory] = {}
         for kind, index, offset, content in self._db.execute(
             "SELECT kind, sample, token_offset, content FROM entries WHERE number = ? "
-            "AND kind IN ('segments', 'finished', 'judged') ORDER BY kind = 'finished', sample, token_offset",
-            (group_id,),
+            "AND kind IN (?, ?, ?) ORDER BY kind = 'finished', sample, token_offset",
+            (group_id, "segments", "finished", "judged"),
         ).fetchall():
             if kind == "judged":
                 judged[index] = _unpack(content, ScoredTrajectory)
@@ -283,8 +284,8 @@ class Journal:
             raise StorageFault(f"the run's journal {self._path} could not be read or written: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StorageFault(
-                f"{self._path} cannot be used as the run's journal, it is damaged: {error}; remove it and go on with "
-                "--resume: the rollouts since the last recorded batch are then generated again"
+                f"{self._path}, the run's journal, is damaged: {error}; remove it and use --resume: the rollouts since "
+                "the last recorded batch are then generated again"
             ) from error
 
 

@@ -1,8 +1,8 @@
 """Converts leases and reports to spans in slots.
 
-The part that sends leases to engines calls `given` for each lease and `heard` for each report. An engine that has more
-leases than slots runs them in order, so a span begins when a slot becomes free; a lease that never gets a slot has no
-span. All reported tokens are counted in the span of their lease.
+The sender of leases calls `on_lease` for each lease and `on_report` for each report. An engine with more leases than
+slots runs the leases in order, so a span begins when a slot becomes free. A lease that never gets a slot has no span.
+The span of a lease counts all reported tokens of the lease.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Slots:
     count: int
     num_used: int = 0
     freed: list[int] = field(default_factory=list)
-    """Heap of free lanes that were used before."""
+    """Heap of lanes that are free again."""
     waiting: dict[int, _Held] = field(default_factory=dict)
-    """Leases that wait for a slot, in order."""
+    """Leases that wait for a slot, by lease id, oldest first."""
 
     @property
     def num_busy(self) -> int:
@@ -51,30 +51,30 @@ class _Slots:
 
 
 class LeaseTrace:
-    """Makes a span of every lease that gets a slot. Used only by the thread that sends the leases."""
+    """Records a span for every lease that gets a slot. Used only by the thread that sends the leases."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self.tracer, self.clock = tracer, clock
         self._held: dict[int, _Held] = {}
         self._slots: dict[str, _Slots] = {}
 
-    def given(self, lease: Lease, actor: str, slots: int) -> None:
-        """A lease was sent to an engine with this number of slots."""
+    def on_lease(self, lease: Lease, actor: str, slots: int) -> None:
+        """Start to follow a lease that was sent to an engine with this number of slots."""
         held = self._held[lease.lease_id] = _Held(lease, actor)
-        place = self._slots.setdefault(actor, _Slots(slots))
-        place.waiting[lease.lease_id] = held
-        if place.num_busy < place.count:
+        of_engine = self._slots.setdefault(actor, _Slots(slots))
+        of_engine.waiting[lease.lease_id] = held
+        if of_engine.num_busy < of_engine.count:
             self._open_span(held, self.clock())
 
     def on_report(self, message: FromWorker) -> None:
-        """A report of a lease arrived, or its refusal."""
+        """Count the tokens of a report; end the lease if the message finishes, aborts or refuses it."""
         held = self._held.get(message.lease_id)
         if held is None:
             return
         if isinstance(message, Retry):
             self.ended(message.lease_id, "refused")
             return
-        if message.segments and held.lane is None:  # its slot was freed before the report of that arrived
+        if message.segments and held.lane is None:  # its slot was freed before this process received that report
             self._open_span(held, self.clock())
         for segment in message.segments:
             if segment.author is Author.POLICY:
@@ -86,32 +86,32 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """End a lease, also if its worker continues it. Does nothing for an unknown lease."""
+        """End a lease, even if its worker continues it. An unknown lease is ignored."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return
-        place, now_s = self._slots[held.actor], self.clock()
+        of_engine, now_s = self._slots[held.actor], self.clock()
         if held.lane is None:
-            del place.waiting[lease_id]
+            del of_engine.waiting[lease_id]
             return
         if held.tokens or how != "refused":
             self._write_span(held, held.lane, now_s, how)
-        heapq.heappush(place.freed, held.lane)
-        if place.waiting and place.num_busy < place.count:
-            self._open_span(next(iter(place.waiting.values())), now_s)
+        heapq.heappush(of_engine.freed, held.lane)
+        if of_engine.waiting and of_engine.num_busy < of_engine.count:
+            self._open_span(next(iter(of_engine.waiting.values())), now_s)
 
     def left(self, actor: str) -> None:
         """End all leases of a worker that has disconnected."""
-        place = self._slots.get(actor)
-        if place is not None:
-            for lease_id in [*place.waiting, *(i for i, held in self._held.items() if held.actor == actor)]:
+        of_engine = self._slots.get(actor)
+        if of_engine is not None:
+            for lease_id in [*of_engine.waiting, *(i for i, held in self._held.items() if held.actor == actor)]:
                 self.ended(lease_id, "lost")
             del self._slots[actor]
 
     def _open_span(self, held: _Held, now_s: float) -> None:
-        place = self._slots[held.actor]
-        del place.waiting[held.lease.lease_id]
-        held.lane, held.begin_s = place.take(), now_s
+        of_engine = self._slots[held.actor]
+        del of_engine.waiting[held.lease.lease_id]
+        held.lane, held.begin_s = of_engine.take(), now_s
 
     def _write_span(self, held: _Held, lane: int, now_s: float, how: str) -> None:
         trajectory, tokens = held.lease.trajectory, held.tokens

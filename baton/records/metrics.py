@@ -1,6 +1,6 @@
-"""Metrics by step, written to `metrics.jsonl` and TensorBoard, and to Weights & Biases if configured.
+"""Writes the metrics of each step to `metrics.jsonl`, to TensorBoard and, if configured, to Weights & Biases.
 
-Names follow those of other RL trainers; docs/metrics.md lists them.
+docs/metrics.md lists the names, which follow those of other RL trainers.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ ROWS = "metrics.jsonl"
 
 
 class LogSettings(Settings):
-    """[log] where metrics go in addition to metrics.jsonl and TensorBoard, and the size of the trace."""
+    """[log] metrics at Weights & Biases, and the trace."""
 
     wandb: str | None = None
     """Project of Weights & Biases that receives the metrics; WANDB_MODE=offline keeps them on disk."""
 
     trace: bool = True
-    """Whether every lease, train step and publication is written to trace.jsonl, for `baton trace` and the
-    report page."""
+    """Whether every lease, train step and publication is written to trace.jsonl, which `baton trace` and the report
+    page read."""
     trace_mb: int = Field(default=32, ge=1)
-    """Maximum size of a run's trace, MB; a longer trace keeps its first half and its most recent part."""
+    """Maximum size of the trace in MB; of a larger trace, the beginning and the end are kept."""
 
     @field_validator("wandb")
     @classmethod
     def _is_installed(cls, project: str | None) -> str | None:
         if project == "":
-            raise ValueError("allowed is the name of a project, or leave the key out")
+            raise ValueError("got an empty text; set the name of a project, or remove the key")
         if project is not None and find_spec("wandb") is None:
-            raise ValueError("Weights & Biases is not installed: run `pip install wandb`, or leave log.wandb out")
+            raise ValueError("Weights & Biases is not installed: run `pip install wandb`, or remove log.wandb")
         return project
 
 
@@ -60,7 +60,7 @@ class Sink(Protocol):
 
 
 class MetricsWriter:
-    """Writes each row to every sink. When a run resumes from a checkpoint, later rows are cut."""
+    """Writes each row to every sink. A resumed run first removes the rows after its checkpoint."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class MetricsWriter:
         log: LogSettings | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the sinks of the run in `directory`, dropping rows later than `resume_step`.
+        """Open the sinks of the run in `directory` and remove rows later than `resume_step`.
 
-        before_write: raises if this process may no longer write to the directory. Raises UserError if Weights & Biases
-        is configured and does not start.
+        before_write: called before each write; raises if another process has taken over the directory. Raises UserError
+        if Weights & Biases is configured and does not start.
         """
         self._directory, self._before_write = directory, before_write
         self._sinks: list[Sink] = [JsonLines(directory, resume_step), TensorBoard(directory, resume_step)]
@@ -98,7 +98,7 @@ class MetricsWriter:
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object per row."""
+    """The file `metrics.jsonl` with one JSON object per row."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         self._file = directory / ROWS
@@ -113,7 +113,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """`tensorboard/`: event files. Written synchronously, because a background thread would hide its errors."""
+    """The event files in `tensorboard/`, written synchronously because a background thread would hide write errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -124,7 +124,7 @@ class TensorBoard:
         self._directory = directory / "tensorboard"
         with writing(self._directory):
             self._directory.mkdir(exist_ok=True)
-            # the step is in the name because a resume within the same second would overwrite the file
+            # the file name includes the step: a resume within the same second would otherwise overwrite the file
             self._file = EventsWriter(str(self._directory / "events"), f".from_{first:06d}")
             self._file.write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
@@ -142,9 +142,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the same name at Weights & Biases; a resumed run continues the same one.
+    """A run with the same name at Weights & Biases, which a resumed run continues.
 
-    A failure to start raises. Later failures are logged once and do not stop the run: `metrics.jsonl` has all metrics.
+    A failure at the start raises. Later failures are logged once and do not stop the run, because `metrics.jsonl` has
+    all metrics.
     """
 
     def __init__(self, directory: Path, project: str) -> None:
@@ -164,9 +165,9 @@ class WeightsAndBiases:
         except wandb.errors.Error as error:
             raise UserError(
                 f"Weights & Biases did not start: {str(error).strip()} "
-                "Or set WANDB_MODE=offline to keep its files on disk, or leave log.wandb out"
+                "Or set WANDB_MODE=offline to keep its files on disk, or remove log.wandb"
             ) from error
-        # W&B's own step may not decrease, but a step may be written in parts and again after a resume
+        # W&B's own step must not decrease, but a resumed run writes steps again
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._is_broken = False
@@ -176,7 +177,7 @@ class WeightsAndBiases:
             return
         try:
             self._run.log({"step": step, **values})
-        except Exception as error:  # noqa: BLE001  # no failure of W&B may stop the run
+        except Exception as error:  # noqa: BLE001  # a failure of W&B must not stop the run
             self._break(error, f"from step {step} on")
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class WeightsAndBiases:
     def _break(self, error: Exception, when: str) -> None:
         self._is_broken = True
         logger.warning(
-            "Weights & Biases failed and gets no more metrics %s (%s: %s); metrics.jsonl has all of them",
+            "Weights & Biases failed and receives no more metrics %s (%s: %s); metrics.jsonl has all metrics",
             when,
             type(error).__name__,
             error,
@@ -198,7 +199,7 @@ class WeightsAndBiases:
 
 
 def _wandb_id(directory: Path) -> str:
-    """Return the run's id at Weights & Biases, generated at the first start and stored in the directory."""
+    """Return the run's id at Weights & Biases, which the first start generates and stores in the directory."""
     file = directory / "wandb_id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex[:12].encode())
@@ -206,5 +207,5 @@ def _wandb_id(directory: Path) -> str:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl in order, without an incomplete last row; empty if there is no file."""
+    """Return the rows of a run's metrics.jsonl in order, without an incomplete last row; empty without a file."""
     return read_rows(directory / ROWS, dict[str, Any])

@@ -1,18 +1,18 @@
-"""A run's directory: its recipe and environment, its results, and the state that a resume needs.
+"""A run's directory with its recipe, environment, results and the state for a resume.
 
 runs/<name>/
-  recipe.toml         resolved: every key, defaults included
+  recipe.toml         the resolved recipe with every key, defaults included
   run.json            commit, versions, seed, hardware, command line
   metrics.jsonl       one row per step; tensorboard/ holds the same
-  trace.jsonl         spans of leases, train steps and publications
+  trace.jsonl         spans of leases, train steps and publications (see records/trace.py)
   evaluations.jsonl   held-out results with their intervals
-  journal.sqlite      rollouts that are in no checkpoint yet
+  journal.sqlite      rollouts that no checkpoint contains yet
   trajectories/       step_000012.jsonl.gz: each group of the step with its prompt and rewards;
                       skipped_000012.1.jsonl.gz: a batch that --skip-batch removed
   checkpoints/        step_000050/: a Hugging Face directory, with the state for a resume in baton/
   tokenizer/          decodes the recorded trajectories
   report.json         the final summary
-  lock, holder.json   which process writes here
+  lock, holder.json   the process that may write to the directory
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _TRAINING_KEYS = (
     "rollout.max_new_tokens",
     "algorithm.name",
 )
-"""Keys that summaries and reports read; a recipe.toml that was cut at a line still parses, without them."""
+"""Keys that summaries and reports read. A recipe.toml that was truncated after a line parses, but lacks keys."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
-    """An evaluation and the step after which it was made."""
+    """An evaluation and the step after which it ran."""
 
     step: int
     result: Evaluation
@@ -67,7 +67,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """lock: held by a command that writes; without a lock, `check_held` does nothing."""
+        """lock: the lock of a command that writes; without a lock, `check_held` does nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -78,7 +78,7 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError if the path holds a run and `overwrite` is False, or holds anything but a run."""
+        """Raise UserError if the path is a run and `overwrite` is False, or if it has content that is not a run."""
         if not path.exists():
             return
         if not path.is_dir():
@@ -86,7 +86,7 @@ class RunDirectory:
         if (path / "run.json").exists():
             if not overwrite:
                 raise UserError(
-                    f"{path} holds a run already: go on with --resume, begin again with --overwrite, "
+                    f"{path} already holds a run: continue it with --resume, replace it with --overwrite, "
                     "or choose another run.name"
                 )
             cls(path).facts()
@@ -100,9 +100,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, lock: RunLock) -> RunDirectory:
-        """Start a new run in a directory that has passed `check_free`; an existing run is deleted."""
+        """Start a new run in a directory that has passed `check_free`; delete an existing run."""
         lock.check()
-        last = path / "run.json"  # deleted last: it marks the directory as a run, even half deleted
+        last = path / "run.json"  # deleted last: until then the directory counts as a run
         for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -112,9 +112,9 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, lock: RunLock | None = None) -> RunDirectory:
-        """Open an existing run. Raises UserError if there is none."""
+        """Open an existing run. Raises UserError if the directory is not a run."""
         if not (path / "run.json").is_file():
-            raise UserError(f"{path} is not a run: there is no run.json in it")
+            raise UserError(f"{path} is not a run: it has no run.json")
         return cls(path, lock)
 
     def check_held(self) -> None:
@@ -123,22 +123,22 @@ class RunDirectory:
             self._lock.check()
 
     def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
-        """Write the resolved recipe and the environment of the run, before anything starts."""
-        self._write_circumstances(recipe, {"seed": seed, **_circumstances(threads), "resumed": []})
+        """Write the resolved recipe and the environment of the run, before the run starts."""
+        self._write_environment(recipe, {"seed": seed, **_environment(threads), "resumed": []})
 
     def write_resume(
         self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
     ) -> None:
-        """Write the recipe that a resumed run continues with, and append its environment to that of the start.
+        """Write the recipe of a resumed run, and append its environment and the changes to run.json.
 
-        changes: keys of the recipe with their old and new values; the new ones apply after `step`.
+        changes: keys of the recipe with (old, new) values; the new values apply after `step`.
         """
         facts = self.facts()
         changed = {key: {"old": old, "new": new} for key, (old, new) in changes.items()}
-        facts["resumed"].append({"step": step, "changed": changed, **_circumstances(threads)})
-        self._write_circumstances(recipe, facts)
+        facts["resumed"].append({"step": step, "changed": changed, **_environment(threads)})
+        self._write_environment(recipe, facts)
 
-    def _write_circumstances(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:
+    def _write_environment(self, recipe: dict[str, Any], facts: dict[str, Any]) -> None:
         self.check_held()
         write_whole(self.path / "recipe.toml", tomli_w.dumps(without_none(recipe)).encode())
         write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(facts)) + b"\n")
@@ -146,9 +146,9 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete metrics and evaluations after a step, and incomplete files; a resumed run writes them again.
+        """Delete evaluations after a step and incomplete files; a resumed run writes them again.
 
-        Recorded trajectories stay: the loop replays them, so nothing is generated or scored twice.
+        Recorded trajectories stay: the loop replays them, so no trajectory is generated or scored twice.
         """
         self.check_held()
         for directory in (self.path, self.checkpoints, self._trajectories):
@@ -172,14 +172,14 @@ class RunDirectory:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return what `write_start` and `write_resume` recorded. Raises Damaged if it cannot be read."""
+        """Return the content of run.json. Raises Damaged if it cannot be read."""
         file = self.path / "run.json"
         try:
             found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{file} cannot be read: {error}") from error
         if not {"seed", "resumed", "command"} <= found.keys():
-            raise Damaged(f"{file} cannot be read: it does not say how the run was started")
+            raise Damaged(f"{file} is incomplete: it lacks seed, resumed or command")
         return found
 
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
@@ -189,8 +189,10 @@ class RunDirectory:
         write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
-        """Rename the recorded batch of a step, so that it is no longer part of the run; earlier ones of the step are
-        kept."""
+        """Rename the recorded batch of a step, so that it is no longer part of the run.
+
+        Batches of the same step that were skipped earlier are kept.
+        """
         self.check_held()
         number = len(self._skipped_files(step)) + 1
         self._groups_file(step).rename(self._trajectories / f"skipped_{step:06d}.{number}.jsonl.gz")
@@ -201,19 +203,20 @@ class RunDirectory:
         return bool(self._skipped_files(step))
 
     def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
-        """Read the groups of a step, or those of the batch that `skip_groups` removed last.
+        """Return the groups of a step; with `skipped`, the groups of the batch that `skip_groups` removed last.
 
-        Raises UserError if there are none, naming the recorded steps, and Damaged if the file cannot be read.
+        Raises UserError, which names the recorded steps, if the step is not recorded, and Damaged if the file cannot be
+        read.
         """
         file = self._groups_file(step)
         if skipped:
             if not self.has_skipped(step):
-                raise UserError(f"{self.path} has left no batch of step {step} out")
+                raise UserError(f"{self.path} has skipped no batch of step {step}")
             file = self._skipped_files(step)[-1]
         if not file.is_file():
             steps = self.recorded_steps()
-            there = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
-            raise UserError(f"{self.path} has no trajectories of step {step}; there are: {there}")
+            recorded = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
+            raise UserError(f"{self.path} has no trajectories of step {step}; recorded are: {recorded}")
         try:
             data = file.read_bytes()
             if not data:  # gzip decompresses an empty file to no lines
@@ -221,7 +224,7 @@ class RunDirectory:
             return [_group(line) for line in gzip.decompress(data).splitlines()]
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Damaged(
-                f"{file} is damaged: {error}; where the run is to go on, remove it: the batch is then made again"
+                f"{file} is damaged: {error}; to resume the run, remove the file: the batch is then generated again"
             ) from error
 
     def has_groups(self, step: int) -> bool:
@@ -233,14 +236,14 @@ class RunDirectory:
         return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
 
     def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
-        """Write the evaluations of a step. Recorded evaluations of this and later steps are replaced."""
+        """Write the evaluations of a step. They replace the recorded evaluations of this step and later steps."""
         self.check_held()
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def evaluations(self) -> list[RecordedEvaluation]:
-        """Return all evaluations so far, in order."""
+        """Return all recorded evaluations in order."""
         return read_rows(self._evaluations, RecordedEvaluation)
 
     def write_report(self, report: dict[str, Any]) -> None:
@@ -265,19 +268,19 @@ def _has_key(tree: Any, key: str) -> bool:
 
 
 def _group(line: bytes) -> Group:
-    """Read a recorded group. JSON has no NaN or infinity: a reward of null is read as NaN."""
+    """Return a recorded group. JSON has no NaN or infinity, so a reward of null is read as NaN."""
     try:
         return msgspec.json.decode(line, type=Group)
     except msgspec.ValidationError:
         tree = msgspec.json.decode(line)
-        for judgement in (member["judgement"] for member in tree["members"]):
-            parts = judgement["parts"]
-            judgement["reward"] = math.nan if judgement["reward"] is None else judgement["reward"]
-            judgement["parts"] = {name: math.nan if value is None else value for name, value in parts.items()}
+        for result in (member["judgement"] for member in tree["members"]):
+            parts = result["parts"]
+            result["reward"] = math.nan if result["reward"] is None else result["reward"]
+            result["parts"] = {name: math.nan if value is None else value for name, value in parts.items()}
         return msgspec.convert(tree, Group)
 
 
-def _circumstances(threads: int) -> dict[str, Any]:
+def _environment(threads: int) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "baton": baton.__version__,
@@ -293,14 +296,14 @@ def _circumstances(threads: int) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """Return a value without the keys that are None: TOML has no null."""
+    """Return a value without the keys whose value is None, because TOML has no null."""
     if isinstance(value, dict):
         return {key: without_none(v) for key, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree that Baton runs from, with `+changes` if files differ from it."""
+    """Return the commit of Baton's source tree, with `+changes` if files differ from it; None without a repository."""
     root = Path(baton.__file__).parents[1]
 
     def git(*arguments: str) -> str | None:

@@ -1,11 +1,11 @@
 """Ensures that only one process at a time writes to a run's directory.
 
-    lock          locked (flock) while the process lives; the operating system releases it, however the process ends
-    holder.json   the process that holds it: epoch, process id, host, start time, command
+    lock          locked (flock) while the process runs; the operating system releases the lock when the process ends
+    holder.json   the process that holds the directory: epoch, process id, host, start time, command
 
-A second process is refused on the same machine, and on another machine if the network file system supports locks. If it
-does not, a process on another machine can take over the directory: it writes the next epoch to holder.json. The first
-process then stops at its next durable write, because `check` precedes each of them.
+A second process on the same machine is refused. So is one on another machine if the network file system supports locks.
+If it does not, a process on another machine can take over the directory: it writes the next epoch to holder.json. The
+first process then stops at its next durable write, because `check` precedes each durable write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LockHolder(msgspec.Struct, frozen=True):
     """The process that holds a run's directory."""
 
     epoch: int
-    """One more than the epoch of the previous holder."""
+    """Number of processes that have held the directory so far."""
     pid: int
     host: str
     since: str
@@ -45,22 +45,25 @@ class LockHolder(msgspec.Struct, frozen=True):
 
 
 class RunLock:
-    """A run's directory, held by this process."""
+    """The lock of a run's directory, held by this process."""
 
     def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
-        """made: the directories that did not exist before, deepest first."""
+        """made: directories that did not exist before, deepest first; `release` removes them if no run was started."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
     @classmethod
-    def take(cls, directory: Path, say: Callable[[str], None] = lambda text: None) -> RunLock:
-        """Lock a directory, which is created if missing. Raises UserError naming the process that holds it."""
+    def take(cls, directory: Path, log: Callable[[str], None] = lambda text: None) -> RunLock:
+        """Lock a directory, and create it if it does not exist.
+
+        Raises UserError, which names the other process, if another process holds the directory.
+        """
         made = make_directory(directory)
         file = _lock(directory)
         before = _read(directory)
         if before is not None and not before.is_over and before.host != socket.gethostname():
-            say(
-                f"warning: {directory} was held by {before}, which did not let it go; "
-                "if that process is still alive, it stops at its next write"
+            log(
+                f"warning: {directory} was held by {before}, which did not release it; "
+                "if that process is still running, it stops at its next write"
             )
         since = datetime.now(UTC).isoformat(timespec="seconds")
         epoch = 1 if before is None else before.epoch + 1
@@ -73,8 +76,8 @@ class RunLock:
         found = _read(self._directory)
         if found != self._holder:
             raise RunTakenOver(
-                f"{self._directory} is held by {found or 'nobody that can be read from holder.json'}; "
-                "this process writes nothing more into it"
+                f"{self._directory} is held by {found or 'an unknown process, because holder.json cannot be read'}; "
+                "this process stops and writes no more to it"
             )
 
     def release(self) -> None:
@@ -107,7 +110,7 @@ def _lock(directory: Path) -> IO[bytes]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # the last holder has removed it; try again
+        file.close()  # the previous holder has deleted the file that we locked; lock the new file
 
 
 def _read(directory: Path) -> LockHolder | None:

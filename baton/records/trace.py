@@ -1,15 +1,15 @@
-"""The trace: which part of a run did what, when, and under which policy version. Numbers by step are in the metrics.
+"""The trace of a run: spans of work by actor, with their times and policy versions.
 
-A span is a period of work of one actor in one of its lanes; the spans of a lane never overlap. A live run and a
+A span is a period of work of one actor in one of its lanes. The spans of a lane do not overlap. A live run and a
 simulation use the same names:
 
+    actor                     names of spans
     trainer                   wait_for_batch, train, publish, eval, checkpoint
-    judges                    judge: while at least one reward is pending
+    judges                    judge: at least one reward is pending
     engine process 0, node#3  generate: one lease in one slot; in the lane for weights, fetch: transfer of a version
     hub, examiner             publish, check
 
-`chrome_trace` exports to Perfetto and Chrome's tracing page; `views/pages/slots.py` draws the trace in `baton report
---html`.
+`chrome_trace` exports a trace for Perfetto and Chrome. `views/pages/slots.py` draws it for `baton report --html`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ import msgspec
 from baton.files import append, writing
 
 ASIDE = -1
-"""Lane of an actor's work outside its slots, such as weight transfer."""
+"""Lane for work of an actor outside its slots, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
-"""Names of marks, which have no duration: a process started; spans are missing here."""
+"""Names of marks, which are spans without duration. BEGIN: a process started. GAP: spans are missing at this time."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A period of work, or a mark if it has no duration."""
+    """A period of work; a mark if it has no duration."""
 
     name: str
     actor: str
     lane: int
     begin_s: float
-    """Live run: Unix time; simulation: time since its start."""
+    """Start in Unix time; in a simulation, seconds since the start."""
     end_s: float
     facts: dict[str, Any] = {}
-    """`generate` has group, sample, tokens, version (of the last token), versions (tokens by version, if several) and
-    ended (finish, abort, refused, dropped, lost); the trainer's spans have step."""
+    """Further values by name. `generate` has group, sample, tokens, version (of the last token), versions (number of
+    tokens by version, if there are several) and ended (finish, abort, refused, dropped or lost). Spans of the trainer
+    have step."""
 
 
 class Tracer(Protocol):
@@ -54,8 +55,8 @@ class Tracer(Protocol):
         """Record a span."""
 
 
-def stretches(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide a trace at its marks into periods without a gap. Marks and empty periods are left out."""
+def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
+    """Divide a trace at its marks into periods without a gap. Marks and empty periods are omitted."""
     found: list[list[Span]] = [[]]
     for span in spans:
         if span.name in (BEGIN, GAP):
@@ -66,7 +67,7 @@ def stretches(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
-    """Return (other actors, workers), each sorted by name with numbers compared as numbers, the trainer first."""
+    """Return (other actors, workers), each sorted by name. Digits compare as numbers, and the trainer is first."""
     found: dict[str, bool] = {}
     for span in spans:
         found[span.actor] = found.get(span.actor, False) or span.name == "generate"
@@ -80,20 +81,18 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Maximum number of spans until the next flush; further spans are dropped, and a gap is recorded."""
+"""Maximum number of spans between two flushes; further spans are dropped, and a GAP is recorded."""
 
 
 class TraceWriter:
-    """Writes a live run's spans to its directory. Spans may come from any thread, on the clock of `time.monotonic`.
+    """Writes the spans of a live run to its directory. Any thread may add spans, with times of `time.monotonic`.
 
-        trace.jsonl ─full─▶ trace.last.jsonl ─full─▶ trace.before.jsonl ─full─▶ deleted
-         first half           a quarter                a quarter
-
-    A trace that exceeds the limit therefore keeps its beginning and its end.
+    A trace that exceeds the limit keeps its beginning and its end: trace.jsonl has the first half of the limit. Then
+    trace.last.jsonl is written. Each time it reaches a quarter of the limit, it replaces trace.before.jsonl.
     """
 
     def __init__(self, directory: Path | None = None, limit_bytes: int = 0) -> None:
-        """Without a directory nothing is recorded. No file is opened before the first `flush`."""
+        """Without a directory, the writer records nothing. No file is opened before the first `flush`."""
         self._directory, self._limit = directory, limit_bytes
         self._lock = Lock()
         self._pending: list[Span] = []
@@ -103,7 +102,7 @@ class TraceWriter:
         self._size = self._room = self._part = 0
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        """Record a span; it is kept in memory until the next `flush`."""
+        """Record a span, which stays in memory until the next `flush`."""
         if self._directory is None:
             return
         at_s = self._offset_s
@@ -116,12 +115,12 @@ class TraceWriter:
                 self._pending.append(Span(GAP, actor, 0, made.begin_s, made.begin_s))
 
     def mark(self, name: str, **facts: Any) -> None:
-        """Record an event that has no duration, at the current time."""
+        """Record a span without duration at the current time."""
         now_s = time.monotonic()
         self.span(name, "trainer", 0, now_s, now_s, **facts)
 
     def flush(self) -> None:
-        """Write the recorded spans to the operating system. Called by one thread. Raises OSError if the write fails."""
+        """Write the recorded spans to the operating system. Only one thread may call it. Raises OSError if it fails."""
         with self._lock:
             spans, self._pending, self._is_overfull = self._pending, [], False
         if self._directory is None or not spans:
@@ -134,7 +133,7 @@ class TraceWriter:
             if self._size + len(line) > self._room:
                 self._append(lines)
                 lines.clear()
-                self._turn(self._directory, span.end_s)
+                self._start_next_file(self._directory, span.end_s)
             self._size += len(line)
             lines += line
         self._append(lines)
@@ -143,7 +142,7 @@ class TraceWriter:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Find the position where an earlier process ended, and terminate a line that it may have left incomplete."""
+        """Find the file and size at which an earlier process stopped, and terminate its incomplete last line."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():
@@ -155,8 +154,8 @@ class TraceWriter:
             self._append(bytearray(b"\n"))
             self._size += 1
 
-    def _turn(self, directory: Path, at_s: float) -> None:
-        """Start the next file: the current one is full."""
+    def _start_next_file(self, directory: Path, at_s: float) -> None:
+        """Start the next file, because the current file is full."""
         _, before, last = trace_files(directory)
         if last.exists():
             last.replace(before)
@@ -173,8 +172,7 @@ def trace_files(directory: Path) -> tuple[Path, Path, Path]:
 
 
 def read_trace(directory: Path) -> list[Span]:
-    """Return a run's spans in the order in which they ended, with GAP where a part was deleted; empty
-    without a trace."""
+    """Return a run's spans in the order of their ends, with a GAP for each deleted part; empty without a trace."""
     spans: list[Span] = []
     part = 0
     for path in trace_files(directory):
@@ -189,7 +187,7 @@ def read_trace(directory: Path) -> list[Span]:
 
 
 def _read(path: Path) -> Iterator[Span]:
-    """Yield the spans of one file, without incomplete lines."""
+    """Yield the spans of a file; skip incomplete lines."""
     decoder = msgspec.json.Decoder(Span)
     if not path.exists():
         return
@@ -203,14 +201,14 @@ def _read(path: Path) -> Iterator[Span]:
 
 @dataclass(slots=True)
 class StageTimer:
-    """Seconds by stage since the last `take`; each stage is also written to the trace."""
+    """Measures seconds by stage since the last `take`, and writes each stage to the trace."""
 
     trace: TraceWriter = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the duration of the context to a stage. `span` is the name in the trace if it differs."""
+        """Add the duration of the context to a stage. span: name in the trace, if it differs from the stage."""
         begin_s = time.monotonic()
         try:
             yield
@@ -229,10 +227,12 @@ _US = 1e6
 
 
 def chrome_trace(spans: Sequence[Span]) -> bytes:
-    """Return the JSON of a trace: actors are processes, lanes threads, spans complete events, marks instants.
+    """Return a trace as JSON in Chrome's Trace Event Format, for ui.perfetto.dev, chrome://tracing and speedscope.
 
-    Times are whole microseconds since the first span; both ends are rounded, so adjacent spans stay adjacent. Source:
-    "Trace Event Format", Chromium project.
+    Actors become processes, lanes threads, spans complete events, and marks instants. Times are whole microseconds
+    since the first span. Both ends are rounded, so adjacent spans stay adjacent.
+
+    Source: Chromium, "Trace Event Format".
     """
     others, workers = actors_of(spans)
     pids = {actor: pid for pid, actor in enumerate([*others, *workers], start=1)}
@@ -265,4 +265,4 @@ def _tid(lane: int) -> int:
 def _lane_name(is_worker: bool, lane: int) -> str:
     if lane == ASIDE:
         return "weights"
-    return f"slot {lane}" if is_worker else "at work" if not lane else f"lane {lane}"
+    return f"slot {lane}" if is_worker else "main" if not lane else f"lane {lane}"

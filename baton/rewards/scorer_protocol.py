@@ -45,7 +45,7 @@ class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):
 
     cause: FailureCause
     detail: str
-    """Sentence about the failure that follows the name of the scorer, such as `gave no answer within 10 s`."""
+    """Verb phrase that follows the scorer's name in messages, such as `gave no answer within 10 s`."""
 
 
 Outcome = CallValue | CallFailure

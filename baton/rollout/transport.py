@@ -74,7 +74,7 @@ class LocalTransport(WorkerTransport):
         match message:
             case Lease():
                 self.engine.submit(message)
-                self._trace.given(message, "engine", self.engine.slots)
+                self._trace.on_lease(message, "engine", self.engine.slots)
             case Abort():
                 self.engine.abort(message.lease_id)
 

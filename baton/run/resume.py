@@ -119,7 +119,7 @@ def open_run(
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
             # before the new recipe is written: a start that is killed here finds the same changes at the next attempt
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
-                journal.forget_judgements()
+                journal.delete_rewards()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)
     else:
         run = RunDirectory.create(recipe.run.path, lock)

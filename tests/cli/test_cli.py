@@ -217,7 +217,7 @@ def test_mistakes_in_what_is_named(small: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     sentence = mistake("train", small.recipe, f"model.path={tmp_path / 'empty'}", "--dry-run")
     assert "not a Hugging Face model" in sentence
-    assert "is not a run: there is no run.json in it" in mistake("show", tmp_path)
+    assert "is not a run: it has no run.json" in mistake("show", tmp_path)
     assert "give a recipe with --recipe" in mistake("eval", small.model)
     assert "did you mean 'countdown'" in mistake("tasks", "count_down")
     assert "did you mean 'trainer'" in mistake("keys", "trianer")
@@ -227,14 +227,14 @@ def test_mistakes_in_keys_tasks_and_steps(small: Any) -> None:
     assert "did you mean 'num_epochs'?" in mistake("train", small.recipe, "algorithm.num_epoch=2")
     assert "did you mean 'chain_sum'?" in mistake("train", small.recipe, "task.0.name=chain_sums", "--dry-run")
     assert "write section.key=value" in mistake("train", small.recipe, "trainer.lr")
-    assert "has no trajectories of step 9; there are: steps 1 to 3" in mistake("show", small.run, "--step", 9)
+    assert "has no trajectories of step 9; recorded are: steps 1 to 3" in mistake("show", small.run, "--step", 9)
     assert "has no group 99; its groups are 8 to 11" in mistake("show", small.run, "--group", 99)
     assert "exclude each other" in mistake("show", small.run, "--best", "--worst")
     assert "distinct held-out problems" in mistake("eval", small.run, "-n", 100_000)
 
 
 def test_mistakes_about_runs_that_exist(small: Any) -> None:
-    assert "holds a run already" in mistake("train", small.recipe)
+    assert "already holds a run" in mistake("train", small.recipe)
     assert "is complete: 3 of run.steps = 3" in mistake("train", small.recipe, "--resume")
     fewer = mistake("train", small.recipe, "--resume", "run.steps=2")
     assert "run.steps = 2:" in fewer

@@ -79,5 +79,5 @@ def test_consumed_and_discarded_groups_are_not_open_and_a_checkpoint_forgets_the
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path):
     (tmp_path / "j").write_bytes(b"this is not a database, whatever it may be" * 100)
-    with pytest.raises(StorageFault, match="cannot be used as the run's journal"):
+    with pytest.raises(StorageFault, match="the run's journal, is damaged"):
         Journal(tmp_path / "j", keeps_partials=True)

@@ -22,8 +22,8 @@ from baton.records.trace import (
     TraceWriter,
     actors_of,
     chrome_trace,
+    gapless_periods,
     read_trace,
-    stretches,
     trace_files,
 )
 from baton.rollout.transport import LocalTransport
@@ -87,7 +87,7 @@ def test_an_engine_takes_what_waits_in_order_and_what_never_had_a_slot_has_no_sp
     tracer, clock = Collected(), Ticks()
     trace = LeaseTrace(tracer, clock)
     for number in range(4):
-        trace.given(lease(number), "engine", 2)
+        trace.on_lease(lease(number), "engine", 2)
     clock.now_s = 3.0
     trace.on_report(report(1, 3, finish_reason=FinishReason.STOP))
     clock.now_s = 4.0
@@ -110,7 +110,7 @@ def test_lanes_never_overlap_whatever_comes(events):
     for number, what in events:
         clock.now_s += 1
         if what == "give" and number not in grown:
-            trace.given(lease(number), f"worker {number % 2}", 2)
+            trace.on_lease(lease(number), f"worker {number % 2}", 2)
             grown[number] = 0
         elif what == "leave":
             trace.left(f"worker {number % 2}")
@@ -228,7 +228,7 @@ def test_a_trace_never_outgrows_its_limit_and_keeps_beginning_and_end(tmp_path: 
     again = TraceWriter(tmp_path, 40_000)  # a resume goes on where it was
     fill(again, 2000, 300)
     assert sum(path.stat().st_size for path in trace_files(tmp_path)) <= 40_000
-    head, tail = stretches(read_trace(tmp_path))
+    head, tail = gapless_periods(read_trace(tmp_path))
     assert [s.facts["group"] for s in head] == list(range(len(head)))
     assert [s.facts["group"] for s in tail] == list(range(2300 - len(tail), 2300)), "the end has no hole"
     assert len(head) > 80, "how many fit depends on the digits of the time"

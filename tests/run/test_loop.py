@@ -254,7 +254,7 @@ def test_a_run_is_never_written_over_unless_asked_to(small: Any, tmp_path: Path)
     recipe = load(small, tmp_path, "run.steps=1", "eval.num_prompts=2")
     train(recipe)
     before = (recipe.run.path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"holds a run already: go on with --resume, begin again with --overwrite"):
+    with pytest.raises(UserError, match=r"already holds a run: continue it with --resume, replace it with --overwrite"):
         train(recipe)
     assert (recipe.run.path / "metrics.jsonl").read_bytes() == before
     train(recipe, overwrite=True)

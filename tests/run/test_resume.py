@@ -345,7 +345,7 @@ def test_a_batch_that_the_trainer_refuses_can_be_left_out(
     assert len(set(ids)) == len(ids) == 36
     assert {group.group_id for group in run.groups(4, skipped=True)} == poisoned
     assert len(read_trajectories(run.path, 4, limit=99, skipped=True)) == 16
-    with pytest.raises(UserError, match="has left no batch of step 5 out"):
+    with pytest.raises(UserError, match="has skipped no batch of step 5"):
         read_trajectories(run.path, 5, limit=99, skipped=True)
 
 

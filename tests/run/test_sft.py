@@ -192,7 +192,7 @@ def test_an_output_or_a_run_that_is_there_is_replaced_only_when_that_is_asked(tm
     with pytest.raises(UserError, match="already contains a model: replace it with --overwrite"):
         attempt()
     (tmp_path / "made").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already holds a run"):
         attempt()
     (tmp_path / "elsewhere").rename(tmp_path / "made")
     assert (tmp_path / "made" / "model.safetensors").read_bytes() == before

@@ -192,7 +192,7 @@ class EnginePool(WorkerTransport):
     def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
         process.send(lease)
         process.leases.add(lease.lease_id)
-        self._trace.given(lease, process.name, self._slots)
+        self._trace.on_lease(lease, process.name, self._slots)
 
     def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
         by_socket = {process.socket: process for process in self.processes}

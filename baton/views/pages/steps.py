@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.records.trace import ASIDE, Span, stretches
+from baton.records.trace import ASIDE, Span, gapless_periods
 
 WHOLE = 5
 """Maximum number of train steps of a trace that is drawn in one window."""
@@ -67,7 +67,7 @@ def choose_windows(spans: Sequence[Span]) -> list[Window]:
 
     No window contains a gap, such as the time between a kill and the resume.
     """
-    parts = [(part, steps_of(part)) for part in stretches(spans)]
+    parts = [(part, steps_of(part)) for part in gapless_periods(spans)]
     parts = [(part, steps) for part, steps in parts if steps]
     if not parts:
         whole = [s for s in spans if s.end_s > s.begin_s]
