@@ -287,7 +287,7 @@ def test_chrome_gets_whole_microseconds_integer_ids_and_names():
         ("node#9", "slot 0", "generate", 100_000, 100_000),
         ("node#9", "slot 0", "generate", 200_000, 100_000),
         ("node#9", "weights", "fetch", 0, 100_000),
-        ("trainer", "at work", "train", 500_000, 500_000),
+        ("trainer", "main", "train", 500_000, 500_000),
     }
     assert [e["args"] for e in events if e["ph"] == "i"] == [{"step": 0}]
     assert json.loads(chrome_trace([]))["traceEvents"] == []
