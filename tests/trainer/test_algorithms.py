@@ -19,7 +19,7 @@ from trainer_cases import (
 )
 
 from baton.policy.head import find_head
-from baton.trainer import passes
+from baton.trainer import forward
 from baton.trainer.algorithm import PRESETS
 from baton.types import Batch, FinishReason, PolicyVersion
 
@@ -235,9 +235,9 @@ def test_a_trajectory_that_dapo_leaves_out_still_shapes_its_group():
 
 
 def ratios(monkeypatch):
-    seen, original = [], passes.Passes.scores
+    seen, original = [], forward.Passes.scores
     monkeypatch.setattr(
-        passes.Passes, "scores", lambda self, *a, **k: seen.append(k["is_update"]) or original(self, *a, **k)
+        forward.Passes, "scores", lambda self, *a, **k: seen.append(k["is_update"]) or original(self, *a, **k)
     )
     return seen
 

@@ -24,7 +24,7 @@ from trainer_cases import (
 
 from baton.errors import EngineFault, TrainingDiverged, UserError
 from baton.policy.tensors import weights_digest
-from baton.trainer import local, passes, update
+from baton.trainer import forward, local_trainer, update
 from baton.types import Batch, PolicyVersion
 
 pytestmark = pytest.mark.numerics
@@ -97,7 +97,7 @@ def test_rows_without_an_advantage_change_neither_update_nor_metrics_by_having_n
     )
     batch = Batch(1, (*batch.groups, *equal))
     apart, metrics = stepped(batch)
-    cut = local.cut
+    cut = local_trainer.cut
     forced = []
 
     def with_gradient(*arguments, **named):
@@ -105,7 +105,7 @@ def test_rows_without_an_advantage_change_neither_update_nor_metrics_by_having_n
         forced.extend(micro.has_gradient for micro in part.microbatches)
         return replace(part, microbatches=tuple(replace(m, has_gradient=True) for m in part.microbatches))
 
-    monkeypatch.setattr(local, "cut", with_gradient)
+    monkeypatch.setattr(local_trainer, "cut", with_gradient)
     together, others = stepped(batch)
     assert set(forced) == {True, False}
     assert are_bit_equal(parameters(apart), parameters(together))
@@ -126,7 +126,7 @@ def test_an_update_without_any_advantage_still_lets_the_moments_decay():
 def test_few_shapes_in_bfloat16_change_the_update_by_no_more_than_its_rounding(monkeypatch):
     batch = random_batch(1, num_groups=5)
     few, _ = stepped(batch, dtype="bfloat16")
-    monkeypatch.setattr(local, "FEW_SHAPES", (1, 1))
+    monkeypatch.setattr(local_trainer, "FEW_SHAPES", (1, 1))
     plain, _ = stepped(batch, dtype="bfloat16")
     for (name, a), b in zip(few.model.named_parameters(), plain.model.parameters(), strict=True):
         assert (a.grad - b.grad).norm() < 0.02 * b.grad.norm(), name
@@ -211,8 +211,8 @@ def test_the_clip_bites_once_the_policy_has_moved(monkeypatch):
 
 
 def test_a_single_update_needs_no_forward_beyond_its_own(monkeypatch):
-    calls, original = [], passes.padded_scores
-    monkeypatch.setattr(passes, "padded_scores", lambda *a, **k: calls.append(1) or original(*a, **k))
+    calls, original = [], forward.padded_scores
+    monkeypatch.setattr(forward, "padded_scores", lambda *a, **k: calls.append(1) or original(*a, **k))
     stepped(random_batch(1), max_tokens_per_microbatch=100_000)
     assert len(calls) == 1
     stepped(random_batch(1), max_tokens_per_microbatch=100_000, num_epochs=2)
