@@ -97,6 +97,10 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     is_success: bool | None = None
     """None: the environment did not say."""
     metrics: dict[str, float] = {}
+    instructions: str = ""
+    """After a reset: text that precedes the observation in the prompt."""
+    canonical: str = ""
+    """After a reset: text that is equal for equivalent problems."""
 
 
 class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
-from baton.environments.calls import ActFailure, ActRequest, EnvironmentSpec, EpisodeKey, Observation, digest_of
-from baton.environments.environment import Environment, Replay
-from baton.errors import UserError
-from baton.rewards.functions import describe_error, import_function, number
+from baton.environments.adapters import LoadedEnvironment
+from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation, digest_of
+from baton.environments.environment import Environment
+from baton.rewards.functions import describe_error, number
 from baton.rewards.scorer_protocol import CallFailure
 from baton.types import FailureCause
 
+Result = TypeVar("Result")
 MAX_METRICS = 32
 """Numbers of one `info` that become metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEnvironment:
-    """An environment that can be instantiated in this process."""
-
-    make: Callable[[], Environment]
-    replay: Replay
-
-
-def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
-    """Import the class of a spec. Raises UserError in one sentence."""
-    factory = import_function(spec.path, what=f"environment {spec.name!r}:")
-    replay = spec.replay or getattr(factory, "replay", "log")
-    if replay not in ("log", "never"):
-        raise UserError(f"environment {spec.name!r}: replay is {replay!r}; allowed are 'log' and 'never'")
-    return LoadedEnvironment(lambda: factory(**spec.args), replay)
 
 
 @dataclass(slots=True)
 class _Instance:
     environment: Environment
+    random_state: Any
+    """Global random state of Python and numpy after the last call; None if the environment is not serial."""
     actions: list[str] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     """[actions + 1] the first is that of the reset."""
@@ -59,6 +48,7 @@ class EnvironmentInstances:
         self._environments = environments
         self._max_chars = max_observation_chars
         self._instances: dict[EpisodeKey, _Instance] = {}
+        self._serial = threading.Lock()
         self.called_at: dict[EpisodeKey, float] = {}
         """Monotonic time at which the running call of `reset` or `step` began, by episode."""
 
@@ -78,15 +68,9 @@ class EnvironmentInstances:
     def discard(self, key: EpisodeKey) -> None:
         """Close the instance of an episode, if there is one."""
         instance = self._instances.pop(key, None)
-        if close := getattr(instance and instance.environment, "close", None):
+        if instance is not None and callable(close := getattr(instance.environment, "close", None)):
             with suppress(Exception):
                 close()
-
-    def canonical(self, key: EpisodeKey) -> str:
-        """Return the canonical form of a problem after its reset. Raises UserError if the environment fails."""
-        instance = self._instances[key]
-        method = getattr(instance.environment, "canonical", None)
-        return instance.observations[0].text if method is None else str(method())
 
     def _act(self, request: ActRequest) -> Observation:
         wanted = request.actions
@@ -96,62 +80,71 @@ class EnvironmentInstances:
         if instance is None or instance.actions != wanted[: len(request.log)]:
             instance = self._rebuild(request, is_replaced=instance is not None)
         if request.action is not None:
-            self._step(request.key, instance, request.action)
+            self._step(request, instance, request.action)
         return instance.observations[-1]
 
     def _rebuild(self, request: ActRequest, *, is_replaced: bool) -> _Instance:
+        """Reset, and repeat the actions of the log. All digests must be equal to the recorded ones."""
         loaded = self._environments[request.environment]
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"
-            raise _Failed(
-                FailureCause.CRASHED, f"the environment's instance {what} and replay = 'never' forbids another"
-            )
+            raise _Failed(FailureCause.CRASHED, f"the environment's instance {what}; replay = 'never' forbids another")
         self.discard(request.key)
-        self.called_at[request.key] = time.monotonic()
-        began_s = time.perf_counter()
-        try:
+
+        def make_and_reset() -> tuple[Environment, Any]:
             environment = loaded.make()
-            text = environment.reset(seed=request.seed, **request.row)
-        except BaseException as error:
-            raise _Failed(FailureCause.RAISED, f"reset raised {describe_error(error)}") from error
-        instance = _Instance(environment)
+            return environment, environment.reset(seed=request.seed, **request.row)
+
+        (environment, text), seconds, random_state = self._call(request, "reset", make_and_reset, None)
+        instance = _Instance(environment, random_state)
         self._instances[request.key] = instance
-        self._record(request.key, instance, (text, 0.0, False, False, {}), time.perf_counter() - began_s)
-        digest = instance.observations[0].digest
-        if request.first_digest and digest != request.first_digest:
+        self._record(request.key, instance, (text, 0.0, False, False, {}), seconds)
+        if request.first_digest and instance.observations[0].digest != request.first_digest:
             raise _Failed(
                 FailureCause.MALFORMED,
                 f"reset with seed {request.seed} returned another observation than the one in the prompt: it must "
                 "depend on the seed and the row only",
             )
-        for number_, turn in enumerate(request.log, 1):
-            self._step(request.key, instance, turn.action)
+        for turn_number, turn in enumerate(request.log, 1):
+            self._step(request, instance, turn.action)
             if instance.observations[-1].digest != turn.digest:
                 raise _Failed(
                     FailureCause.MALFORMED,
-                    f"the replay of turn {number_} differs from the recorded turn: the environment depends on more "
+                    f"the replay of turn {turn_number} differs from the recorded turn: the environment depends on more "
                     "than its seed and actions; set replay = 'never'",
                 )
         return instance
 
-    def _step(self, key: EpisodeKey, instance: _Instance, action: str) -> None:
+    def _step(self, request: ActRequest, instance: _Instance, action: str) -> None:
         last = instance.observations[-1]
         if last.is_terminated or last.is_truncated:
             raise _Failed(FailureCause.MALFORMED, f"the episode ended in turn {last.turn} and takes no more actions")
-        self.called_at[key] = time.monotonic()
-        began_s = time.perf_counter()
-        try:
-            result = instance.environment.step(action)
-        except BaseException as error:
-            raise _Failed(FailureCause.RAISED, f"step raised {describe_error(error)}") from error
-        seconds = time.perf_counter() - began_s
+        result, seconds, instance.random_state = self._call(
+            request, "step", lambda: instance.environment.step(action), instance.random_state
+        )
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
             raise _Failed(
                 FailureCause.MALFORMED,
                 f"step returned a {type(result).__name__}, not (observation, reward, terminated, truncated, info)",
             )
         instance.actions.append(action)
-        self._record(key, instance, result, seconds)
+        self._record(request.key, instance, result, seconds)
+
+    def _call(
+        self, request: ActRequest, name: str, method: Callable[[], Result], random_state: Any
+    ) -> tuple[Result, float, Any]:
+        """Call the environment; return (result, seconds, random state). Serial environments wait for each other."""
+        is_serial = self._environments[request.environment].is_serial
+        with self._serial if is_serial else nullcontext():
+            self.called_at[request.key] = time.monotonic()
+            began_s = time.perf_counter()
+            if random_state is not None:
+                _set_random_state(random_state)
+            try:
+                result = method()
+            except BaseException as error:
+                raise _Failed(FailureCause.RAISED, f"{name} raised {describe_error(error)}") from error
+            return result, time.perf_counter() - began_s, _random_state() if is_serial else None
 
     def _record(self, key: EpisodeKey, instance: _Instance, result: tuple[Any, ...], seconds: float) -> None:
         text, reward, is_terminated, is_truncated, info = result
@@ -164,6 +157,11 @@ class EnvironmentInstances:
         digest = digest_of(text, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
+        instructions = canonical = ""
+        if not instance.observations:
+            instructions = str(getattr(instance.environment, "instructions", ""))
+            method = getattr(instance.environment, "canonical", None)
+            canonical = text if method is None else str(method())
         tool, success = info.get("tool"), info.get("success")
         instance.observations.append(
             Observation(
@@ -178,10 +176,27 @@ class EnvironmentInstances:
                 None if tool is None else str(tool),
                 None if success is None else bool(success),
                 _metrics(info),
+                instructions,
+                canonical,
             )
         )
 
 
+def _random_state() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
 def _metrics(info: dict[str, Any]) -> dict[str, float]:
-    numbers = {str(k): float(v) for k, v in info.items() if k != "success" and isinstance(v, Real)}
-    return dict([(name, value) for name, value in numbers.items() if math.isfinite(value)][:MAX_METRICS])
+    found: dict[str, float] = {}
+    for name, value in info.items():
+        if name != "success" and isinstance(value, Real) and len(found) < MAX_METRICS:
+            with suppress(OverflowError):  # an integer that is too large for a float
+                found[str(name)] = float(value)
+    return {name: value for name, value in found.items() if math.isfinite(value)}

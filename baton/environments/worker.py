@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from baton.clock import begin
+from baton.environments.adapters import load_environment
 from baton.environments.calls import (
     MAX_FRAME_BYTES,
     ActFailure,
@@ -29,7 +30,7 @@ from baton.environments.calls import (
     FromEnvironment,
     ToEnvironment,
 )
-from baton.environments.instances import EnvironmentInstances, load_environment
+from baton.environments.instances import EnvironmentInstances
 from baton.errors import UserError
 from baton.frames import FrameSocket, frame_socket_of
 from baton.rewards.functions import describe_error

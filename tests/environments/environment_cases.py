@@ -52,7 +52,7 @@ class Counter:
             subprocess.Popen(["sleep", "3600"])
             time.sleep(3600)
         elif action == "allocate":
-            self._kept = bytearray(2**40)
+            self._kept = bytearray(2**33)
         elif action == "fill the disk":
             with Path("/dev/full").open("w") as file:
                 file.write("x" * 10**6)
@@ -90,8 +90,8 @@ def pool_of(*specs: EnvironmentSpec, **settings: Any) -> EnvironmentPool:
     return EnvironmentPool({one.name: one for one in specs or (spec(),)}, EnvironmentSettings(**settings))
 
 
-def request(number: int, action: str | None, *log: Observation, **fields: Any) -> ActRequest:
-    """A request of episode `number`; `log` are the observations of the turns before, whose texts are their actions."""
+def request(number: int, action: str | None, **fields: Any) -> ActRequest:
+    """A request of episode `number`, after `turns`."""
     key = fields.pop("key", EpisodeKey(0, number, 0))
     fields = {"environment": "counter", "seed": number, **fields}
     return ActRequest(key, log=fields.pop("turns", ()), action=action, **fields)
@@ -107,6 +107,12 @@ def results(pool: EnvironmentPool, count: int) -> dict[int, Result]:
             assert result.key.group_id not in found, "a call has one result"
             found[result.key.group_id] = result
     return found
+
+
+def turns_of(action: str, result: Result) -> tuple[Turn, ...]:
+    """The log of a turn."""
+    assert isinstance(result, Observation), result
+    return (Turn(action, result.digest),)
 
 
 def play(pool: EnvironmentPool, number: int, actions: list[str], **fields: Any) -> list[Result]:

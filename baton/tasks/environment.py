@@ -1,0 +1,105 @@
+"""Multi-turn problems: the first observation of an environment is the prompt, and the environment gives the reward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from blake3 import blake3
+
+from baton.environments.adapters import load_environment
+from baton.environments.calls import ActFailure, ActRequest, EnvironmentSpec, EpisodeKey, Observation
+from baton.environments.instances import EnvironmentInstances
+from baton.environments.pool import EnvironmentPool
+from baton.environments.settings import EnvironmentSettings
+from baton.errors import UserError
+from baton.rewards.scorer_protocol import Scorer
+from baton.tasks.task import Problem
+from baton.types import Message
+
+SHIPPED = {
+    "sokoban": "baton.environments.sokoban:Sokoban",
+    "maze": "baton.environments.maze:Maze",
+    "calculator": "baton.environments.calculator:Calculator",
+    "code": "baton.environments.code:CodeTask",
+}
+"""Short names of the environments that ship. They are reset in the run's own process."""
+POLL_S = 60.0
+
+
+def environment_spec(name: str, environment: str | type, args: Mapping[str, Any], **fields: Any) -> EnvironmentSpec:
+    """Return the spec of an environment that is named by a short name, an import path or its class."""
+    if isinstance(environment, str):
+        path = SHIPPED.get(environment, environment)
+    else:
+        path = f"{environment.__module__}:{environment.__qualname__}"
+        if "<locals>" in path or environment.__module__ == "__main__":
+            raise UserError(
+                f"environment {name!r}: {path} cannot be imported by another process; define the class at the top "
+                "level of a module other than the script"
+            )
+    return EnvironmentSpec(name, path, dict(args), **fields)
+
+
+class EnvironmentTask:
+    """A source of episodes. Draw `i` of a stream resets the environment with a seed derived from both."""
+
+    scorer: Scorer = None
+
+    def __init__(
+        self, spec: EnvironmentSpec, settings: EnvironmentSettings, rows: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """`rows`: a dataset; each draw passes one of them to `reset`, and all of them are drawn before any repeats.
+
+        Raises UserError if the environment does not load.
+        """
+        self.spec, self.name = spec, spec.name
+        self._settings, self._rows = settings, rows
+        self._lock = threading.Lock()
+        self._pool: EnvironmentPool | None = None
+        self._local: EnvironmentInstances | None = None
+        if spec.path in SHIPPED.values():
+            self._local = EnvironmentInstances({spec.name: load_environment(spec)}, settings.max_observation_chars)
+
+    def draw(self, seed: int, index: int) -> Problem:
+        """Return the problem of a draw. Raises UserError if the environment fails."""
+        digest = blake3(f"environment:{self.name}:{seed}:{index}".encode()).digest(length=4)
+        reset_seed = int.from_bytes(digest, "big")
+        row = dict(self._rows[index % len(self._rows)]) if self._rows else {}
+        key = EpisodeKey(-1, 0, 0)
+        first = self._reset(ActRequest(key, self.name, reset_seed, row))
+        if isinstance(first, ActFailure):
+            raise UserError(f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause})")
+        question = "\n\n".join(filter(None, (first.instructions, first.text)))
+        metadata = {"environment": self.name, "seed": reset_seed, "row": row, "first_digest": first.digest}
+        return Problem(question, first.canonical, None, metadata, (Message("user", question),))
+
+    def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return the metadata unchanged: no scorer reads them."""
+        return metadata
+
+    def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
+        """Not called: the rewards come from the environment's observations."""
+        raise AssertionError("an environment gives its own rewards")
+
+    def close(self) -> None:
+        """End the process that resets environments, if there is one."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _reset(self, request: ActRequest) -> Observation | ActFailure:
+        with self._lock:
+            if self._local is not None:
+                result = self._local.act(request)
+                self._local.discard(request.key)
+                return result
+            if self._pool is None:
+                settings = self._settings.model_copy(update={"processes": 1})
+                self._pool = EnvironmentPool({self.name: self.spec}, settings)
+            self._pool.submit(request)
+            while not (found := self._pool.collect(POLL_S)):  # ends: the pool has a deadline for each call
+                pass
+            self._pool.discard(request.key)
+            return found[0]

@@ -1,0 +1,101 @@
+"""An episode is rebuilt from its seed and its actions, and a difference is an error."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from environment_cases import play, pool_of, request, results, spec
+
+from baton.environments.adapters import load_environment
+from baton.environments.calls import ActFailure, EnvironmentSpec, EpisodeKey, Observation, Turn
+from baton.environments.instances import EnvironmentInstances
+from baton.environments.sokoban import MOVES
+from baton.types import FailureCause
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]
+
+
+def observed(found: list[Observation | ActFailure]) -> list[tuple[object, ...]]:
+    assert all(isinstance(one, Observation) for one in found)
+    return [
+        (one.turn, one.text, one.reward, one.is_terminated, one.is_truncated, one.digest, one.is_success, one.metrics)
+        for one in found
+        if isinstance(one, Observation)
+    ]
+
+
+def test_an_episode_of_sokoban_that_moves_to_a_new_pool_after_each_turn_is_the_same() -> None:
+    dice = random.Random(3)
+    sokoban = EnvironmentSpec("sokoban", "baton.environments.sokoban:Sokoban", {"size": 6, "max_turns": 6})
+    actions = [f"<answer>{' || '.join(dice.choices(list(MOVES), k=3))}</answer>" for _ in range(6)]
+    pool = pool_of(sokoban, processes=1)
+    whole = observed(play(pool, 11, actions, environment="sokoban"))
+    pool.close()
+    parts: list[Observation | ActFailure] = []
+    for number, action in enumerate(actions[: len(whole)]):
+        pool = pool_of(sokoban, processes=1)
+        turns = tuple(Turn(a, one.digest) for a, one in zip(actions[:number], parts, strict=True) if done(one))
+        pool.submit(request(11, action, turns=turns, environment="sokoban"))
+        parts += results(pool, 1).values()
+        assert pool.metrics().get("env/replays", 0) == (number > 0)
+        pool.close()
+    assert observed(parts) == whole
+
+
+def done(one: Observation | ActFailure) -> bool:
+    return isinstance(one, Observation)
+
+
+def instances(**fields: object) -> EnvironmentInstances:
+    chosen = spec(**fields)  # type: ignore[arg-type]
+    return EnvironmentInstances({"counter": load_environment(chosen)}, 1000)
+
+
+def test_a_replay_that_differs_is_malformed_and_names_the_turn() -> None:
+    first = instances().act(request(1, "time"))
+    assert isinstance(first, Observation)
+    found = instances().act(request(1, "5", turns=(Turn("time", first.digest),)))
+    assert isinstance(found, ActFailure)
+    assert found.cause is FailureCause.MALFORMED
+    assert found.message.startswith("the replay of turn 1 differs from the recorded turn")
+
+
+def test_a_reset_that_differs_from_the_prompt_is_malformed() -> None:
+    reset = instances().act(request(1, None))
+    assert isinstance(reset, Observation)
+    assert isinstance(instances().act(request(1, "5", first_digest=reset.digest)), Observation)
+    found = instances().act(request(2, "5", first_digest=reset.digest))
+    assert isinstance(found, ActFailure)
+    assert "another observation than the one in the prompt" in found.message
+
+
+def test_another_history_of_an_open_episode_is_rebuilt_or_refused(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for cls in ("Counter", "Unrepeatable"):
+        opened = instances(cls=cls, mark=str(mark))
+        first, other = opened.act(request(1, "5")), opened.act(request(1, "6"))
+        assert isinstance(first, Observation)
+        if cls == "Counter":
+            assert isinstance(other, Observation)
+            assert other.text == "value 7"
+        else:
+            assert isinstance(other, ActFailure)
+            assert other.message == (
+                "the environment's instance has executed other actions; replay = 'never' forbids another"
+            )
+    assert mark.read_text().split() == ["5", "6", "5"]
+
+
+def test_an_older_turn_is_answered_from_memory(tmp_path: Path) -> None:
+    opened = instances(cls="Unrepeatable", mark=str(tmp_path / "mark"))
+    first = opened.act(request(1, "5"))
+    assert isinstance(first, Observation)
+    opened.act(request(1, "6", turns=(Turn("5", first.digest),)))
+    assert opened.act(request(1, "5")) == first
+    assert (tmp_path / "mark").read_text().split() == ["5", "6"]
+    opened.discard(EpisodeKey(0, 1, 0))
+    gone = opened.act(request(1, "6", turns=(Turn("5", first.digest),)))
+    assert isinstance(gone, ActFailure)
+    assert gone.cause is FailureCause.CRASHED

@@ -1,0 +1,92 @@
+"""Problems of environments: the first observation is the prompt, and rooms that are symmetric are one problem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.environments.calls import ActFailure, ActRequest, EpisodeKey
+from baton.environments.pool import EnvironmentPool
+from baton.environments.settings import EnvironmentSettings
+from baton.environments.sokoban import Sokoban
+from baton.errors import UserError
+from baton.tasks.environment import EnvironmentTask, environment_spec
+
+SOURCE = """
+import os
+
+
+class Echo:
+    instructions = "Repeat."
+
+    def __init__(self, prefix=""):
+        self.prefix = prefix
+
+    def reset(self, *, seed, word="none"):
+        if word == "bad":
+            raise KeyError(word)
+        return f"{self.prefix}{word}"
+
+    def step(self, action):
+        return str(os.getpid()), 1.0, True, False, {}
+"""
+
+
+def sokoban(**args: Any) -> EnvironmentTask:
+    return EnvironmentTask(environment_spec("rooms", "sokoban", args), EnvironmentSettings())
+
+
+def test_a_draw_is_a_function_of_seed_and_index_and_its_canonical_form_is_that_of_the_room() -> None:
+    task = sokoban()
+    first = task.draw(1, 7)
+    assert first == sokoban().draw(1, 7)
+    assert first.question != task.draw(1, 8).question
+    assert first.question != task.draw(2, 7).question
+    assert first.messages is not None
+    assert first.messages[0].content.startswith("You are solving the Sokoban puzzle.")
+    assert first.messages[0].content.endswith("You have 25 actions left.")
+    assert first.metadata["seed"] == 4181277356, "a rename changes no seed"
+    environment = Sokoban()
+    environment.reset(seed=first.metadata["seed"])
+    assert first.canonical == environment.canonical()
+
+
+def test_a_tenth_of_the_rooms_is_held_out_and_no_symmetric_room_is_trained_on() -> None:
+    task = sokoban(form="compact")
+    problems = [task.draw(1, index) for index in range(600)]
+    held_out = {problem.canonical for problem in problems if problem.is_held_out}
+    trained = {problem.canonical for problem in problems if not problem.is_held_out}
+    assert not held_out & trained
+    assert 0.04 < len(held_out) / len(held_out | trained) < 0.18
+
+
+@pytest.mark.timing
+def test_a_users_class_is_reset_in_a_process_and_acts_on_the_state_that_the_prompt_shows(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    spec = environment_spec("mine", f"{tmp_path}/mine.py:Echo", {"prefix": "say "})
+    task = EnvironmentTask(spec, EnvironmentSettings(), rows=[{"word": "one"}, {"word": "two"}, {"word": "bad"}])
+    problems = [task.draw(1, index) for index in (0, 1, 3)]
+    assert [problem.question for problem in problems] == [f"Repeat.\n\nsay {word}" for word in ("one", "two", "one")]
+    assert problems[0].problem_id == problems[2].problem_id
+    with pytest.raises(UserError, match=r"task 'mine': the environment failed on a reset: .*KeyError"):
+        task.draw(1, 2)
+    task.close()
+    pool = EnvironmentPool({"mine": spec}, EnvironmentSettings(processes=1))
+    values = problems[0].metadata
+    for number, digest in enumerate((values["first_digest"], problems[1].metadata["first_digest"])):
+        key = EpisodeKey(0, number, 0)
+        pool.submit(ActRequest(key, "mine", values["seed"], values["row"], action="x", first_digest=digest))
+        found = pool.collect(120.0)
+        assert isinstance(found[0], ActFailure) == bool(number), "the second has the digest of another prompt"
+    pool.close()
+
+
+def test_a_class_becomes_a_path_unless_it_cannot_be_imported() -> None:
+    assert environment_spec("a", Sokoban, {}).path == "baton.environments.sokoban:Sokoban"
+
+    class Local: ...
+
+    with pytest.raises(UserError, match="cannot be imported by another process; define the class at the top"):
+        environment_spec("a", Local, {})
