@@ -1,4 +1,5 @@
-"""The cost of a train step on a pipeline of stages: FLOPs, pipeline bubble, communication, optimiser, memory.
+"""The cost of a train step on a pipeline of stages (FLOPs, pipeline bubble, communication, optimiser, memory), and of
+publication.
 
 Each stage s has a GPU type, a data-parallel width dp and a tensor-parallel width tp. With M microbatches per update and
 S stages, a step takes
@@ -148,3 +149,21 @@ def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array,
     """Return the gradient or optimiser time of a stage. Its vocabulary parameters count as layers of the same size."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
+
+
+def publish_s(
+    model: ModelSpec,
+    work: Workload,
+    shares: NDArray[np.float64],
+    bytes_per_s: NDArray[np.float64],
+    latency_s: NDArray[np.float64],
+) -> Any:
+    """Return the time until the engines of each pool have all weights, [..., pools].
+
+    `shares` [..., pools] is the share of the weights that each pool trains, `bytes_per_s` [from, to] the bandwidth of
+    publication, and `latency_s` [pools] the fixed time of a publication from a pool. The parts from different pools are
+    sent one after the other. Engines forward weights while they receive them, so the time does not depend on the number
+    of engines.
+    """
+    size = model.params * work.weight_bytes
+    return shares @ (size / bytes_per_s) + np.max((shares > 0) * latency_s, axis=-1, keepdims=True)

@@ -8,8 +8,6 @@ program, for every λ ≥ 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,13 +79,15 @@ class RolloutBound:
         return np.where(reaches, root, np.inf)
 
 
-def division_bound_s(problem: AssignmentProblem, bound: RolloutBound, gpus: Sequence[int]) -> float:
-    """Return a lower bound on the step time of every division of these GPUs between trainer and rollout.
+def division_bound_s(problem: AssignmentProblem) -> float:
+    """Return a lower bound on the step time of every division of the GPUs between trainer and rollout. Takes
+    milliseconds.
 
     In time T, a GPU of pool k either trains ρ_k·T batches or generates the fraction φ_k(T)/tokens of a batch. Both sums
     must reach 1, so for every weight w in [0, 1]: Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
     """
-    count = np.array(gpus, dtype=float)
+    bound = RolloutBound(problem)
+    count = np.array([pool.num_gpus for pool in problem.pools.pools], dtype=float)
     step = problem.step
     weights = np.linspace(0, 1, DUALS)[:, None]
 

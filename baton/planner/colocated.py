@@ -13,12 +13,11 @@ import numpy as np
 from baton.cost.train import stage_terms
 from baton.errors import UserError
 from baton.planner.assign import seat
-from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.bounds import division_bound_s
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe_seated
-from baton.planner.pools import are_alike
 from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.specs.plan import Bound, Idle, Plan
@@ -32,7 +31,7 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
     is feasible."""
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
-    problem = make_problem(serial, "alike" if are_alike(inputs.cluster) else "pessimistic")
+    problem = make_problem(serial)
     best: tuple[float, int, RolloutAllocation, float, float] | None = None
     for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
         state = _state_bytes(serial, problem, row)
@@ -101,8 +100,7 @@ def _described(
     _, row, rollout, sync_s, swap_s = best
     training_seats = seat(problem, inputs.cluster, row, [0] * len(problem.columns))
     engine_seats = seat(problem, inputs.cluster, None, rollout.counts)
-    gpus = [pool.num_gpus for pool in problem.pools.pools]
-    least_s = division_bound_s(problem, RolloutBound(problem), gpus)
+    least_s = division_bound_s(problem)
     solution = Solution(row, rollout, sync_s + swap_s, 0.0, least_s)
     plan = describe_seated(inputs, problem, solution, "exact", training_seats, engine_seats)
     used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}

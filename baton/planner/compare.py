@@ -11,7 +11,6 @@ from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.plan_from_solution import describe
-from baton.planner.pools import are_alike
 from baton.planner.published_method import evaluate_division
 from baton.planner.replicas import RolloutProgram
 from baton.planner.solve import make_plan
@@ -79,10 +78,9 @@ def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: f
 def split_plan(inputs: Inputs, train_share: float) -> Plan:
     """Return the best plan in which `train_share` of the GPUs of each type train. Raises UserError if no training
     shape or no replica shape fits."""
-    problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
+    problem = make_problem(inputs)
     train = np.array([round(pool.num_gpus * train_share) for pool in problem.pools.pools], dtype=np.int64)
     found = evaluate_division(problem, RolloutProgram(problem), train)
     if found is None:
         raise UserError("no training shape or no replica shape fits this split")
-    found = msgspec.structs.replace(found, bound_s=found.step_s)
     return describe(inputs, problem, found, f"split {1 - train_share:.0%}/{train_share:.0%}")

@@ -23,7 +23,15 @@ from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs
 from baton.planner.pools import GpuPool
 from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, tensor_widths
-from baton.planner.training_shapes import CROSSING_STAGES, MAX_CROSSED, Shapes, evaluated, merged_table, pipeline_orders
+from baton.planner.training_shapes import (
+    CROSSING_STAGES,
+    MAX_CROSSED,
+    Shapes,
+    evaluated,
+    merged_table,
+    pipeline_orders,
+    stage_link,
+)
 
 Bools = NDArray[np.bool_]
 
@@ -264,13 +272,8 @@ def _least_groups(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
     """Return the least dp with which each stage of a pool takes at most `pace`. `groups` is a known lower bound."""
-    k = family.order[place]
-    pool = problem.pools.pools[k]
-    slowest = np.where(family.stages[place][alive] > 1, pool.place.inter_bytes_per_s, np.inf)
-    for other in family.order[max(0, place - 1) : place + 2]:
-        if other != k:
-            slowest = np.minimum(slowest, problem.pools.bytes_per_s[k][other])
-    rate = slowest * pool.place.efficiency.link
+    pool = problem.pools.pools[family.order[place]]
+    rate = stage_link(problem.pools, family.order, place, family.stages[place][alive])
     node, tp = max(pool.sizes), family.tp[place][alive]
     crossing = np.asarray(family.one[place].boundary_tokens_bytes)
     crossing = (crossing if crossing.ndim == 0 else crossing[alive]) * 1.0

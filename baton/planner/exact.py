@@ -30,6 +30,14 @@ class Solution(msgspec.Struct, frozen=True):
     """Lower bound on the step time of all divisions."""
 
 
+def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -> Solution:
+    """Return the solution with this training shape and rollout. Its step time is its bound."""
+    used = {column.pool for column, count in zip(problem.columns, rollout.counts, strict=True) if count}
+    sync_s = max(float(problem.sync_s[row, pool]) for pool in used)
+    step_s = problem.step.step_s(sync_s, rollout.time_s, float(problem.table.time_s[row]))
+    return Solution(row, rollout, sync_s, step_s, step_s)
+
+
 class _Entries(msgspec.Struct, frozen=True):
     """Candidates: a training shape and a maximum publication time. Engines run only on pools that weights reach in
     that time."""
@@ -65,8 +73,7 @@ def solve_exact(
         return None
     covered = min(least_s, step_s)
     if not problem.table.is_complete:
-        gpus = [pool.num_gpus for pool in problem.pools.pools]
-        covered = min(covered, division_bound_s(problem, bound, gpus))
+        covered = min(covered, division_bound_s(problem))
     return msgspec.structs.replace(best, bound_s=covered)
 
 

@@ -12,7 +12,7 @@ from baton.cost.generate import ReplicaCost
 from baton.cost.train import forward_passes, layer_flops
 from baton.errors import UserError
 from baton.planner.infeasible import refuse_without_columns, refuse_without_shapes
-from baton.planner.pools import GpuPool, Pools, View, make_pools
+from baton.planner.pools import GpuPool, Pools, View, are_alike, make_pools
 from baton.planner.problem import (
     AssignmentProblem,
     Floats,
@@ -44,8 +44,12 @@ class Inputs(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, cluster=cluster)
 
 
-def make_problem(inputs: Inputs, view: View = "alike") -> AssignmentProblem:
-    """Return the problem of a view of the cluster. Raises UserError with the bytes needed if no shape fits."""
+def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
+    """Return the problem of a view of the cluster. Raises UserError with the bytes needed if no shape fits.
+
+    The default view is `alike` if all nodes of each GPU type are alike, otherwise `pessimistic`.
+    """
+    view = view or ("alike" if are_alike(inputs.cluster) else "pessimistic")
     pools = make_pools(inputs.cluster, inputs.efficiencies, view)
     return make_rate_problem(inputs, pools) if inputs.rates is not None else make_cost_problem(inputs, pools)
 

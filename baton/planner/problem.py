@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.generate import ReplicaCost, largest_batch, replica_cost
-from baton.cost.publish import publish_s
+from baton.cost.train import publish_s
 from baton.planner.pools import GpuPool, Pools
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload

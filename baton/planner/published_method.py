@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from baton.planner.exact import Solution
+from baton.planner.exact import Solution, solution
 from baton.planner.pools import GpuPool
 from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.replicas import CLOSE, RolloutProgram
@@ -140,12 +140,6 @@ def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train
         rest = [size - taken for size, taken in zip(pool.sizes, taken_sizes(pool, int(train[k])), strict=True)]
         left += [level * sum(size // level for size in rest) for level in pool.levels]
     row = int(fits[np.argmin(problem.table.time_s[fits])])
-    train_s = float(problem.table.time_s[row])
     everywhere = [True] * len(problem.pools.pools)
     rollout = program.fastest(tuple(left), everywhere, problem.step.judge_s)
-    if rollout is None:
-        return None
-    used = {problem.columns[c].pool for c, count in enumerate(rollout.counts) if count}
-    sync_s = max(float(problem.sync_s[row, k]) for k in used)
-    step_s = problem.step.step_s(sync_s, rollout.time_s, train_s)
-    return Solution(row, rollout, sync_s, step_s, 0.0)
+    return None if rollout is None else solution(problem, row, rollout)

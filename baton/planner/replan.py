@@ -16,12 +16,11 @@ import numpy as np
 
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound, division_bound_s
-from baton.planner.exact import Solution, solve_exact
+from baton.planner.exact import Solution, solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe
-from baton.planner.pools import are_alike
 from baton.planner.problem import AssignmentProblem, Ints
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.solve import restricted, solve
@@ -65,7 +64,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
     """Return the plan of the current cluster that moves the fewest GPUs, among the plans within `slack` of the
     fastest."""
     check_solver()
-    problem = make_problem(inputs, "alike" if are_alike(inputs.cluster) else "pessimistic")
+    problem = make_problem(inputs)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
     before = jobs(running)
     prefer = {gpu: job.split()[0] for gpu, job in before.items()}
@@ -81,8 +80,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
         ways.append(("training and replicas kept", problem, _filled(problem, program, row, kept)))
     else:
         ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
-    gpus = [pool.num_gpus for pool in problem.pools.pools]
-    least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem, RolloutBound(problem), gpus)
+    least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem)
     options = []
     for name, of, found in ways:
         if found is None:
@@ -160,12 +158,7 @@ def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept:
     table = problem.table
     left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
     rollout = _beside(problem, program, left, kept)
-    if rollout is None:
-        return None
-    used = [problem.columns[c].pool for c, count in enumerate(rollout.counts) if count]
-    sync_s = max(float(problem.sync_s[row, pool]) for pool in used)
-    step_s = problem.step.step_s(sync_s, rollout.time_s, float(table.time_s[row]))
-    return Solution(row, rollout, sync_s, step_s, step_s)
+    return None if rollout is None else solution(problem, row, rollout)
 
 
 def _beside(

@@ -9,7 +9,7 @@ from itertools import product
 import msgspec
 
 from baton.errors import UserError
-from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.bounds import division_bound_s
 from baton.planner.decompose import improve
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
@@ -104,12 +104,12 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)
-        if lower_bound_s(problem) >= ceiling_s:
+        if division_bound_s(problem) >= ceiling_s:
             return None
         problem, solution = solve(inputs, problem, method, time_limit_s)
         return describe(inputs, problem, solution, method)
     optimistic = make_problem(inputs, "optimistic")
-    if lower_bound_s(optimistic) >= ceiling_s:
+    if division_bound_s(optimistic) >= ceiling_s:
         return None
     views: list[View] = ["pessimistic"]
     if len(make_pools(inputs.cluster, inputs.efficiencies).pools) <= MAX_POOLS:
@@ -122,11 +122,6 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     least_s = solve(inputs, optimistic, "exact", time_limit_s / 3)[1].bound_s
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
-
-
-def lower_bound_s(problem: AssignmentProblem) -> float:
-    """Return a lower bound on the step time of the problem. Takes milliseconds."""
-    return division_bound_s(problem, RolloutBound(problem), [pool.num_gpus for pool in problem.pools.pools])
 
 
 def solve(

@@ -227,11 +227,7 @@ def _kinds(
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):
         pool = pools.pools[index]
         is_first, is_last = place == 0, place == len(order) - 1
-        slowest = np.where(part.stages > 1, pool.place.inter_bytes_per_s, np.inf)
-        for other in order[max(0, place - 1) : place + 2]:
-            if other != index:
-                slowest = np.minimum(slowest, pools.bytes_per_s[index][other])
-        boundary = np.where(depth > 1, term.boundary_tokens_bytes / (slowest * pool.place.efficiency.link), 0.0)
+        boundary = np.where(depth > 1, term.boundary_tokens_bytes / stage_link(pools, order, place, part.stages), 0.0)
         both = is_first & is_last & (part.stages == 1)
         counts = (
             np.where(both, 0, int(is_first)),
@@ -251,6 +247,18 @@ def _kinds(
             ]
         )
     return found
+
+
+def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> Floats:
+    """Return the bandwidth of the slowest link between stages of a pool, or from it to its neighbours, [candidates]."""
+    index = order[place]
+    pool = pools.pools[index].place
+    slowest = np.where(stages > 1, pool.inter_bytes_per_s, np.inf)
+    for other in order[max(0, place - 1) : place + 2]:
+        if other != index:
+            slowest = np.minimum(slowest, pools.bytes_per_s[index][other])
+    reached: Floats = slowest * pool.efficiency.link
+    return reached
 
 
 def _finish(

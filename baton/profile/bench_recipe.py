@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
-from baton.profile.bench import BenchResult, bench_engine, bench_flat, sides_of
-from baton.profile.bench_lengths import ScriptedLengths
+from baton.profile.bench import BenchResult, ScriptedLengths, bench_engine, bench_flat, sides_of
 from baton.recipe.recipe import Recipe
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.run.assemble import set_up_torch

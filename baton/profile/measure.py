@@ -1,6 +1,6 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-`engine.py` measures decode and prefill for several batch sizes and contexts. `timings.py` measures batches of the
+`engine.py` measures decode and prefill for several batch sizes and contexts. `train_steps.py` measures batches of the
 recipe's prompts and train steps alternately, on a CPU also at the same time (they share the cores), and weight
 publication. Every figure is a median over repeats. The cost model's parameters are then fitted to these measurements.
 On a CPU, an engine process has one thread, the trainer has all threads, and a core counts as a GPU.

@@ -17,9 +17,8 @@ from baton.records.trace import Span
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
 from baton.simulator.invariants import InvariantViolation
-from baton.simulator.log import EventLog
 from baton.simulator.result import Result, summarise
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import EventLog, RunOptions, simulate
 from baton.simulator.simulation import NoProgress
 
 MOST_TRIES = 400

@@ -242,14 +242,14 @@ def _tokens(record: RunRecord) -> dict[str, int]:
 
 def _engines(record: RunRecord) -> list[Shares]:
     """Return the use of time by kind: engines whose names differ only in their number."""
-    kinds: dict[str, list[tuple[int, int, object]]] = {}
+    kinds: dict[str, list[tuple[int, int, EngineTime]]] = {}
     for name, engine in record.engines.items():
         kinds.setdefault(name.rstrip("0123456789").rstrip("#- "), []).append(engine)
     found = []
     for kind, members in kinds.items():
         busy = members[0][2]
         for _, _, other in members[1:]:
-            busy = busy.plus(other)  # type: ignore[attr-defined]
+            busy = busy.plus(other)
         span_s = max(1e-9, record.seconds * len(members))
         shares = [getattr(busy, key) / span_s for key in ("decode_s", "prefill_s", "load_s")]
         slots = sum(slots for slots, _, _ in members) / len(members)
@@ -262,9 +262,9 @@ def _engines(record: RunRecord) -> list[Shares]:
                 prefill=shares[1],
                 load=shares[2],
                 idle=max(0.0, 1 - sum(shares)),
-                occupancy=busy.row_s / (span_s * slots),  # type: ignore[attr-defined]
-                tokens_per_s=busy.decoded / max(1e-9, record.seconds),  # type: ignore[attr-defined]
-                preemptions=busy.preemptions,  # type: ignore[attr-defined]
+                occupancy=busy.row_s / (span_s * slots),
+                tokens_per_s=busy.decoded / max(1e-9, record.seconds),
+                preemptions=busy.preemptions,
             )
         )
     return found

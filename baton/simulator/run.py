@@ -1,24 +1,55 @@
-"""Builds a simulated run and runs it."""
+"""Builds a simulated run from a setting and options, runs it, and logs its events and commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.errors import UserError
 from baton.records.trace import Tracer
+from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
 from baton.simulator.invariants import InvariantChecker
-from baton.simulator.log import EventLog
 from baton.simulator.network import NetworkFaults
 from baton.simulator.pool import SimulatedEnginePool
 from baton.simulator.result import RunRecord
 from baton.simulator.seeds import choices
 from baton.simulator.simulation import Simulation
 from baton.simulator.swarm import FaultInjector, Swarm
+from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
+
+
+class EventLog:
+    """The event log: every event and command as a line of JSON, in order. The same seed gives the same bytes."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
+    def on_event(self, event: ro.Event) -> None:
+        self._add(b"> ", event)
+
+    def on_command(self, command: ro.Command) -> None:
+        self._add(b"< ", command)
+
+    def settled(self) -> None:
+        pass
+
+    def on_lease_event(self, event: ev.Event) -> None:
+        self._add(b"hub > ", event)
+
+    def on_lease_command(self, command: ev.Command) -> None:
+        self._add(b"hub < ", command)
+
+    def settled_lease(self, event: ev.Event) -> None:
+        pass
+
+    def _add(self, mark: bytes, message: msgspec.Struct) -> None:
+        self.lines.append(mark + msgspec.json.encode(message))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ import torch
 from decode import make_engine, prompt_of
 from shapes import PROMPT_TOKENS, Scale
 
-from baton.profile.bench import CONTROL, bench_engine, sides_of
-from baton.profile.bench_lengths import ScriptedLengths
+from baton.profile.bench import CONTROL, ScriptedLengths, bench_engine, sides_of
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.result import summarise

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.cost.publish import publish_s
-from baton.cost.train import forward_passes, microbatches, most_layers, stage_bytes, stage_terms, tail_s
+from baton.cost.train import forward_passes, microbatches, most_layers, publish_s, stage_bytes, stage_terms, tail_s
 from tests.cost.round_numbers import MODEL, PLACE, WORK
 
 

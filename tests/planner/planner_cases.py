@@ -11,8 +11,7 @@ import numpy as np
 
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import DeviceClass, largest_batch, replica_cost
-from baton.cost.publish import publish_s
-from baton.cost.train import microbatches, stage_bytes, stage_terms, table_params
+from baton.cost.train import microbatches, publish_s, stage_bytes, stage_terms, table_params
 from baton.planner.instance import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import ModelSpec, model_spec

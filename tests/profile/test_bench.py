@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli import main as cli
 from baton.errors import UserError
-from baton.profile.bench import CONTROL, bench_flat, sides_of
-from baton.profile.bench_lengths import ScriptedLengths
+from baton.profile.bench import CONTROL, ScriptedLengths, bench_flat, sides_of
 from baton.rollout.settings import RolloutSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"

@@ -9,10 +9,9 @@ import pytest
 from simulator_cases import MODES, random_case, rules, setting, swarm
 
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
-from baton.simulator.log import EventLog
 from baton.simulator.request import Spans
 from baton.simulator.result import summarise
-from baton.simulator.run import RunOptions, build, simulate
+from baton.simulator.run import EventLog, RunOptions, build, simulate
 from baton.simulator.scripted_trajectories import Script, TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
