@@ -64,7 +64,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# ten thousand random cases of a simulated run, every law checked at every event; CI runs a fixed sample
+# ten thousand random cases of a simulated run, with every invariant checked at every event; CI runs a fixed sample
 DAYS ?= 10000
 chaos: $(VENV)/.installed
 	$(BIN)/python tests/simulator/chaos.py $(DAYS)

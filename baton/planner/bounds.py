@@ -1,9 +1,9 @@
 """Lower bounds of the step time, cheap enough to order and discard hundreds of thousands of candidates.
 
 If replicas may be fractional, the optimum does not get worse. A pool of n GPUs therefore generates at most n · φ(T)
-tokens in time T, and φ is the best work per GPU of any shape. The staleness gate enters with a price λ per running
-trajectory. By weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the integer
-program, for every λ ≥ 0.
+tokens in time T. φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness gate enters
+with a price λ per running trajectory. By weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least
+the optimum of the integer program, for every λ ≥ 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RolloutBound:
         return [0.0, *(highest * 2.0**-power for power in range(PRICES - 1))]
 
     def _table(self, price: float) -> Floats:
-        """Return the best work per GPU, [pools, times]."""
+        """Return φ(T) less the price of the running trajectories, [pools, times]."""
         best = np.zeros((self._num_pools, GRID))
         for column in self._columns:
             work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)

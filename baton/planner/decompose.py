@@ -46,7 +46,7 @@ MOST_SPLITS = 4000
 SPARE = (0, 1, 2)
 """Numbers of additional groups that each pool is tried with when a candidate is turned into training shapes."""
 PASSES = 4
-"""Repetitions that let mutually dependent numbers of groups grow. Fewer only make the bound weaker."""
+"""Repetitions that let mutually dependent numbers of groups grow. With fewer, the bound is valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):

@@ -52,9 +52,9 @@ class FlatSpeed:
     base_s: float = 0.01
     """Fixed time of a decode step."""
     row_s: float = 0.0
-    """Time of a decode step per trajectory in it."""
+    """Additional time of a decode step per running trajectory."""
     context_s: float = 0.0
-    """Time of a decode step per token of context in it."""
+    """Additional time of a decode step per token of context."""
     token_s: float = 0.0
     """Prefill time per token."""
     trajectory_s: float = 0.0
