@@ -309,7 +309,7 @@ WAY = (
 )
 """Files that name the behavior logprobs of a token that the embedded engine samples, in the order of a run.
 
-Every other file on the way (transport, controller, loop, `LocalTrainer`, passes, update) passes on the object that
+Every other file on the way (transport, controller, loop, `LocalTrainer`, update) passes on the object that
 holds them, of one type per stage, and reads none. Not on the way: files that only verify or only show."""
 OTHER_ENGINES = {
     "rollout/engines/client.py",

@@ -1,12 +1,14 @@
-"""The forward passes of a train step, and the values that they fix before its first update."""
+"""The forward passes of a train step.
+
+Shapes: B rows of a microbatch, S positions of a padded row (prompt and response), K = S − first positions from the
+first one that may hold a response token, T tokens of all rows without padding, N of them by the policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -14,32 +16,65 @@ from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded_scores
 from baton.policy.routing import Routing, RoutingReplay
-from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
-from baton.trainer.losses import kl
-from baton.trainer.microbatches import MicroBatch, MiniBatch
 from baton.trainer.parallel.group import SingleRank
-from baton.trainer.samples import TrainingSample, estimate
 from baton.trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedMicroBatch:
-    """A microbatch and the values that stay fixed during the step's updates. Shapes: [B, K]."""
+class ModelInputs:
+    """The tokens of a microbatch: what a forward pass needs of it. Rows are padded on the right."""
 
-    micro: MicroBatch
-    """The microbatch, including its advantages."""
-    proximal_logprobs: torch.Tensor | None = None
+    input_ids: torch.Tensor
+    """[B, S] int64"""
+    first: int
+    """First position whose logprob is computed: the shortest prompt's length. K = S − first."""
+    policy_mask: torch.Tensor
+    """[B, K] bool: True at tokens that the policy wrote, trained or not."""
+    prompt_lengths: tuple[int, ...]
+    """Number of prompt tokens of each row, without the empty rows at the end."""
+    lengths: tuple[int, ...]
+    """Number of tokens of each row, without the empty rows at the end."""
+    routing: tuple[tuple[bytes, ...], ...]
+    """Experts of each response token as reported by the engine, for each row. An empty tuple if not reported."""
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        """Return the concatenated rows: ids [T], positions [T], indices [N] of the policy's tokens, and row lengths."""
+        num_rows, device = len(self.lengths), self.input_ids.device
+        positions_BS = torch.arange(self.input_ids.shape[1], device=device).expand(num_rows, -1)
+        is_token_BS = positions_BS < torch.tensor(self.lengths, device=device)[:, None]
+        is_policy_BS = torch.nn.functional.pad(self.policy_mask[:num_rows], (self.first, 0))
+        places_N = is_policy_BS[is_token_BS].nonzero().squeeze(-1)
+        return self.input_ids[:num_rows][is_token_BS], positions_BS[is_token_BS], places_N, list(self.lengths)
+
+    def reported_experts(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
+        """Return the experts that the engine reported, the index of each in a pass, and the number of positions.
+
+        A token's experts belong to the position before it. A padded pass omits the last column.
+        """
+        found: list[bytes] = []
+        places: list[int] = []
+        start = 0
+        for prompt_length, length, routing in zip(self.prompt_lengths, self.lengths, self.routing, strict=True):
+            found += routing
+            places += range(start + prompt_length - 1, start + prompt_length - 1 + len(routing))
+            start += length if is_packed else self.input_ids.shape[1] - 1
+        return found, places, start if is_packed else self.input_ids[:, 1:].numel()
+
+
+@dataclass(frozen=True, slots=True)
+class FixedValues:
+    """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
+
+    proximal_logprobs: torch.Tensor | None
     """None if the step has one update, whose logprobs then serve as proximal logprobs."""
-    reference_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None
     """None without a reference model."""
-    values: torch.Tensor | None = None
+    values: torch.Tensor | None
     """The critic's values at the start of the step; None without a critic."""
-    routing: Routing | None = None
+    routing: Routing | None
     """Experts to replay, which the proximal policy or the engine chose."""
-    returns: torch.Tensor | None = None
-    """Targets of the critic: advantages before normalisation + values; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +100,7 @@ class Passes:
         """Return whether the critic is a head on the policy."""
         return self.critic is not None and self.critic.trunk is None
 
-    def scores(self, micro: MicroBatch, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
+    def scores(self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
         """Score a microbatch's tokens: [B, K]. An update includes entropies, a shared critic hidden states."""
         model = self.model if model is None else model
         has_bonus = is_update and self.algorithm.entropy_coef > 0
@@ -75,14 +110,14 @@ class Passes:
 
         def score(whole: PreTrainedModel) -> TokenScores:
             if self.is_packed:
-                return packed_scores(whole, *micro.packed(), **wants)  # type: ignore[arg-type]
-            return padded_scores(whole, micro.input_ids, first=micro.first, **wants)  # type: ignore[arg-type]
+                return packed_scores(whole, *inputs.packed(), **wants)  # type: ignore[arg-type]
+            return padded_scores(whole, inputs.input_ids, first=inputs.first, **wants)  # type: ignore[arg-type]
 
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
             scores = self.parallel.run(model, score)
-            return _unpacked(micro, scores) if self.is_packed else scores
+            return _unpacked(inputs, scores) if self.is_packed else scores
 
-    def values(self, micro: MicroBatch, scores: TokenScores) -> torch.Tensor:
+    def values(self, inputs: ModelInputs, scores: TokenScores) -> torch.Tensor:
         """Return the critic's values [B, K]. A shared critic reads the hidden states of `scores`."""
         assert self.critic is not None
 
@@ -91,124 +126,53 @@ class Passes:
                 assert scores.hidden is not None
                 found: torch.Tensor = critic(scores.hidden)
                 return found
-            return critic.of_packed(*micro.packed()) if self.is_packed else critic.of_ids(micro.input_ids, micro.first)
+            if self.is_packed:
+                return critic.of_packed(*inputs.packed())
+            return critic.of_ids(inputs.input_ids, inputs.first)
 
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
             values = self.parallel.run(self.critic, read)
-            return _laid(micro, values) if self.is_packed else values
+            return _laid(inputs, values) if self.is_packed else values
 
     @torch.no_grad()
-    def prepare(self, parts: Sequence[MiniBatch]) -> list[list[PreparedMicroBatch]]:
-        """Run the passes before the first update, and estimate the advantages that depend on them."""
-        found = [[self._prepared(micro) for micro in part.microbatches] for part in parts]
-        if not self.algorithm.needs_model_for_advantages:
-            return found
-        everything = [prepared for part in found for prepared in part]
-        filled = iter(self._with_advantages(everything, [row for part in parts for row in part.rows]))
-        return [[next(filled) for _ in part] for part in found]
-
-    def _prepared(self, micro: MicroBatch) -> PreparedMicroBatch:
+    def fixed_values(self, inputs: ModelInputs) -> FixedValues:
+        """Run the passes of a microbatch that precede the first update."""
         algorithm = self.algorithm
         reference = None
         if self.reference is not None:
             with without_adapters(self.reference):
-                reference = self.scores(micro, self.reference, is_update=False).logprobs
-        given = self._given_routing(micro)
+                reference = self.scores(inputs, self.reference, is_update=False).logprobs
+        given = self._given_routing(inputs)
         wants_proximal = (
             algorithm.num_updates > 1 or algorithm.correction == "second_moment" or algorithm.needs_model_for_advantages
         )
         if not wants_proximal:
-            return PreparedMicroBatch(micro, reference_logprobs=reference, routing=given)
-        with self._replay(given), self._recorded() as chosen:
-            scores = self.scores(micro, is_update=False)
-        return PreparedMicroBatch(
-            micro,
-            proximal_logprobs=scores.logprobs,
-            reference_logprobs=reference,
-            values=None if self.critic is None else self.values(micro, scores),
-            routing=given or chosen or None,
-        )
+            return FixedValues(None, reference, None, given)
+        with self.replayed(given), self._recorded() as chosen:
+            scores = self.scores(inputs, is_update=False)
+        values = None if self.critic is None else self.values(inputs, scores)
+        return FixedValues(scores.logprobs, reference, values, given or chosen or None)
 
-    def replayed(self, prepared: PreparedMicroBatch) -> AbstractContextManager[None]:
-        """Return a context for an update's forward and backward pass in which routing is replayed."""
-        return self._replay(prepared.routing)
-
-    def _replay(self, routing: Routing | None) -> AbstractContextManager[None]:
+    def replayed(self, routing: Routing | None) -> AbstractContextManager[None]:
+        """Return a context for forward and backward passes in which `routing` is replayed."""
         return nullcontext() if self.replay is None else self.replay.replayed(routing)
 
     def _recorded(self) -> AbstractContextManager[Routing]:
         return nullcontext({}) if self.replay is None else self.replay.recorded()
 
-    def _given_routing(self, micro: MicroBatch) -> Routing | None:
+    def _given_routing(self, inputs: ModelInputs) -> Routing | None:
         """Return the engine's experts if `moe_replay` is "engine", else None."""
         if self.replay is None or self.settings.moe_replay != "engine":
             return None
-        return self.replay.from_engine(*micro.routing(is_packed=self.is_packed))
-
-    def _with_advantages(
-        self, everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample]
-    ) -> list[PreparedMicroBatch]:
-        """Estimate advantages over the rows of all ranks from the models' outputs."""
-        algorithm = self.algorithm
-        raw = estimate(
-            rows,
-            algorithm,
-            token_rewards=self._of_all(everything, rows, self._penalties) if algorithm.has_reward_kl else None,
-            values=self._of_all(everything, rows, _values) if self.critic is not None else None,
-        )
-        names = [row.name for row in rows]
-        unchanged = dict(zip(names, raw, strict=True))
-        final = dict(zip(names, normalized(raw), strict=True)) if algorithm.normalize_advantages else unchanged
-        filled = []
-        for prepared in everything:
-            micro = prepared.micro
-            if micro.is_idle:
-                filled.append(replace(prepared, returns=prepared.values))
-                continue
-            advantages = micro.spread([final[row.name] for row in micro.rows])
-            expected = micro.spread([unchanged[row.name] for row in micro.rows])
-            returns = None if prepared.values is None else expected + prepared.values
-            filled.append(replace(prepared, micro=replace(micro, advantages=advantages), returns=returns))
-        return filled
-
-    def _of_all(
-        self,
-        everything: Sequence[PreparedMicroBatch],
-        rows: Sequence[TrainingSample],
-        read: Callable[[PreparedMicroBatch], list[FloatArray]],
-    ) -> list[FloatArray]:
-        """Return [P] for each of `rows`. Each rank reads its rows, and a sum over ranks combines the values."""
-        own = {
-            row.name: found
-            for prepared in everything
-            if not prepared.micro.is_idle
-            for row, found in zip(prepared.micro.rows, read(prepared), strict=True)
-        }
-        flat = np.concatenate([np.zeros(0), *(own.get(row.name, np.zeros(row.num_policy)) for row in rows)])
-        ends = np.cumsum([row.num_policy for row in rows])
-        return [np.asarray(part) for part in np.split(self.parallel.sums(flat), ends[:-1])] if rows else []
-
-    def _penalties(self, prepared: PreparedMicroBatch) -> list[FloatArray]:
-        """Return −kl_coef × KL(proximal ‖ reference) at each policy token: [P] for each row."""
-        micro, algorithm = prepared.micro, self.algorithm
-        assert prepared.proximal_logprobs is not None
-        assert prepared.reference_logprobs is not None
-        apart = kl(prepared.proximal_logprobs, prepared.reference_logprobs, micro.policy_mask, algorithm.kl_estimator)
-        return micro.gather(-algorithm.kl_coef * apart.nats)
+        return self.replay.from_engine(*inputs.reported_experts(is_packed=self.is_packed))
 
 
-def _values(prepared: PreparedMicroBatch) -> list[FloatArray]:
-    """Return the critic's values: [P] for each row."""
-    assert prepared.values is not None
-    return prepared.micro.gather(prepared.values)
-
-
-def _unpacked(micro: MicroBatch, scores: TokenScores) -> TokenScores:
+def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:
     """Scatter scores at the policy's tokens to [B, K]. The hidden states stay [N, H]."""
-    entropy = None if scores.entropy is None else _laid(micro, scores.entropy)
-    return TokenScores(_laid(micro, scores.logprobs), entropy, scores.hidden)
+    entropy = None if scores.entropy is None else _laid(inputs, scores.entropy)
+    return TokenScores(_laid(inputs, scores.logprobs), entropy, scores.hidden)
 
 
-def _laid(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+def _laid(inputs: ModelInputs, values: torch.Tensor) -> torch.Tensor:
     """Scatter [N] values at the policy's tokens to [B, K], 0 at other tokens."""
-    return torch.zeros(micro.policy_mask.shape, device=values.device).masked_scatter(micro.policy_mask, values)
+    return torch.zeros(inputs.policy_mask.shape, device=values.device).masked_scatter(inputs.policy_mask, values)

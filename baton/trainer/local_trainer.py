@@ -38,7 +38,7 @@ from baton.trainer.checkpoint import (
     write_shards,
 )
 from baton.trainer.forward import Passes
-from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut
+from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut, prepare
 from baton.trainer.model_setup import even_tokens, fit_attention, make_critic, trade_time_and_memory
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
@@ -167,7 +167,7 @@ class LocalTrainer:
         oldest = 0 if self._max_staleness is None else max(0, start.number - self._max_staleness)
         samples = minibatches(batch, algorithm, oldest=oldest, longest=self._max_new_tokens)
         parts = [self._cut(part) for part in samples]
-        prepared = self.passes.prepare(parts)
+        prepared = prepare(parts, self.passes)
         # With one update, divergence is detected before the weights change, so no snapshot is needed.
         before = [learner.snapshot() for learner in self.learners] if algorithm.num_updates > 1 else None
         totals = Totals(self.passes.reference is not None, self.passes.critic is not None)
@@ -185,6 +185,7 @@ class LocalTrainer:
         totals.add_ranks(self._parallel)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
+        # After the updates, because statistics of rewards that are not finite would hide TrainingDiverged.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),

@@ -1,4 +1,4 @@
-"""Training samples → microbatches: the rows of each forward and backward pass, and their tensors.
+"""Training samples → microbatches: the rows of each forward and backward pass, their tensors and fixed values.
 
 Shapes: B rows of a microbatch, S positions of a padded row (prompt and response), K = S − first positions from the
 first one that may hold a response token, L tokens of one trajectory after its prompt, P of them by the policy.
@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.trainer.advantages import FloatArray
-from baton.trainer.losses import LossInputs
+from baton.trainer.advantages import FloatArray, normalized
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.forward import FixedValues, ModelInputs, Passes
+from baton.trainer.losses import LossInputs, kl
 from baton.trainer.parallel.balance import ALONE, BatchShare, balanced
-from baton.trainer.samples import TrainingSample
+from baton.trainer.samples import TrainingSample, estimate
 
 PASS_TOKENS = 64
 """Fixed cost of a forward and backward pass, as a number of tokens."""
@@ -40,14 +42,10 @@ class MicroBatch:
     rows: tuple[TrainingSample, ...]
     """At most B rows: empty rows added by `multiples` are not listed. `(IDLE_ROW,)` in a pass that this rank runs only
     because other ranks do."""
-    input_ids: torch.Tensor
-    """[B, S] int64"""
-    first: int
-    """First position whose logprob is computed: the shortest prompt's length. K = S − first."""
+    inputs: ModelInputs
+    """The rows' tokens, for the models."""
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
-    policy_mask: torch.Tensor
-    """[B, K] bool: True at tokens that the policy wrote, trained or not."""
     behavior_logprobs: torch.Tensor
     """[B, K] float32; 0 outside the mask."""
     policy_versions: torch.Tensor
@@ -67,34 +65,6 @@ class MicroBatch:
         """Number of tokens without padding; 0 for an idle microbatch."""
         return 0 if self.is_idle else sum(len(row.token_ids) for row in self.rows)
 
-    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-        """Return the concatenated rows: ids [T], positions [T], indices [N] of the policy's tokens, and row lengths."""
-        ids: list[int] = []
-        positions: list[int] = []
-        places: list[int] = []
-        for row in self.rows:
-            start = len(ids) + row.prompt_length
-            ids += row.token_ids
-            positions += range(len(row.token_ids))
-            places += [start + place for place, is_policy in enumerate(row.is_policy) if is_policy]
-        device = self.input_ids.device
-        found = [torch.tensor(values, dtype=torch.int64, device=device) for values in (ids, positions, places)]
-        return found[0], found[1], found[2], [len(row.token_ids) for row in self.rows]
-
-    def routing(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
-        """Return the experts that the engine reported, the index of each in a pass, and the number of positions.
-
-        A token's experts belong to the position before it. A padded pass omits the last column.
-        """
-        found: list[bytes] = []
-        places: list[int] = []
-        start = 0
-        for row in self.rows:
-            found += row.routing
-            places += range(start + row.prompt_length - 1, start + row.prompt_length - 1 + len(row.routing))
-            start += len(row.token_ids) if is_packed else self.input_ids.shape[1] - 1
-        return found, places, start if is_packed else self.input_ids[:, 1:].numel()
-
     def loss_inputs(self, logprobs: torch.Tensor, proximal_logprobs: torch.Tensor | None = None) -> LossInputs:
         """Return the inputs of an objective for logprobs [B, K].
 
@@ -110,16 +80,28 @@ class MicroBatch:
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
         """Scatter the [P] values of each row to the policy's tokens: [B, K] float32, 0 at other tokens."""
-        found = torch.zeros(self.policy_mask.shape, dtype=torch.float32, device=self.policy_mask.device)
+        mask = self.inputs.policy_mask
+        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         values = np.concatenate([np.zeros(0), *by_row])
-        found[self.policy_mask] = torch.tensor(values, dtype=torch.float32, device=found.device)
+        found[mask] = torch.tensor(values, dtype=torch.float32, device=found.device)
         return found
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
         """Gather the values at the policy's tokens from [B, K]: [P] for each row. The inverse of `spread`."""
-        flat = values[self.policy_mask].double().cpu().numpy()
+        flat = values[self.inputs.policy_mask].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMicroBatch:
+    """A microbatch with everything that stays fixed during the step's updates."""
+
+    micro: MicroBatch
+    """The microbatch, including its advantages."""
+    fixed: FixedValues
+    returns: torch.Tensor | None = None
+    """[B, K] targets of the critic: advantages before normalisation + values; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +237,15 @@ def pad(
     input_ids += [[PAD_ID] * width] * (num_rows - len(chunk))
     found = MicroBatch(
         rows=tuple(chunk),
-        input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
-        first=first,
+        inputs=ModelInputs(
+            torch.tensor(input_ids, dtype=torch.int64, device=device),
+            first,
+            laid(lambda row: row.is_policy, torch.bool),
+            tuple(row.prompt_length for row in chunk),
+            tuple(len(row.token_ids) for row in chunk),
+            tuple(row.routing for row in chunk),
+        ),
         mask=laid(lambda row: row.is_trained, torch.bool),
-        policy_mask=laid(lambda row: row.is_policy, torch.bool),
         behavior_logprobs=laid(lambda row: trained(row.behavior_logprobs, row), torch.float32),
         policy_versions=laid(lambda row: trained(row.policy_versions, row), torch.int64),
         advantages=torch.zeros((num_rows, width - first), dtype=torch.float32, device=device),
@@ -266,3 +253,68 @@ def pad(
     )
     known = [row.advantages for row in chunk if row.advantages is not None]
     return replace(found, advantages=found.spread(known)) if len(known) == len(chunk) else found
+
+
+@torch.no_grad()
+def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMicroBatch]]:
+    """Run the passes before the first update, and estimate the advantages that depend on them."""
+    found = [[PreparedMicroBatch(micro, passes.fixed_values(micro.inputs)) for micro in p.microbatches] for p in parts]
+    if not passes.algorithm.needs_model_for_advantages:
+        return found
+    everything = [prepared for part in found for prepared in part]
+    filled = iter(_with_advantages(everything, [row for part in parts for row in part.rows], passes))
+    return [[next(filled) for _ in part] for part in found]
+
+
+def _with_advantages(
+    everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample], passes: Passes
+) -> list[PreparedMicroBatch]:
+    """Estimate advantages over the rows of all ranks from the models' outputs."""
+    algorithm = passes.algorithm
+
+    def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:
+        """Return [P] for each of `rows` from [B, K]. Each rank reads its rows; a sum over ranks combines the values."""
+        own = {
+            row.name: found
+            for prepared in everything
+            if not prepared.micro.is_idle
+            for row, found in zip(prepared.micro.rows, prepared.micro.gather(read(prepared)), strict=True)
+        }
+        flat = np.concatenate([np.zeros(0), *(own.get(row.name, np.zeros(row.num_policy)) for row in rows)])
+        ends = np.cumsum([row.num_policy for row in rows])
+        return [np.asarray(part) for part in np.split(passes.parallel.sums(flat), ends[:-1])] if rows else []
+
+    raw = estimate(
+        rows,
+        algorithm,
+        token_rewards=of_all(lambda prepared: _penalties(prepared, algorithm)) if algorithm.has_reward_kl else None,
+        values=of_all(_values) if passes.critic is not None else None,
+    )
+    names = [row.name for row in rows]
+    unchanged = dict(zip(names, raw, strict=True))
+    final = dict(zip(names, normalized(raw), strict=True)) if algorithm.normalize_advantages else unchanged
+    filled = []
+    for prepared in everything:
+        micro, values = prepared.micro, prepared.fixed.values
+        if micro.is_idle:
+            filled.append(replace(prepared, returns=values))
+            continue
+        advantages = micro.spread([final[row.name] for row in micro.rows])
+        expected = micro.spread([unchanged[row.name] for row in micro.rows])
+        returns = None if values is None else expected + values
+        filled.append(replace(prepared, micro=replace(micro, advantages=advantages), returns=returns))
+    return filled
+
+
+def _penalties(prepared: PreparedMicroBatch, algorithm: AlgorithmSettings) -> torch.Tensor:
+    """Return −kl_coef × KL(proximal ‖ reference) at each policy token: [B, K]."""
+    proximal, reference = prepared.fixed.proximal_logprobs, prepared.fixed.reference_logprobs
+    assert proximal is not None
+    assert reference is not None
+    apart = kl(proximal, reference, prepared.micro.inputs.policy_mask, algorithm.kl_estimator)
+    return -algorithm.kl_coef * apart.nats
+
+
+def _values(prepared: PreparedMicroBatch) -> torch.Tensor:
+    assert prepared.fixed.values is not None
+    return prepared.fixed.values

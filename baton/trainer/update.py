@@ -15,9 +15,9 @@ from baton.policy.sharding import local
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_distance, correction_shape
 from baton.trainer.critic import Critic, value_loss, value_sums
-from baton.trainer.forward import Passes, PreparedMicroBatch
+from baton.trainer.forward import Passes
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
-from baton.trainer.microbatches import MiniBatch
+from baton.trainer.microbatches import MiniBatch, PreparedMicroBatch
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
 from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
@@ -104,7 +104,7 @@ class Update:
         Raises TrainingDiverged, before the weights change, if a loss or a gradient is not finite.
         """
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
-        at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.proximal_logprobs) is not None)
+        at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
         shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
@@ -112,8 +112,8 @@ class Update:
         num_backward = sum(each.micro.has_gradient for each in prepared)  # microbatches with gradient come first
         for place, each in enumerate(prepared):
             parallel.before_backward(is_last=place == num_backward - 1)
-            with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each):
-                scores = self.passes.scores(each.micro, is_update=True)
+            with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each.fixed.routing):
+                scores = self.passes.scores(each.micro.inputs, is_update=True)
                 loss, value = self._policy_loss(each, scores, shape, correction)
                 policy_sum += value
                 if critic is not None:
@@ -143,13 +143,13 @@ class Update:
         """Return a microbatch's share of the loss, with KL term and entropy bonus, as a tensor and as a number."""
         algorithm, micro = self.passes.algorithm, each.micro
         assert scores.entropy is not None
-        inputs = micro.loss_inputs(scores.logprobs, each.proximal_logprobs)
+        inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
         distance = behavior_distance(inputs, micro.policy_versions == self.step - 1)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
-        if each.reference_logprobs is not None:
-            reference_kl = kl(scores.logprobs, each.reference_logprobs, micro.mask, algorithm.kl_estimator)
+        if each.fixed.reference_logprobs is not None:
+            reference_kl = kl(scores.logprobs, each.fixed.reference_logprobs, micro.mask, algorithm.kl_estimator)
             if algorithm.has_loss_kl:
                 nats = aggregate(reference_kl.nats, micro.mask, shape.aggregation)
                 loss = loss + algorithm.kl_coef * nats / shape.divisor
@@ -170,18 +170,18 @@ class Update:
                 reference_kl=none if reference_kl is None else reference_kl.nats.sum(),
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
-        num_places = micro.input_ids.numel()  # an idle microbatch counts too, because it is computed
+        num_places = micro.inputs.input_ids.numel()  # an idle microbatch counts too, because it is computed
         value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
     def _value_loss(self, each: PreparedMicroBatch, scores: TokenScores) -> torch.Tensor:
         """Return the summed value loss of a microbatch's trained tokens."""
-        assert each.values is not None
-        assert each.returns is not None
-        values = self.passes.values(each.micro, scores)
-        clip = self.passes.algorithm.value_clip
-        loss, is_clipped = value_loss(values, each.values, each.returns, each.micro.mask, clip)
-        self.totals.add_values(value_sums(is_clipped, each.values, each.returns, each.micro.mask))
+        old, returns, mask = each.fixed.values, each.returns, each.micro.mask
+        assert old is not None
+        assert returns is not None
+        values = self.passes.values(each.micro.inputs, scores)
+        loss, is_clipped = value_loss(values, old, returns, mask, self.passes.algorithm.value_clip)
+        self.totals.add_values(value_sums(is_clipped, old, returns, mask))
         return loss
 
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:

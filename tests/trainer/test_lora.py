@@ -16,7 +16,7 @@ from baton.policy.settings import LoraSettings
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engines.embedded.network import Network
 from baton.specs.model import read_model
-from baton.trainer import make
+from baton.trainer import factory
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.types import PolicyVersion
 
@@ -192,4 +192,4 @@ def test_a_checkpoint_of_an_adapter_is_trained_on_merged_but_under_no_second_ada
         publish_dtype="float32",
     )
     with pytest.raises(UserError, match=r"adapter' holds an adapter, and \[lora\] would train a second one"):
-        make.make_trainer(setup, tiny_tokenizer())
+        factory.make_trainer(setup, tiny_tokenizer())

@@ -33,15 +33,15 @@ def test_only_policy_tokens_are_trained_and_every_value_lies_at_its_token():
     short = make_group(2, [0.0, 0.0], [[policy(14)], [policy(15)]], prompt_ids=(6,))
     all_rows = training_samples([long, short], GRPO)
     micro = pad([replace(all_rows[0], advantages=np.full(3, 0.5)), replace(all_rows[2], advantages=np.zeros(1))], CPU)
-    assert micro.first == 1  # the shorter prompt
-    assert micro.input_ids.tolist() == [[2, 3, 4, 10, 11, 20, 12], [6, 14, 0, 0, 0, 0, 0]]
+    assert micro.inputs.first == 1  # the shorter prompt
+    assert micro.inputs.input_ids.tolist() == [[2, 3, 4, 10, 11, 20, 12], [6, 14, 0, 0, 0, 0, 0]]
     t, f = True, False
     #                              3  4  10 11 20 12     14 and padding
     assert micro.mask.tolist() == [[f, f, t, t, f, t], [t, f, f, f, f, f]]
     assert micro.policy_versions.tolist() == [[0, 0, 3, 3, 0, 4], [0] * 6]
     assert micro.behavior_logprobs.tolist() == [[0, 0, -1.5, -1.5, 0, -2.5], [-4.0, 0, 0, 0, 0, 0]]
     assert micro.advantages.tolist() == [[0, 0, 0.5, 0.5, 0, 0.5], [0] * 6]
-    assert micro.policy_mask.tolist() == micro.mask.tolist()
+    assert micro.inputs.policy_mask.tolist() == micro.mask.tolist()
     assert ([row.name for row in micro.rows], micro.num_tokens) == (["1/0", "2/0"], 9)
 
 
@@ -51,7 +51,7 @@ def test_a_token_too_old_is_the_policys_but_not_trained():
         [replace(row, advantages=np.ones(row.num_policy)) for row in training_samples([group], GRPO, oldest=2)], CPU
     )
     assert micro.mask.tolist() == [[False, True], [True, False]]
-    assert micro.policy_mask.tolist() == [[True, True], [True, False]]
+    assert micro.inputs.policy_mask.tolist() == [[True, True], [True, False]]
     assert micro.advantages.tolist() == [[1, 1], [1, 0]]
     assert micro.policy_versions.tolist() == [[0, 2], [2, 0]]
 
@@ -71,7 +71,7 @@ def test_values_of_the_policys_tokens_go_to_their_places_and_back():
 def test_packed_rows_lie_one_behind_the_other():
     response = [policy(10, 11), environment(20), policy(12)]
     group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
-    ids, positions, places, lengths = pad(training_samples([group], GRPO), CPU).packed()
+    ids, positions, places, lengths = pad(training_samples([group], GRPO), CPU).inputs.packed()
     assert lengths == [6, 3]
     assert ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
@@ -131,7 +131,7 @@ def padded_tokens(lengths, budget, multiples):
 )
 def test_no_other_cut_has_fewer_padded_tokens(lengths, budget, multiples):
     chunks = under_budget([row_of(length) for length in lengths], budget, multiples)
-    found = sum(PASS_TOKENS + pad(chunk, CPU, multiples).input_ids.numel() for chunk in chunks)
+    found = sum(PASS_TOKENS + pad(chunk, CPU, multiples).inputs.input_ids.numel() for chunk in chunks)
     assert found == padded_tokens(sorted(lengths, reverse=True), budget, multiples)
 
 
@@ -139,8 +139,8 @@ def test_few_shapes_are_made_of_columns_and_rows_that_nobody_sees():
     """Three rows of at most 21 tokens become 8 of 32; their own values lie where they lay."""
     all_rows = [row_of(n) for n in (21, 9, 4)]
     plain, few = pad(all_rows, CPU), pad(all_rows, CPU, FEW_SHAPES)
-    assert few.input_ids.shape == (8, 32)
-    assert (few.first, few.num_tokens, few.rows) == (plain.first, plain.num_tokens, plain.rows)
+    assert few.inputs.input_ids.shape == (8, 32)
+    assert (few.inputs.first, few.num_tokens, few.rows) == (plain.inputs.first, plain.num_tokens, plain.rows)
     for name in ("mask", "behavior_logprobs", "policy_versions", "advantages"):
         whole = getattr(few, name)
         assert whole.shape == (8, 31)
@@ -162,7 +162,7 @@ def test_a_trajectory_without_policy_tokens_is_counted_but_costs_no_forward():
     group = make_group(0, [1.0, 0.0], [[environment(20, 21)], [policy(5, 6)]])
     part = cut_of([group], 100)
     assert (part.num_trajectories, part.num_trained_tokens) == (2, 2)
-    assert [len(micro.input_ids) for micro in part.microbatches] == [1]
+    assert [len(micro.inputs.input_ids) for micro in part.microbatches] == [1]
 
 
 def test_a_wholly_masked_trajectory_costs_a_forward_only_where_others_are_compared_with_what_it_says():
@@ -194,5 +194,5 @@ def test_the_same_batch_gives_the_same_microbatches():
     for one, other in zip(split(), split(), strict=True):
         assert len(one.microbatches) > 1
         for a, b in zip(one.microbatches, other.microbatches, strict=True):
-            assert torch.equal(a.input_ids, b.input_ids)
+            assert torch.equal(a.inputs.input_ids, b.inputs.input_ids)
             assert torch.equal(a.mask, b.mask)

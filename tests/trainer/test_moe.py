@@ -235,7 +235,7 @@ def test_the_engines_choice_is_replayed_at_its_places_in_every_pass(packing):
         training_samples(batch.groups, AlgorithmSettings()), max_tokens_per_microbatch=10_000, device=CPU
     ).microbatches
     is_packed = packing == "always"
-    routing, places, num_places = micro.routing(is_packed=is_packed)
+    routing, places, num_places = micro.inputs.reported_experts(is_packed=is_packed)
     assert len(routing) == len(places) == sum(t.num_tokens for t in batch.trajectories)
     assert len(seen) == 6  # three passes of two routers
     for layer in (0, 1):

@@ -12,7 +12,7 @@ from baton.policy import packing
 from baton.policy.head import find_head
 from baton.policy.logprobs import compute_in, packed_scores, packs_as_it_pads, padded_scores
 from baton.policy.packing import PACKED, prefer_packed_attention
-from baton.trainer import fitting
+from baton.trainer import model_setup
 
 pytestmark = pytest.mark.numerics
 
@@ -129,7 +129,7 @@ def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
 
 
 def test_a_model_that_does_not_pack_is_padded_or_refused(monkeypatch):
-    monkeypatch.setattr(fitting, "packs_as_it_pads", lambda model: False)
+    monkeypatch.setattr(model_setup, "packs_as_it_pads", lambda model: False)
     with pytest.raises(UserError, match=r"trainer\.packing: got 'always', but Qwen3ForCausalLM on cpu does not score"):
         make_trainer(packing="always")
     assert not make_trainer().passes.is_packed
