@@ -40,7 +40,7 @@ def describe(
     printed.
     """
     from baton.cluster.inventory import as_toml
-    from baton.cluster.ray.describe import describe_ray
+    from baton.cluster.ray.connection import describe_ray
     from baton.files import write_whole
 
     described = describe_ray(ray, base=base, name=name, with_cpus=with_cpus)

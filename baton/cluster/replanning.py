@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
 from baton.cluster.inventory import CPU, Machine, describe
 from baton.cluster.placement import ProcessSpec, place
@@ -23,7 +21,6 @@ from baton.specs.model import read_model
 from baton.specs.plan import Plan
 from baton.specs.workload import LengthSettings, Workload
 
-Kind = TypeVar("Kind", bound=BaseModel)
 TIME_LIMIT_S = 30.0
 
 
@@ -38,9 +35,11 @@ class ReplanResult(msgspec.Struct, frozen=True):
 class Replanner:
     """Holds the current plan and computes the next one."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, base: ClusterSettings | None) -> None:
-        """base: a cluster file with the links, prices and GPU types to apply."""
-        self.recipe, self.plan, self._base = recipe, plan, base
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self.recipe, self.plan = recipe, plan
+        path = recipe.fleet.cluster
+        self._base = None if path is None else load_recipe(ClusterSettings, Path(path))
+        """Cluster file with the links, prices and GPU types to apply; None without one."""
         self._next_worker = len(plan.replicas)
         """Number of the next worker; worker names are not reused while a hub runs."""
 
@@ -59,7 +58,8 @@ class Replanner:
         named = tuple(msgspec.structs.replace(machine, name=names[machine.id]) for machine in machines)
         try:
             options = self._options(named)
-            kept = [option for option in options if _trains_on(option.plan) == _trains_on(self.plan)]
+            trainer_gpus = set(self.plan.training.gpu_ids)
+            kept = [option for option in options if set(option.plan.training.gpu_ids) == trainer_gpus]
             if not kept:
                 return ReplanResult(None, "no new plan keeps the trainer on its GPUs: the current workers continue")
             chosen = self._least_moves(kept)
@@ -84,12 +84,12 @@ class Replanner:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
         described = describe(machines, name=self.plan.cluster, base=self._base, with_cpus=CPU in types)
         recipe = self.recipe
-        calibration = recipe.fleet.calibration
+        path = recipe.fleet.calibration
         inputs = Inputs(
             cluster=described.settings.build(),
             model=read_model(Path(recipe.model.path)),
             work=workload_of(recipe),
-            efficiencies=Efficiencies() if calibration is None else _read(CalibrationSettings, calibration).build(),
+            efficiencies=Efficiencies() if path is None else load_recipe(CalibrationSettings, Path(path)).build(),
             cross_types=False,
         )
         return replan(inputs, self.plan, slack=recipe.fleet.slack, time_limit_s=TIME_LIMIT_S).options
@@ -115,19 +115,6 @@ def workload_of(recipe: Recipe) -> Workload:
             prompt=LengthSettings(mean=max(1, room - longest)).build(),
             output=LengthSettings(mean=longest).build(),
         )
-
-
-def read_base(path: str | None) -> ClusterSettings | None:
-    """Read the cluster file with the links, prices and GPU types to apply; return None if the path is None."""
-    return None if path is None else _read(ClusterSettings, path)
-
-
-def _read(kind: type[Kind], path: str) -> Kind:
-    return load_recipe(kind, Path(path))
-
-
-def _trains_on(plan: Plan) -> frozenset[str]:
-    return frozenset(plan.training.gpu_ids)
 
 
 def _seconds(plan: Plan) -> str:

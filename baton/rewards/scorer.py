@@ -77,8 +77,13 @@ class _BackgroundScorer:
 class _InlineScorer:
     """A scorer that always returns at once."""
 
+    name: str
+    """Name in messages."""
     call: Callable[[Calls], Outcomes]
     sees_groups: bool = False
+
+
+_Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
@@ -263,12 +268,12 @@ class RewardScorer:
 
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
         """Combine the outcomes of one response: of the parts by name, of the task's scorer under the empty name."""
-        score = outcomes.get("")
-        failure = _failure(self._name("", call), score)
+        task_scorer, score = self._scorers[call.prompt.task], outcomes.get("")
+        failure = _failure(task_scorer, score)
         parts: dict[str, float] = {}
         for reward in self._rewards:
             outcome = score if reward.kind in NEEDS_SCORER else outcomes[reward.name]
-            failure = failure or _failure(self._name(reward.name, call), outcome)
+            failure = failure or _failure(self._parts[reward.name] or task_scorer, outcome)
             if isinstance(outcome, CallValue) and outcome.value is not None:
                 parts[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
         if failure is None and not parts:
@@ -285,17 +290,7 @@ class RewardScorer:
             is_correct = all(parts.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
         return RewardResult(total, parts, is_correct, call.answer)
 
-    def _name(self, name: str, call: Call) -> str:
-        """Return the name, for messages, of a part's scorer; of the task's scorer if `name` is empty."""
-        scorer = self._parts.get(name) if name else self._scorers[call.prompt.task]
-        if isinstance(scorer, _BackgroundScorer):
-            return scorer.name
-        reward = next((r for r in self._rewards if r.name == name), None)
-        if reward is None or reward.function is None:
-            return f"the scorer of task {call.prompt.task!r}"
-        return f"reward function {reward.function!r}"
-
-    def _scorer(self, task: ScoredTask) -> _BackgroundScorer | _InlineScorer | None:
+    def _scorer(self, task: ScoredTask) -> _Scorer | None:
         scorer = task.scorer
         if scorer is None:
             part = next((r for r in self._rewards if r.kind in NEEDS_REFERENCE), None)
@@ -314,19 +309,22 @@ class RewardScorer:
             except Exception as error:  # noqa: BLE001 - a verifier may raise anything for some answers
                 return CallFailure(FailureCause.RAISED, f"raised {describe_error(error)}")
 
-        return _each(score_here)
+        return _per_response(f"the scorer of task {task.name!r}", score_here)
 
-    def _part(self, reward: RewardSettings) -> _BackgroundScorer | _InlineScorer | None:
+    def _part(self, reward: RewardSettings) -> _Scorer | None:
         """Return the scorer of a part; None if the task's scorer gives its value."""
         match reward.kind:
             case "exact":
-                return _each(
+                return _per_response(
+                    reward.name,
                     lambda call: CallValue(
                         float(call.answer is not None and call.answer == (call.prompt.answer or "").strip())
-                    )
+                    ),
                 )
             case "format":
-                return _each(lambda call: CallValue(float(meets_format(call.response, self._format))))
+                return _per_response(
+                    reward.name, lambda call: CallValue(float(meets_format(call.response, self._format)))
+                )
             case "math":
                 return self._in_worker(MathSpec(), reward, needs_answer=True)
             case "http":
@@ -336,20 +334,20 @@ class RewardScorer:
             case "correct" | "score":
                 return None
 
-    def _function(self, reward: RewardSettings) -> _BackgroundScorer | _InlineScorer:
+    def _function(self, reward: RewardSettings) -> _Scorer:
         path = reward.function or ""
         function = import_function(path)
         signature = reward.signature or detect_signature(function)
+        spec = FunctionSpec(path, signature)
         if reward.isolate:
-            spec = FunctionSpec(path, signature)
             return self._in_worker(spec, reward, concurrency=reward.concurrency if is_async(function) else 0)
         if is_async(function):
             raise UserError(
                 f"reward function {path!r} is async, but isolate = false allows only functions that are not"
             )
         if signature == "trl":
-            return _InlineScorer(lambda calls: call_sync(function, signature, calls), sees_groups=True)
-        return _each(lambda call: call_sync(function, signature, (call,))[0])
+            return _InlineScorer(str(spec), lambda calls: call_sync(function, signature, calls), sees_groups=True)
+        return _per_response(str(spec), lambda call: call_sync(function, signature, (call,))[0])
 
     def _remote(self, reward: RewardSettings) -> _BackgroundScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
@@ -426,9 +424,9 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
 
 
-def _each(score: Callable[[Call], Outcome]) -> _InlineScorer:
+def _per_response(name: str, score: Callable[[Call], Outcome]) -> _InlineScorer:
     """Return an inline scorer that calls `score` for each response."""
-    return _InlineScorer(lambda calls: tuple(score(call) for call in calls))
+    return _InlineScorer(name, lambda calls: tuple(score(call) for call in calls))
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
@@ -437,5 +435,7 @@ def _is_answered(outcomes: Outcomes) -> bool:
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 
 
-def _failure(name: str, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
-    return (outcome.cause, f"{name} {outcome.detail}") if isinstance(outcome, CallFailure) else None
+def _failure(scorer: _Scorer | None, outcome: Outcome | None) -> tuple[FailureCause, str] | None:
+    if scorer is None or not isinstance(outcome, CallFailure):
+        return None
+    return outcome.cause, f"{scorer.name} {outcome.detail}"

@@ -112,18 +112,10 @@ class TaskMixture:
 
     def prompt(self, task: str, problem: Problem) -> Prompt:
         """Return the prompt of a problem. The messages of a conversation are used unchanged."""
-        if problem.messages is not None:
-            return Prompt(
-                problem.problem_id, task, problem.messages, problem.answer, problem.metadata, is_conversation=True
-            )
-        messages = () if self._system is None else (Message("system", self._system),)
-        return Prompt(
-            problem.problem_id,
-            task,
-            (*messages, Message("user", problem.question)),
-            problem.answer,
-            problem.metadata,
-        )
+        system = () if self._system is None else (Message("system", self._system),)
+        messages = problem.messages or (*system, Message("user", problem.question))
+        is_conversation = problem.messages is not None
+        return Prompt(problem.problem_id, task, messages, problem.answer, problem.metadata, is_conversation)
 
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.

@@ -72,7 +72,7 @@ def test_machines_are_found_by_name_and_else_by_type() -> None:
         ),
         (plan_of([stage("H100", "a:0")], [replica("H100", "a:0", share=1.0)]), "is used twice"),
         (plan_of([stage("H100", "a0")], []), "'a0'; allowed is MACHINE:INDEX"),
-        (plan_of([stage("H100", "a:0")], [], is_colocated=True), "turns"),
+        (plan_of([stage("H100", "a:0")], [], is_colocated=True), "without --colocated"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(plan: object, words: str) -> None:

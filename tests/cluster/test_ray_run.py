@@ -208,7 +208,7 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
     def take_a_machine() -> None:
         nodes.remove(c)
         witness.await_line(f"machine {c} has left the cluster with worker-1")
-        witness.await_line("new plan (")
+        witness.await_line(r"new plan \(")
 
     def give_a_machine() -> None:
         said = len(witness.lines)

@@ -47,7 +47,7 @@ def test_a_lost_machine_loses_its_workers_and_the_trainer_stays(tmp_path: Path) 
     of, before = recipe(tmp_path), yard("h0", "l0", "l1")
     plan = planned(before, of)
     now = place(plan, before).workers
-    planner, left = Replanner(of, plan, None), yard("h0", "l0")
+    planner, left = Replanner(of, plan), yard("h0", "l0")
     answer = planner.replan_workers(left, names(left))
     assert answer.workers is not None, answer.words
     made = change([post for post in now if post.machine != "l1"], answer.workers)
@@ -62,7 +62,7 @@ def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path:
     plan = planned(before, of)
     now = place(plan, before).workers
     after = yard("h0", "l0", "l1")
-    answer = Replanner(of, plan, None).replan_workers(after, names(after))
+    answer = Replanner(of, plan).replan_workers(after, names(after))
     assert answer.workers is not None, answer.words
     made = change(now, answer.workers)
     assert "l1" in {post.machine for post in made.begun}
@@ -72,16 +72,16 @@ def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path:
 def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path: Path) -> None:
     of, before = recipe(tmp_path), yard("h0", "l0")
     plan = planned(before, of)
-    off = Replanner(recipe(tmp_path, "fleet.replan=false"), plan, None)
+    off = Replanner(recipe(tmp_path, "fleet.replan=false"), plan)
     assert off.replan_workers(before, names(before)).words.startswith("fleet.replan is off")
-    missing = Replanner(recipe(tmp_path, "fleet.workload=nowhere.toml"), plan, None)
+    missing = Replanner(recipe(tmp_path, "fleet.workload=nowhere.toml"), plan)
     answer = missing.replan_workers(before, names(before))
     assert answer.workers is None
     assert "nowhere.toml" in answer.words
     unknown = machines([row("x", GPU=1)])
     assert (
         "no machine of the cluster can be used in a plan"
-        in Replanner(of, plan, None).replan_workers(unknown, names(unknown)).words
+        in Replanner(of, plan).replan_workers(unknown, names(unknown)).words
     )
 
 
@@ -90,7 +90,7 @@ def test_a_trainer_that_begins_again_is_planned_wherever_there_is_room(tmp_path:
     plan = planned(before, of)
     trained = {gpu.rpartition(":")[0] for gpu in plan.training.gpu_ids}
     left = tuple(machine for machine in before if machine.name not in trained)
-    planner = Replanner(of, plan, None)
+    planner = Replanner(of, plan)
     assert planner.replan_all(left).startswith("new plan (")
     placed = place(planner.plan, left)
     assert placed.ranks

@@ -13,9 +13,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from baton.cluster.inventory import DescribedCluster, describe, machines
 from baton.errors import UserError, first_line
+from baton.recipe.load import load_recipe
+from baton.specs.cluster import ClusterSettings
 
 _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
@@ -74,7 +78,11 @@ class RayCluster:
 
     def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
         """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds."""
-        futures = {node: self.ray.remote(_answer).options(**self._on_node(node)).remote() for node in nodes}
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        task = self.ray.remote(num_cpus=0, max_retries=0)(_answer)
+        strategies = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
+        futures = {node: task.options(scheduling_strategy=where).remote() for node, where in strategies.items()}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:
             _, waiting = self.ray.wait(list(futures.values()), num_returns=len(futures), timeout=0.5)
@@ -122,13 +130,6 @@ class RayCluster:
             },
         }
 
-    def _on_node(self, node: str) -> dict[str, Any]:
-        """Return the options of a task that runs on one node and reserves no resources."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        return {"num_cpus": 0, "scheduling_strategy": strategy, "max_retries": 0}
-
     def leave(self) -> None:
         """Leave the cluster. Ray ends all actors and placement groups of this driver."""
         self.ray.shutdown()
@@ -153,3 +154,14 @@ def check_address(address: str) -> None:
     if not _ADDRESS.fullmatch(address):
         hint = "; ray:// is not supported, run the command on a machine of the cluster" if "://" in address else ""
         raise UserError(f"--ray: got {address!r}; allowed is HOST:PORT, or auto for this machine's cluster{hint}")
+
+
+def describe_ray(address: str, *, base: Path | None, name: str, with_cpus: bool) -> DescribedCluster:
+    """Return the description of the cluster at an address. Raises UserError if it cannot be joined or used."""
+    known = None if base is None else load_recipe(ClusterSettings, base)
+    cluster = RayCluster(address)
+    try:
+        found = machines(cluster.rows(), types=known.gpu if known is not None else ())
+    finally:
+        cluster.leave()
+    return describe(found, name=name, base=known, with_cpus=with_cpus)

@@ -17,7 +17,7 @@ from baton.cluster.placement import Placement, machines_of, place, without
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
 from baton.cluster.ray.supervisor import RayWorkerSupervisor
-from baton.cluster.replanning import Replanner, read_base
+from baton.cluster.replanning import Replanner
 from baton.cluster.supervision import SupervisionRules
 from baton.errors import RankLost, UserError
 from baton.recipe.recipe import Recipe
@@ -65,7 +65,7 @@ class _RayAttempts:
     def __init__(self, order: RayRun, plan: Plan, cluster: RayCluster, observer: Observer, stop: StopRequest) -> None:
         self.order, self.cluster, self.observer, self.stop = order, cluster, observer, stop
         recipe = order.load([])
-        self.planner = Replanner(recipe, plan, read_base(recipe.fleet.cluster))
+        self.planner = Replanner(recipe, plan)
         self.types = self.planner.base_types
         self.max_restarts = recipe.fleet.max_restarts
         self.has_begun = False
