@@ -39,7 +39,7 @@ ASSUMED_GB_PER_S: Final = 1.25
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """One machine of a Ray cluster."""
+    """A machine of a Ray cluster."""
 
     id: str
     """Ray's node id, in hex."""

@@ -34,8 +34,8 @@ class LogSettings(Settings):
     """Project of Weights & Biases that receives the metrics; WANDB_MODE=offline keeps them on disk."""
 
     trace: bool = True
-    """Whether every lease, train step and publication is written to trace.jsonl, which `baton trace` and the report
-    page read."""
+    """True to write every lease, train step and publication to trace.jsonl, which `baton trace` and the report page
+    read."""
     trace_mb: int = Field(default=32, ge=1)
     """Maximum size of the trace in MB; of a larger trace, the beginning and the end are kept."""
 

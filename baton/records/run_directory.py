@@ -199,7 +199,7 @@ class RunDirectory:
         flush_to_disk(self._trajectories)
 
     def has_skipped(self, step: int) -> bool:
-        """Whether a recorded batch of the step was removed by `skip_groups`."""
+        """Return whether `skip_groups` has removed a batch of the step."""
         return bool(self._skipped_files(step))
 
     def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
@@ -228,7 +228,7 @@ class RunDirectory:
             ) from error
 
     def has_groups(self, step: int) -> bool:
-        """Whether the groups of the step are recorded."""
+        """Return whether the groups of the step are recorded."""
         return self._groups_file(step).is_file()
 
     def recorded_steps(self) -> list[int]:
@@ -259,7 +259,7 @@ class RunDirectory:
 
 
 def _has_key(tree: Any, key: str) -> bool:
-    """Whether nested tables hold the dotted key."""
+    """Return whether nested tables contain a dotted key."""
     for part in key.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return False

@@ -38,7 +38,7 @@ class LockHolder(msgspec.Struct, frozen=True):
     since: str
     command: tuple[str, ...]
     is_over: bool = False
-    """Whether the process has released the directory."""
+    """True if the process has released the directory."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}: {' '.join(self.command)}"

@@ -2,7 +2,7 @@
 
 A synchronous scorer has a worker process to itself during each call, so the scorer that hangs or crashes is known.
 Asynchronous scorers share one worker process. If that process is killed, each of its unfinished calls is made again in
-a process of its own, which shows the call at fault. All code of this file runs in the thread of one event loop.
+a separate process, which shows the call at fault. All code of this file runs in the thread of one event loop.
 
 A process pool of a library does not do this. pebble 5.2 was measured: the whole pool breaks when an idle worker dies,
 the cause of a failed import is lost, and processes that a killed scorer had started keep running.

@@ -68,9 +68,9 @@ class _BackgroundScorer:
     """Name in messages."""
     call: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
     sees_groups: bool = False
-    """Whether one call has all responses of a group; otherwise each response has its own call."""
+    """True if a call contains all responses of a group; otherwise each response has a separate call."""
     needs_answer: bool = False
-    """Whether a response without an answer scores 0 without a call."""
+    """True if a response without an answer scores 0 without a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class RewardScorer:
         self.timeout_s = self._longest_call_s()
         """Seconds without any new reward after which a wait fails."""
         self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
-        """Whether the trajectories of a group must be submitted together, because a reward function compares them."""
+        """True if the trajectories of a group must be submitted together, because a reward function compares them."""
 
     def start(self) -> str:
         """Start a worker process if a scorer needs one; return its isolation as a line for the user, or an empty text.

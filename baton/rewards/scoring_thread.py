@@ -55,8 +55,8 @@ class ScoringThread:
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
         """Make a call in a worker process, and again if the process crashes.
 
-        spec: index in `ScorerSetup.specs`. concurrency: maximum calls of this scorer in the shared process; 0 gives
-        each call a process to itself.
+        spec: index in `ScorerSetup.specs`. concurrency: maximum calls of this scorer in the shared process; 0 runs
+        each call in a process without other calls.
         """
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
         return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
@@ -66,7 +66,7 @@ class ScoringThread:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-            )
+            )  # `concurrency` and `deadline_s` of each [[reward]] are the limits
         session = self._session
 
         async def post() -> Outcomes:

@@ -26,7 +26,7 @@ class RewardSettings(Settings):
     signature: Signature | None = None
     """Calling convention of the function; the default is detected from its name and parameters."""
     isolate: bool = True
-    """Whether the function runs in a worker process that can be killed. False runs it in the controller process without
+    """True to run the function in a worker process that can be killed. False runs it in the controller process without
     a deadline: only for functions that always return."""
     url: str | None = None
     """URL to POST to, for kind = "http"."""
@@ -69,7 +69,7 @@ class JudgeSettings(Settings):
     load_timeout_s: float = Field(default=120.0, gt=0)
     """Maximum seconds for a worker process to start and import its scorers."""
     network: bool = False
-    """Whether worker processes may use the network, for example to call a model behind a URL."""
+    """True to allow worker processes the network, for example to call a model behind a URL."""
     env: tuple[str, ...] = ()
     """Environment variables passed to worker processes besides PATH, HOME and similar names, such as an API key."""
     memory_gib: float = Field(default=8.0, ge=0)

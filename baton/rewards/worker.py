@@ -62,7 +62,7 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001 - reported to the run, whatever the import raises
             _send(outbox, ScorerReady(f"{spec} cannot be loaded in a worker process: {describe_error(error)}"))
             return
-    os.chdir(isolation.scratch)
+    os.chdir(isolation.scratch)  # after the imports, which are relative to the run's directory
     os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
     _send(outbox, ScorerReady(isolation=isolation.description))
     asyncio.run(_serve(scorers, inbox, outbox))

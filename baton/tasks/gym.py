@@ -37,7 +37,7 @@ QUICK_SCORERS = frozenset({"chain_sum", "decimal_chain_sum", "gsm_symbolic", "kn
 The scorer that many tasks inherit is as fast. All other scorers run in worker processes, which can be killed.
 """
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
-"""The only task that uses a compiled module, by module. reasoning-gym imports these modules at start."""
+"""The task that needs a compiled module, by module name. reasoning-gym imports these modules at start."""
 
 
 class GymTask:

@@ -84,7 +84,7 @@ class AnswerSettings(Settings):
     format: AnswerFormat = "tags"
     """`tags`, `boxed` or `last_line`; see docs/tasks.md."""
     instruct: bool = True
-    """Whether prompts begin with a system message that asks for the format."""
+    """True to begin prompts with a system message that asks for the format."""
 
 
 class TaskMixture:
@@ -101,7 +101,7 @@ class TaskMixture:
         self.tasks: dict[str, Task] = {s.name: s.build() for s in settings}
         self.weights = [s.weight for s in settings]
         self.refuses_long = {s.name: s.too_long == "refuse" for s in settings}
-        """Whether the run must not start if a prompt of the task is too long, by task."""
+        """By task: True if the run must not start with a prompt that is too long."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
         """Returns whether a prompt leaves room for a response; set by `limit`."""
         self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
@@ -168,6 +168,7 @@ class PromptStream:
         prompts: list[Prompt] = []
         misses = 0
         while len(prompts) < num_prompts:
+            # a generator per draw, so that the stream continues from its position without stored random state
             dice = random.Random(f"{self._seed}:{sum(self.position.values())}")
             name = dice.choices(names, self._mixture.weights)[0]
             problem = self._mixture.tasks[name].draw(self._seed, self.position[name])

@@ -33,7 +33,7 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the problem belongs to the held-out split, which depends only on the canonical form."""
+        """True if the problem belongs to the held-out split, which depends only on the canonical form."""
         return int.from_bytes(blake3(b"split:" + self.canonical.encode()).digest(length=4), "big") % 100 < (
             HELD_OUT_PERCENT
         )

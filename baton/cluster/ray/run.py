@@ -69,7 +69,7 @@ class _RayAttempts:
         self.types = self.planner.base_types
         self.max_restarts = recipe.fleet.max_restarts
         self.has_begun = False
-        """Whether an attempt of this command has started the run; the next attempt then resumes it."""
+        """True if an attempt of this command has started the run; the next attempt then resumes it."""
         self.names: dict[str, str] = {}
         """Names of the machines in the plan, by id."""
 
